@@ -21,6 +21,8 @@ from agl_core.types import Episode
 from agl_rewards.evaluators import expected_answer
 
 _SCALE = 10
+_REPLY_SECONDS = 300.0
+"""Beyond what a model needs that reasons first; the rule's `time_limit` is shorter where one is set."""
 _SCORE = re.compile(r'"score"\s*:')
 _VERDICT = re.compile(
     r'(?P<before>.*?)(?:```(?:json)?\s*)?\{\s*"score"\s*:\s*(?P<score>\d+(?:\.\d+)?)\s*\}(?:\s*```)?\s*', re.DOTALL
@@ -62,7 +64,6 @@ class JudgeOptions(BaseModel):
     cache: Path | None = Field(
         None, description="A folder that keeps scores between runs, relative to the configuration; none: memory."
     )
-    timeout: float = Field(60.0, gt=0, description="Seconds to wait for a reply.")
     max_concurrent: int = Field(8, ge=1, description="Requests under way at a time; others wait.")
 
 
@@ -135,7 +136,7 @@ class Judge:
     async def _reply(self, body: dict[str, Any]) -> str:
         url = f"{self._options.base_url.rstrip('/')}/chat/completions"
         try:
-            async with httpx.AsyncClient(timeout=self._options.timeout, headers=self._headers) as client:
+            async with httpx.AsyncClient(timeout=_REPLY_SECONDS, headers=self._headers) as client:
                 response = await self._post(
                     client, url, body | {"response_format": _FORMAT} if self._has_format else body
                 )

@@ -20,6 +20,8 @@ from agl_core.capture.status import message_text
 from agl_core.learning.health import has_failed, response_text
 from agl_core.types import Episode, Transition, TransitionKey
 
+_REPEATED = 0.8
+"""The least likeness of a request with the one before it that it repeats."""
 _SHORT = 500
 _PIECE = 8
 """Characters: long enough that two texts about different things share few."""
@@ -34,9 +36,6 @@ _CORRECTION = re.compile(
 def asked_again(
     episode: Episode,
     *,
-    similarity: Annotated[
-        float, Field(gt=0, le=1, description="The least likeness with which a request repeats the one before it.")
-    ] = 0.8,
     correction: Annotated[
         re.Pattern[str], Field(description="How a request that corrects the answer before it begins.")
     ] = _CORRECTION,
@@ -54,7 +53,7 @@ def asked_again(
         if not earlier or len(later) <= len(earlier):
             continue
         new = later[len(earlier)]
-        if _likeness(_plain(earlier[-1]), _plain(new)) >= similarity or correction.search(new):
+        if _likeness(_plain(earlier[-1]), _plain(new)) >= _REPEATED or correction.search(new):
             found[before.key] = 1.0
     return found or None
 

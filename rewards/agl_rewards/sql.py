@@ -30,8 +30,12 @@ _LARGEST_ROW = 10_000_000
 """Bytes of one row, which SQLite builds as a whole before it can be read."""
 _NUMBER = 8
 """The bytes that a number or NULL counts."""
+_MAX_ROWS = 100_000
+"""Rows of one query: answers have far fewer."""
+_MAX_BYTES = 10_000_000
+"""Bytes of all values of one query."""
 _MAX_REPLY = 1 << 30
-"""Bytes of the rows in JSON, which `max_rows` and `max_bytes` bound before."""
+"""Bytes of the rows in JSON, which the limits above bound before."""
 
 
 @agl_core.reward_rule
@@ -43,8 +47,6 @@ async def sql_match(
         Path, Field(description="The SQLite file, relative to the configuration, with {fields} of the metadata.")
     ] = Path("{database}"),
     timeout: Annotated[float, Field(gt=0, le=86_400, description="Seconds that each query may take.")] = 5.0,
-    max_rows: Annotated[int, Field(ge=1, description="Rows that each query may give.")] = 10_000,
-    max_bytes: Annotated[int, Field(ge=1, description="Bytes that the rows of each query may hold.")] = 10_000_000,
 ) -> float:
     """1 if the SQL query that the agent returned gives the same rows as the expected one (Spider, arXiv 1809.08887).
 
@@ -52,8 +54,8 @@ async def sql_match(
         field = "sql"                                # the task's metadata: the expected query
         database = "data/{database}.sqlite"          # the file, with fields of the metadata
 
-    Both run on the SQLite file, read-only, each for at most `timeout` seconds, `max_rows` rows and `max_bytes` bytes of
-    values. A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
+    Both run on the SQLite file, read-only, each for at most `timeout` seconds, 100,000 rows and 10 MB of values.
+    A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
     limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
     multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
     A query without a table is a guess if the expected one has one. If the expected result is empty, or nothing but
@@ -68,45 +70,40 @@ async def sql_match(
             f"Task '{episode.task.id}' has no metadata {error} for sql_match's `database` = '{database}'. "
             f"Name the file, or a key that holds it."
         ) from None
-    limits = (timeout, max_rows, max_bytes)
     try:
-        wanted, needed = await _queried(file, expected, *limits)
+        wanted, needed = await _queried(file, expected, timeout)
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(
             f"Task '{episode.task.id}': the expected query in its metadata '{field}' fails on {file} "
-            f"({type(error).__name__}: {error}). Correct it, or raise sql_match's `timeout`, `max_rows` or `max_bytes`."
+            f"({type(error).__name__}: {error}). Correct it, or raise sql_match's `timeout`."
         ) from error
     if not isinstance(episode.result, str):
         return 0.0
     try:
-        found, read = await _queried(file, episode.result, *limits)
+        found, read = await _queried(file, episode.result, timeout)
     except sqlite3.Error:
         return 0.0
     is_same = same_rows(found, wanted, ordered=_is_ordered(expected))
     return float(is_same and _is_no_guess(read, needed, wanted))
 
 
-async def run_query(
-    database: Path, query: str, timeout: float, max_rows: int, max_bytes: int = 10_000_000
-) -> list[Row]:
+async def run_query(database: Path, query: str, timeout: float) -> list[Row]:
     """The rows of one query on an SQLite file that is not changed.
 
     The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
     and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
-    that reads, takes longer than `timeout` seconds, or gives more than `max_rows` rows or values of more than
-    `max_bytes` bytes; FileNotFoundError if the file does not exist.
+    that reads, takes longer than `timeout` seconds, or gives more than 100,000 rows or values of more than 10 MB;
+    FileNotFoundError if the file does not exist.
     """
-    return (await _queried(database, query, timeout, max_rows, max_bytes))[0]
+    return (await _queried(database, query, timeout))[0]
 
 
-async def _queried(
-    database: Path, query: str, timeout: float, max_rows: int, max_bytes: int
-) -> tuple[list[Row], _Columns]:
+async def _queried(database: Path, query: str, timeout: float) -> tuple[list[Row], _Columns]:
     """The rows of a query, and the columns that it names."""
     uri, files = await asyncio.to_thread(_located, database)
     try:
         kind, *answer = await run_sandboxed(
-            _read, uri, query, max_rows, max_bytes, seconds=timeout, reads=files, max_reply=_MAX_REPLY
+            _read, uri, query, _MAX_ROWS, _MAX_BYTES, seconds=timeout, reads=files, max_reply=_MAX_REPLY
         )
     except SandboxLimitError as error:
         raise sqlite3.OperationalError(f"interrupted: {error}") from error

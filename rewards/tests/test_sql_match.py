@@ -122,7 +122,7 @@ async def test_queries_are_the_same_if_their_rows_are(
 async def test_a_query_can_only_read(database: Path, query: str) -> None:
     before = fingerprint(database.parent)
     with pytest.raises(sqlite3.Error):
-        await run_query(database, query.replace("FOLDER", str(database.parent)), timeout=1.0, max_rows=10)
+        await run_query(database, query.replace("FOLDER", str(database.parent)), timeout=1.0)
     assert fingerprint(database.parent) == before
 
 
@@ -134,26 +134,28 @@ async def test_a_single_call_of_a_function_is_stopped_and_its_late_result_refuse
     judged: Callable[..., Any], database: Path
 ) -> None:
     with pytest.raises(sqlite3.OperationalError, match=r"interrupted: it took longer than 0\.05 seconds"):
-        await run_query(database, ONE_LONG_CALL, timeout=0.05, max_rows=1)
+        await run_query(database, ONE_LONG_CALL, timeout=0.05)
     assert await judged(ONE_LONG_CALL, "SELECT 0", timeout=0.05) == 0.0
 
 
 @pytest.mark.parametrize("timeout", [1e-9, 1e-6])
 async def test_no_time_is_too_short_to_end(database: Path, timeout: float) -> None:
     with pytest.raises(sqlite3.OperationalError, match="interrupted"):
-        await run_query(database, ENDLESS, timeout=timeout, max_rows=1)
+        await run_query(database, ENDLESS, timeout=timeout)
 
 
 async def test_a_query_that_is_no_text_is_wrong(judged: Callable[..., Any]) -> None:
     assert await judged("SELECT '\ud800'", "SELECT 1") == 0.0
 
 
-async def test_a_query_with_too_many_rows_is_wrong(judged: Callable[..., Any]) -> None:
+async def test_a_query_with_too_many_rows_is_wrong(judged: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert await judged(LONG, "SELECT 1") == 0.0
     three = "SELECT name FROM pet"
-    assert await judged(three, three, max_rows=3) == 1.0
+    monkeypatch.setattr("agl_rewards.sql._MAX_ROWS", 3)
+    assert await judged(three, three) == 1.0
+    monkeypatch.setattr("agl_rewards.sql._MAX_ROWS", 2)
     with pytest.raises(ConfigError, match="more than 2 rows"):
-        await judged(three, three, max_rows=2)
+        await judged(three, three)
 
 
 @pytest.mark.parametrize("values", ["printf('%999999s', i)", "zeroblob(999999)", MANY])
@@ -169,22 +171,24 @@ async def test_a_row_is_bounded_before_it_is_made(database: Path) -> None:
     before = most_memory()
     values = ", ".join(["replace(hex(zeroblob(200000)), '0', 'ab') || name"] * 400)
     with pytest.raises(sqlite3.DataError, match="too big"):
-        await run_query(database, f"SELECT {values} FROM pet", timeout=5.0, max_rows=10)
+        await run_query(database, f"SELECT {values} FROM pet", timeout=5.0)
     assert most_memory() - before < 100e6
 
 
-async def test_the_bytes_of_all_rows_are_counted(judged: Callable[..., Any], database: Path) -> None:
+async def test_the_bytes_of_all_rows_are_counted(judged: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for query, size in [
         ("SELECT name FROM pet", 7),
         ("SELECT name, age FROM pet", 31),
         ("SELECT 'é', x'ffff', NULL", 12),
         ("SELECT name FROM pet WHERE age > 99", 1),
     ]:
-        assert await judged(query, query, max_bytes=size) == 1.0
+        monkeypatch.setattr("agl_rewards.sql._MAX_BYTES", size)
+        assert await judged(query, query) == 1.0
         if size > 1:
-            assert await judged(query, "SELECT 'a' WHERE 0", max_bytes=size - 1) == 0.0
-            with pytest.raises(ConfigError, match=f"hold more than {size - 1} bytes.*raise.*`max_bytes`"):
-                await judged(query, query, max_bytes=size - 1)
+            monkeypatch.setattr("agl_rewards.sql._MAX_BYTES", size - 1)
+            assert await judged(query, "SELECT 'a' WHERE 0") == 0.0
+            with pytest.raises(ConfigError, match=f"hold more than {size - 1} bytes"):
+                await judged(query, query)
 
 
 @pytest.mark.parametrize(
@@ -223,18 +227,18 @@ async def test_a_database_in_wal_mode_is_read_and_not_changed(database: Path) ->
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     before = fingerprint(database.parent)
-    assert await run_query(database, "SELECT count(*) FROM pet", 5.0, 1) == [(3,)]
+    assert await run_query(database, "SELECT count(*) FROM pet", 5.0) == [(3,)]
     assert fingerprint(database.parent) == before
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("INSERT INTO pet VALUES ('Di', 1, 1.0)")
         connection.commit()
-        assert await run_query(database, "SELECT count(*) FROM pet", 5.0, 1) == [(4,)]
+        assert await run_query(database, "SELECT count(*) FROM pet", 5.0) == [(4,)]
 
 
 async def test_text_that_is_no_utf8_is_read(database: Path) -> None:
-    assert await run_query(database, "SELECT CAST(x'ff61' AS TEXT)", 1.0, 1) == [("�a",)]
+    assert await run_query(database, "SELECT CAST(x'ff61' AS TEXT)", 1.0) == [("�a",)]
 
 
 async def test_a_file_name_with_special_characters_is_found(database: Path) -> None:
     odd = Path(shutil.copy(database, database.with_name("a?b#c %41.sqlite")))
-    assert await run_query(odd, "SELECT count(*) FROM pet", 1.0, 1) == [(3,)]
+    assert await run_query(odd, "SELECT count(*) FROM pet", 1.0) == [(3,)]

@@ -34,7 +34,7 @@ def solve(task_input):
 SETTINGS = {
     "train.steps": 3, "train.groups_per_step": 2, "train.group_size": 6, "train.checkpoint_every": 10,
     "eval.tasks": 2, "eval.every": 10, "eval.modes": ["eval-greedy"], "sampling.max_tokens": 8,
-    "workers.embedded": False, "workers.attempts": 5, "server.heartbeat": 0.3, "server.lease": 2.0,
+    "workers.embedded": False, "workers.attempts": 5, "server.lease": 2.0,
 }  # fmt: skip
 
 

@@ -310,7 +310,7 @@ def _configuration(place: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         "train": {"steps": FOR_EVER, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, "patience": 0},
         "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 5},
         "workers": {"embedded": False, "timeout": 30.0, "attempts": 30},
-        "server": {"heartbeat": 0.5, "lease": 3.0},
+        "server": {"lease": 3.0},
         "rewards": {"parity": {}},
         "algorithm": {"name": "none"},
         "engine": {"name": "ledger"},

@@ -341,7 +341,7 @@ def speed(setup: Setup, seconds: float) -> Table:
 
 async def speed_of(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[str, ...]:
     """The first replies and the first update warm up, and are not counted."""
-    adapter = {"rank": 16, "alpha": 32.0, "dropout": 0.0} if lora else None
+    adapter = {"rank": 16, "alpha": 32.0} if lora else None
     began = time.perf_counter()
     spec = spec_of(model.folder(setup.folder), dtype, adapter)
     async with started(torch_engine(setup.device), setup.folder / f"{model.name}-{lora}", spec) as running:
@@ -423,7 +423,7 @@ async def three_steps(make: Make, setup: Setup, dtype: str, replies: tuple[int, 
 
     At its learning rate two updates change a tiny policy so much that serving its base would be noticed.
     """
-    spec = spec_of(CALC.folder(setup.folder), dtype, {"rank": 8, "alpha": 16.0, "dropout": 0.0}, 4e-3)
+    spec = spec_of(CALC.folder(setup.folder), dtype, {"rank": 8, "alpha": 16.0}, 4e-3)
     rows, beyond, checkpoint = [], [], setup.folder / "checkpoint"
     for steps in ((1, 2), (3,)):
         async with started(make, setup.folder / f"run-{steps[0]}", spec) as running:

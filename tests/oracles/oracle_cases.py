@@ -136,7 +136,7 @@ def _verl_losses() -> list[Case]:
 
     token, sequence = {"aggregation": "token-mean"}, {"aggregation": "sequence-mean"}
     mean_of_means = {"aggregation": "seq-mean-token-mean"}
-    gspo = {"ratio": "sequence", "sequence_clip": 0.1, "sequence_clip_high": 0.2, **sequence}
+    gspo = {"ratio": "sequence", "clip": 0.1, "clip_high": 0.2, **sequence}
     their_gspo = {"mode": "gspo", "low": 0.1, "high": 0.2, "per_response": True, **mean_of_means}
     both = ("loss", "gradient")
     return [
@@ -215,7 +215,7 @@ def _trl() -> list[Case]:
         return Case(name, kind, own, "oracle_trl.grpo", theirs, differs)
 
     token, sequence = {"aggregation": "token-mean"}, {"aggregation": "sequence-mean"}
-    gspo = {"ratio": "sequence", "sequence_clip": 0.1, "sequence_clip_high": 0.2, **sequence}
+    gspo = {"ratio": "sequence", "clip": 0.1, "clip_high": 0.2, **sequence}
     their_gspo = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2, "loss_type": "grpo"}
     their_kl = {"beta": 0.1, "use_bias_correction_kl": False}
     both = ("loss", "gradient")

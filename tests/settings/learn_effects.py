@@ -140,9 +140,6 @@ EFFECTS: Mapping[str, Effect] = {
     "reward.feedback.weights": Effect(
         what_users_said, {"rewards.users.weights": {"helpful": 3.0}}, {"rewards.users": {"rule": "feedback"}}
     ),
-    "reward.asked_again.similarity": Effect(
-        asked_again, {"rewards.asked_again.similarity": 1.0}, {"rewards.asked_again": {}}
-    ),
     "reward.asked_again.correction": Effect(
         asked_again, {"rewards.asked_again.correction": "^Stop"}, {"rewards.asked_again": {}}
     ),

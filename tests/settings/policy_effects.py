@@ -174,7 +174,6 @@ EFFECTS: Mapping[str, Effect] = {
     "policies.NAME.model.trust_remote_code": Effect(architecture, {"policies.default.model.trust_remote_code": True}),
     "policies.NAME.model.lora.rank": Effect(trained, {f"{LORA}.rank": 2}, ADAPTED),
     "policies.NAME.model.lora.alpha": Effect(trained, {f"{LORA}.alpha": 8.0}, ADAPTED),
-    "policies.NAME.model.lora.dropout": Effect(trained, {f"{LORA}.dropout": 0.5}, ADAPTED),
     "policies.NAME.model.lora.targets": Effect(trained, {f"{LORA}.targets": ["q_proj"]}, ADAPTED),
     **{
         f"policies.NAME.optimizer.{name}": Effect(trained, {f"{OPTIMIZER}.{name}": value})
@@ -183,9 +182,6 @@ EFFECTS: Mapping[str, Effect] = {
             "schedule": "cosine",
             "warmup_steps": 4,
             "weight_decay": 0.1,
-            "beta1": 0.5,
-            "beta2": 0.9,
-            "epsilon": 1e-3,
             "max_grad_norm": 1e-4,
         }.items()
     },

@@ -37,10 +37,10 @@ def run_folder(bench: Bench, given: Given) -> tuple[str, str]:
 
 
 def train_tasks(bench: Bench, given: Given) -> list[str]:
-    """The ids of the tasks to train on."""
+    """The tasks to train on, by their ids and inputs."""
     loaded = bench.load(given)
     source = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
-    return [source.task(index).id for index in range(source.size)]
+    return [f"{task.id}: {task.input}" for task in map(source.task, range(source.size))]
 
 
 def engines(bench: Bench, given: Given) -> list[str]:

@@ -10,6 +10,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -103,36 +104,28 @@ async def largest_request_of_an_agent(server: LightningServer, url: str) -> int:
     return reply.status_code
 
 
-def passed_on(setting: str) -> Callable[[Bench, Given], Awaitable[Any]]:
+async def passed_on(bench: Bench, given: Given) -> Any:
     """What an agent's request for embeddings comes to: the status, and the key that another server saw."""
+    seen: list[str | None] = []
 
-    async def observe(bench: Bench, given: Given) -> Any:
-        seen: list[str | None] = []
+    async def embed(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"data": []})
 
-        async def embed(request: web.Request) -> web.Response:
-            seen.append(request.headers.get("Authorization"))
-            await asyncio.sleep(0.3 if setting == "timeout" else 0)
-            return web.json_response({"data": []})
+    app = web.Application()
+    app.router.add_post("/v1/embeddings", embed)
 
-        app = web.Application()
-        app.router.add_post("/v1/embeddings", embed)
-        os.environ["OTHER_KEY"] = "the-other-key"
+    async def ask(server: LightningServer, url: str) -> Any:
+        await server.queue.enqueue([make.rollout("a")])
+        (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+        headers = {"Authorization": f"Bearer {lease.key}"}
+        async with httpx.AsyncClient(trust_env=False) as client:
+            reply = await client.post(f"{url}/v1/embeddings", json={"model": "m", "input": "x"}, headers=headers)
+        return reply.status_code, "OTHER_KEY" in os.environ
 
-        async def ask(server: LightningServer, url: str) -> Any:
-            await server.queue.enqueue([make.rollout("a")])
-            (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-            headers = {"Authorization": f"Bearer {lease.key}"}
-            async with httpx.AsyncClient(trust_env=False) as client:
-                reply = await client.post(f"{url}/v1/embeddings", json={"model": "m", "input": "x"}, headers=headers)
-            return reply.status_code, "OTHER_KEY" in os.environ
-
-        try:
-            async with served(app, port=OTHER_PORT):
-                return await serving(ask)(bench, given), seen
-        finally:
-            os.environ.pop("OTHER_KEY", None)
-
-    return observe
+    with mock.patch.dict(os.environ, {"OTHER_KEY": "the-other-key"}):
+        async with served(app, port=OTHER_PORT):
+            return await serving(ask)(bench, given), seen
 
 
 TERMS = serving(terms)
@@ -145,14 +138,10 @@ EFFECTS: Mapping[str, Effect] = {
     "server.port": Effect(serving(has_the_port), {"server.port": PORT}, APART),
     "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
-    "server.heartbeat": Effect(TERMS, {"server.heartbeat": 2.0}, APART),
     "gateway.max_body_mib": Effect(serving(largest_request_of_an_agent), {"gateway.max_body_mib": 1}, APART),
-    "gateway.passthrough.url": Effect(passed_on("url"), {"gateway.passthrough.url": OTHER_URL}, APART),
+    "gateway.passthrough.url": Effect(passed_on, OTHER, APART),
     "gateway.passthrough.api_key_env": Effect(
-        passed_on("key"), {"gateway.passthrough.api_key_env": "OTHER_KEY"}, {**APART, **OTHER}
-    ),
-    "gateway.passthrough.timeout": Effect(
-        passed_on("timeout"), {"gateway.passthrough.timeout": 0.1}, {**APART, **OTHER}
+        passed_on, {"gateway.passthrough.api_key_env": "OTHER_KEY"}, {**APART, **OTHER}
     ),
     "server.lease": Effect(TERMS, {"server.lease": 60.0}, APART),
 }

@@ -14,7 +14,7 @@ from agl_core.config.models import RunConfig
 from agl_core.plugins import Plugins
 
 TABLE = "NAME"
-"""Stands for the name of a table that the user chooses: `policies.NAME.optimizer.beta1`."""
+"""Stands for the name of a table that the user chooses: `policies.NAME.optimizer.schedule`."""
 
 
 def every_setting(plugins: Plugins) -> list[str]:

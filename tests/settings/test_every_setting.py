@@ -68,8 +68,8 @@ def test_settings_are_found_where_they_are() -> None:
     assert doctest.testmod(settings_found).failed == 0
     some = {
         "config_version", "train.steps", "train.endings.lost", "tasks", "tasks.NAME.source", "trackers",
-        "policies.NAME.optimizer.beta1", "policies.NAME.model.lora.rank", "rewards.NAME.weight", "credit.name",
-        "engine.torch.threads", "algorithm.grpo.beta", "credit.discounted.gamma", "reward.judge.timeout",
+        "policies.NAME.optimizer.weight_decay", "policies.NAME.model.lora.rank", "rewards.NAME.weight", "credit.name",
+        "engine.torch.threads", "algorithm.grpo.beta", "credit.discounted.gamma", "reward.judge.rubric",
         "task_source.jsonl.path",
     }  # fmt: skip
     assert some <= set(SETTINGS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agl_core.errors import ConfigError, ServerError
+from agl_core.errors import ServerError
 from agl_core.training.progress import Silent
 from agl_core.training.run import train
 from agl_core.training.run_folder import new_run_dir
@@ -127,13 +127,6 @@ async def test_what_clients_find_as_their_key_is_good_for_no_attempt(
                     sent = await client.post(f"{root}{path}/v1/chat/completions", json=forged, headers=headers)
                     assert sent.status_code == 401, (path, headers)
         await server.queue.cancel(["s1-g0-m1"])
-
-
-def test_a_lease_outlives_a_heartbeat(benches: tuple[Bench, Bench]) -> None:
-    benches[0].load({"server.heartbeat": 10.0})
-    for given in ({"server.heartbeat": 10.5}, {"server.lease": 9.0}):
-        with pytest.raises(ConfigError, match="at least twice heartbeat"):
-            benches[0].load(given)
 
 
 async def test_a_server_listens_where_the_one_before_did(benches: tuple[Bench, Bench], run_dir: Path) -> None:

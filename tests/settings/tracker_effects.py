@@ -45,7 +45,6 @@ MLFLOW = {"mlflow": mock.MagicMock(), "mlflow.entities": mock.MagicMock()}
 
 EFFECTS = {
     "tracker.wandb.project": Effect(asked("wandb", WANDB), {"tracker.wandb.project": "another"}),
-    "tracker.wandb.mode": Effect(asked("wandb", WANDB), {"tracker.wandb.mode": "offline"}),
     "tracker.wandb.checkpoints": Effect(asked("wandb", WANDB), {"tracker.wandb.checkpoints": False}),
     "tracker.mlflow.uri": Effect(asked("mlflow", MLFLOW), {"tracker.mlflow.uri": "http://127.0.0.1:5000"}),
     "tracker.mlflow.experiment": Effect(asked("mlflow", MLFLOW), {"tracker.mlflow.experiment": "another"}),

@@ -34,9 +34,7 @@ class Grpo(PolicyGradient):
 
     def __init__(self, options: GrpoOptions) -> None:
         super().__init__(options)
-        if options.ratio == "sequence":
-            self.ratio = options.ratio
-            self.clip = (options.sequence_clip, options.sequence_clip_high)
+        self.ratio = options.ratio
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] the transition's advantage at each of its unmasked tokens, 0 at masked ones.

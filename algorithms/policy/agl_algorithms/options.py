@@ -18,7 +18,13 @@ class PolicyGradientOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    clip: float = Field(0.2, gt=0, lt=1, description="The token ratio is clipped to [1 - clip, 1 + clip_high].")
+    clip: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="The ratio is clipped to [1 - clip, 1 + clip_high]; absent: 0.2, of GRPO's ratio per transition "
+        "3e-4 and 4e-4.",
+    )
     clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
     aggregation: Aggregation = Field(
@@ -39,6 +45,12 @@ class PolicyGradientOptions(BaseModel):
         """What an algorithm with these settings needs of a run: ids; with a KL term a reference model."""
         reference = {Capability.REFERENCE} if self.beta > 0 else set()
         return frozenset({Capability.TOKEN_IDS} | reference)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may fall below 1, and rise above it."""
+        low = 0.2 if self.clip is None else self.clip
+        return low, low if self.clip_high is None else self.clip_high
 
     def takes(self) -> CreditKind:
         """Which credited values it takes: returns."""
@@ -65,8 +77,6 @@ class GrpoOptions(PolicyGradientOptions):
     std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
     ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")
-    sequence_clip: float = Field(3e-4, gt=0, lt=1, description="Lower clip range of the ratio per transition (GSPO).")
-    sequence_clip_high: float = Field(4e-4, gt=0, le=10, description="Upper clip range of the ratio per transition.")
     drop_equal_groups: bool = Field(
         False, description="Leave groups whose credited values are all equal out of the loss and its weights (DAPO)."
     )
@@ -76,18 +86,17 @@ class GrpoOptions(PolicyGradientOptions):
         return super().needs() | {Capability.GROUPS}
 
     @model_validator(mode="after")
-    def _no_setting_without_effect(self) -> Self:
-        if self.ratio == "sequence":
-            self._refuse_changed(
-                ("clip", "clip_high"), "with ratio = 'sequence', set sequence_clip and sequence_clip_high."
-            )
-        else:
-            self._refuse_changed(
-                ("sequence_clip", "sequence_clip_high"), "set ratio = 'sequence', or use clip and clip_high."
-            )
+    def _no_epsilon_without_deviation(self) -> Self:
         if not self.std_normalization:
             self._refuse_changed(("epsilon",), "std_normalization is off.")
         return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Of a ratio per transition a thousandth of that of a ratio per token, as in GSPO."""
+        if self.ratio == "token" or self.clip is not None:
+            return super().clip_range
+        return 3e-4, 4e-4 if self.clip_high is None else self.clip_high
 
 
 class TimeOptions(PolicyGradientOptions):

@@ -41,7 +41,7 @@ class PolicyGradient(ABC):
         self.epochs = options.epochs
         self.minibatches = options.minibatches
         self.needs_reference = options.beta > 0
-        self.clip = (options.clip, options.clip if options.clip_high is None else options.clip_high)
+        self.clip = options.clip_range
         """The bounds of the ratio below and above 1."""
 
     @abstractmethod

@@ -157,7 +157,7 @@ def test_sequence_ratio_is_one_number_per_transition() -> None:
     samples = make_samples([Row(0, 0, 1.0, (True, True, False)), Row(0, 1, 0.0, (True,))])
     current = torch.tensor([0.1, 0.3, 9.0, -0.2], dtype=torch.float64)
     zeros = torch.zeros(4, dtype=torch.float64)
-    grpo = Grpo(GrpoOptions(ratio="sequence", sequence_clip=0.5, sequence_clip_high=0.5, beta=0))
+    grpo = Grpo(GrpoOptions(ratio="sequence", clip=0.5, clip_high=0.5, beta=0))
     advantages = grpo.advantages(samples)
     loss, _ = grpo.loss(samples, Logprobs(current, zeros, zeros), advantages, grpo.weights(samples))
     half = 0.5 / (math.sqrt(0.5) + 1e-6)

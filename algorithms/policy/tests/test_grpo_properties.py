@@ -20,16 +20,13 @@ EVERY_KIND = [
     GrpoOptions(),
     GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean"),
     GrpoOptions(clip_high=0.28, drop_equal_groups=True, aggregation="sequence-mean"),
-    GrpoOptions(ratio="sequence", sequence_clip=0.1, sequence_clip_high=0.2, importance_cap=1.1),
+    GrpoOptions(ratio="sequence", clip=0.1, clip_high=0.2, importance_cap=1.1),
 ]
 
 
 @pytest.mark.parametrize(
     "settings_without_effect",
     [
-        {"ratio": "sequence", "clip": 0.1},
-        {"ratio": "sequence", "clip_high": 0.1},
-        {"sequence_clip": 0.1},
         {"std_normalization": False, "epsilon": 0.1},
         {"importance_level": "sequence"},
     ],

@@ -144,7 +144,7 @@ def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: 
 
 @pytest.mark.parametrize(("name", "place"), [("fsdp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
 def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, place: str) -> None:
-    optimizer = {"learning_rate": 1e-4, "schedule": "cosine", "beta2": 0.95}
+    optimizer = {"learning_rate": 1e-4, "schedule": "cosine"}
     policy = PolicySpec(str(POLICY), "bfloat16", optimizer=optimizer)
     context = EngineContext(Path("unused"), 3, {"default": policy}, False, (), "key", 10)
     options = VerlOptions(device="cuda", model_engine=name, gpus_per_node=4, sequence_parallel=2, offload=True)

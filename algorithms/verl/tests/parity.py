@@ -33,7 +33,7 @@ class Case:
 CASES = {
     "GRPO": Case("grpo", {"beta": 0.04, "epochs": 2, "importance_cap": 2.0}),
     "GRPO, one ratio per transition (GSPO)": Case(
-        "grpo", {"beta": 0, "ratio": "sequence", "sequence_clip": 0.01, "sequence_clip_high": 0.02, "epochs": 2}
+        "grpo", {"beta": 0, "ratio": "sequence", "clip": 0.01, "clip_high": 0.02, "epochs": 2}
     ),
     "GRPO, two passes in three minibatches": Case("grpo", {"beta": 0.001, "epochs": 2, "minibatches": 3}),
     "PPO with its critic": Case("ppo", {"critic_learning_rate": 1e-3, "epochs": 2, "critic_epochs": 2, "lam": 0.9}),

@@ -28,7 +28,7 @@ from agl_verl.config.native import NAMES, UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, 
 from agl_verl.options import VerlOptions
 from agl_verl.workers.schedule import catch_up
 
-OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5, "beta2": 0.95, "epsilon": 1e-6}
+OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}
 
 
 def context_of(spec: dict[str, Any] | None = None, **changes: Any) -> EngineContext:
@@ -158,8 +158,6 @@ def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
     actor, critic = "actor_rollout_ref.actor.optim", "critic.optim"
     assert (found[f"{actor}.lr"], found[f"{critic}.lr"]) == (2e-4, 3e-3)
     for optimizer in (actor, critic):
-        assert found[f"{optimizer}.betas"] == [0.9, 0.95]
-        assert found[f"{optimizer}.override_optimizer_config"] == {"eps": 1e-6}
         assert found[f"{optimizer}.lr_scheduler_type"] == "cosine"
         assert found[f"{optimizer}.lr_warmup_steps"] == 3, "veRL counts updates, of two optimizer steps each"
     assert found["trainer.total_training_steps"] == 40
@@ -282,7 +280,7 @@ def test_what_is_no_override_is_refused() -> None:
 
 
 def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
-    lora = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj",)}
+    lora = {"rank": 8, "alpha": 16.0, "targets": ("q_proj",)}
     for found in (mapping_of(spec={"lora": lora}), mapping_of(spec={"lora": lora}, cpu=True, serving_gpus=1)):
         assert found["actor_rollout_ref.model.lora_rank"] == 8
         assert repr(found["actor_rollout_ref.model.lora_alpha"]) == "16", "veRL wants an integer"
@@ -292,10 +290,9 @@ def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
     assert "actor_rollout_ref.model.lora.merge" not in mapping_of()
 
 
-@pytest.mark.parametrize(("wrong", "told"), [({"dropout": 0.1}, "dropout"), ({"alpha": 2.5}, r"not 2\.5.*alpha")])
-def test_a_lora_adapter_that_verl_cannot_train_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        mapping_of(spec={"lora": {"rank": 8, **wrong}})
+def test_a_lora_adapter_that_verl_cannot_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not 2\.5.*alpha"):
+        mapping_of(spec={"lora": {"rank": 8, "alpha": 2.5}})
 
 
 def test_passes_of_the_critic_are_as_large_as_those_of_the_policy() -> None:

@@ -91,7 +91,7 @@ def recorded_batch(
 
 
 def optimizer() -> OptimizerSection:
-    return OptimizerSection(learning_rate=LEARNING_RATE, epsilon=1e-8, max_grad_norm=1.0, schedule="cosine")
+    return OptimizerSection(learning_rate=LEARNING_RATE, max_grad_norm=1.0, schedule="cosine")
 
 
 class TorchBench:

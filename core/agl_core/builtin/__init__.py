@@ -18,8 +18,14 @@ def register_components(register: Register) -> None:
     from agl_core.builtin.fifo import Fifo
     from agl_core.builtin.recorded import RecordedOptions, recorded, recorded_needs
     from agl_core.builtin.replay import Prioritised, PrioritisedOptions, prioritised_needs
-    from agl_core.builtin.tables import DatasetOptions, FileOptions, csv_tasks, dataset_tasks, parquet_tasks
-    from agl_core.builtin.tasks import JsonlOptions, JsonlTasks
+    from agl_core.builtin.tasks import (
+        DatasetOptions,
+        FileOptions,
+        csv_tasks,
+        dataset_tasks,
+        jsonl_tasks,
+        parquet_tasks,
+    )
     from agl_core.builtin.trackers.on_mlflow import MlflowOptions, MlflowTracker
     from agl_core.builtin.trackers.weights_and_biases import WandbOptions, WandbTracker
     from agl_core.store.sqlite import SqliteOptions, build
@@ -27,13 +33,7 @@ def register_components(register: Register) -> None:
     register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
     register(kinds.BUFFER, "prioritised", Prioritised, options=PrioritisedOptions, needs=prioritised_needs)
     register(kinds.STORE, "sqlite", build, options=SqliteOptions)
-    register(
-        kinds.TASK_SOURCE,
-        "jsonl",
-        lambda options, folder, seed: JsonlTasks(options, folder),
-        options=JsonlOptions,
-        doc=JsonlTasks.__doc__,
-    )
+    register(kinds.TASK_SOURCE, "jsonl", jsonl_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "csv", csv_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "parquet", parquet_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "hf", dataset_tasks, options=DatasetOptions)

@@ -4,7 +4,7 @@ Prioritised experience replay (Schaul, Quan, Antonoglou and Silver, 2016, sectio
 
     p_i = 1/G · Σ_m |R_m − mean R|        the priority of group i: how far apart its rollouts' returns R lie
     P(i) = p_i^α / Σ_k p_k^α              how often it is drawn, as a share of all that is drawn (equation 1)
-    w_i = (N · P(i))^−β / max_k w_k       its weight in the loss (section 3.4)
+    w_i = 1 / (N · P(i)) / max_k w_k      its weight in the loss (section 3.4, with β = 1)
 
 over the N groups that could be drawn. The paper's priority is what a transition last taught, its temporal-difference
 error; p_i is the mean size of the advantages that the members of a group have (GRPO's, not divided by their
@@ -14,7 +14,7 @@ compare, and is not drawn unless α = 0. The paper gives new transitions the hig
 here an update gets every new group as "fifo" gives them, with weight 1, and the replays beside them.
 
 k groups of one update are drawn together and are k different ones: k · P(i) is the probability that group i is among
-them. Where that would be more than 1 it is 1, and the others share the rest. So with β = 1 the weighted sum over what
+them. Where that would be more than 1 it is 1, and the others share the rest. So the weighted sum over what
 was drawn is, up to the constant max w, an unbiased estimate of the sum over all N (Horvitz and Thompson, 1952).
 """
 
@@ -48,9 +48,6 @@ class PrioritisedOptions(BaseModel):
     capacity: int = Field(256, ge=1, description="Groups kept to be replayed; the oldest leave first.")
     alpha: float = Field(
         0.6, ge=0, le=1, description="How much the priority counts in what is drawn; 0: every group counts the same."
-    )
-    beta: float = Field(
-        1.0, ge=0, le=1, description="How much of that the weight in the loss corrects; 0: nothing, 1: all of it."
     )
 
 
@@ -105,7 +102,7 @@ class Prioritised:
         places = np.flatnonzero(shares)
         chances = inclusion_probabilities(shares[places], count)
         chosen = systematic_sample(chances, np.random.default_rng([context.seed, context.step]))
-        weights = (chances.min(initial=1.0) / chances) ** self._options.beta
+        weights = chances.min(initial=1.0) / chances
         return [DrawnGroup(self._kept[places[i]].episodes, float(weights[i])) for i in chosen]
 
 

@@ -1,78 +1,209 @@
-"""Tasks from a file: the task source "jsonl"."""
+"""Tasks from files and data sets: the task sources "jsonl", "csv", "parquet" and "hf" (Hugging Face datasets).
+
+What a row has beside the task's input and id is the task's metadata, which rewards see and the agent does not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agl_core.errors import ConfigError, nearest
 from agl_core.types import Task
+from agl_core.types.forms import dump_json, load_json
 
 
-class JsonlOptions(BaseModel):
-    """The file, and the keys of its objects."""
+class ColumnOptions(BaseModel):
+    """What the columns of a table, or the keys of objects, are to a task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Path = Field(
-        description="A file with one JSON object per line, relative to the configuration file. What an object has "
-        "beside the task's input and id is the task's metadata, which rewards see and the agent does not."
+    columns: dict[str, str | tuple[str, ...]] = Field(
+        {},
+        description="What the source calls the task's `input` and `id`, and other names for its metadata: the name "
+        "here, and the source's. Of several columns the input is an object that has each; without its id, a task has "
+        "its row's number.",
     )
-    input_field: str = Field("input", min_length=1, description="The key of the task's input.")
-    id_field: str = Field("id", min_length=1, description="The key of the task's id; without it, the line number.")
+
+    @model_validator(mode="after")
+    def _only_inputs_are_several(self) -> Self:
+        if wrong := [name for name, column in self.columns.items() if not isinstance(column, str) and name != "input"]:
+            raise ValueError(f"columns: '{wrong[0]}' is one column; only 'input' can be several")
+        return self
 
 
-class JsonlTasks:
-    """Tasks from a file with one JSON object per line; keys beside input and id are the task's metadata.
+class FileOptions(ColumnOptions):
+    """The file, and its columns."""
 
-    The agent is called with the object's input, and rewards see the metadata. Blank lines are skipped.
+    path: Path = Field(description="The file, relative to the configuration file.")
 
-        {"id": "a1", "question": "2 + 3?", "result": "5"}     # with input_field = "question"
+
+class DatasetOptions(ColumnOptions):
+    """The dataset, and its columns."""
+
+    dataset: str = Field(
+        min_length=1, description="A folder, relative to the configuration file, or a name on the Hugging Face hub."
+    )
+    subset: str | None = Field(None, description="Which of the dataset's configurations, if it has several.")
+    split: str = Field("train", min_length=1, description="Which of the dataset's splits.")
+
+
+class RowTasks:
+    """A task for each row, in their order; every row is checked at once.
+
+    ConfigError names the row (`where`, and its number behind `mark`) and the remedy.
     """
 
-    def __init__(self, options: JsonlOptions, folder: Path) -> None:
-        """Read the whole file, so that a bad line is an error before anything runs. ConfigError names the line."""
-        path = folder / options.path.expanduser()
-        self._tasks = list(_read(path, options))
-        if not self._tasks:
-            raise ConfigError(f"{path} has no tasks: it must have one JSON object per line.")
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        options: ColumnOptions,
+        where: str,
+        mark: str = ", row ",
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        if not len(rows):
+            raise ConfigError(f"{where} has no tasks.")
+        self._rows, self._place, self._numbers = rows, where + mark, numbers or range(1, len(rows) + 1)
+        names = {"input": "input", "id": "id", **options.columns}
+        self._input, self._id = names.pop("input"), names.pop("id")
+        self._names = {column: name for name, column in names.items()}
+        places: dict[str, str] = {}
+        for index in range(len(rows)):
+            place = places.setdefault(self.task(index).id, self._place_of(index))
+            if place != self._place_of(index):
+                raise ConfigError(
+                    f"{self._place_of(index)}: the id '{self.task(index).id}' is also that of {place}. Ids must be "
+                    f"unique; name another column by `columns.id`, or one that is not there to take the row's number."
+                )
 
     @property
     def size(self) -> int:
-        return len(self._tasks)
+        return len(self._rows)
 
     def task(self, index: int) -> Task:
-        """The task at this index, 0 … size-1, in the order of the file."""
-        return self._tasks[index]
+        """The task at this index, 0 … size-1."""
+        row = {name: self._json(index, name, value) for name, value in self._rows[index].items()}
+        inputs = (self._input,) if isinstance(self._input, str) else self._input
+        for column in (*inputs, *self._names):
+            if column not in row:
+                raise ConfigError(
+                    f"{self._place_of(index)}: has no '{column}'. {nearest(str(column), row)} Say what it is called, "
+                    f'for instance columns = {{ input = "question" }}.'
+                )
+        task_id = row.pop(str(self._id), self._numbers[index])
+        if not isinstance(task_id, str | int) or task_id == "":
+            raise ConfigError(f"{self._place_of(index)}: '{self._id}' must be a text or an integer, not {task_id!r}.")
+        values = {column: row.pop(column) for column in inputs}
+        metadata = {self._names.get(column, column): value for column, value in row.items()}
+        return Task(str(task_id), values[self._input] if isinstance(self._input, str) else values, metadata=metadata)
 
+    def _place_of(self, index: int) -> str:
+        return f"{self._place}{self._numbers[index]}"
 
-def _read(path: Path, options: JsonlOptions) -> Iterator[Task]:
-    line_of: dict[str, int] = {}
-    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        task = _parse(line, number, f"{path}:{number}", options)
-        if task.id in line_of:
+    def _json(self, index: int, name: str, value: Any) -> Any:
+        """A value as JSON has it: a date is its text."""
+        if value is None or isinstance(value, str | int):
+            return value
+        try:
+            return load_json(dump_json(value))
+        except ValueError:
             raise ConfigError(
-                f"{path}:{number}: the id '{task.id}' is that of line {line_of[task.id]} too. "
-                f"Ids must be unique; without '{options.id_field}' the line number is taken."
-            )
-        line_of[task.id] = number
-        yield task
+                f"{self._place_of(index)}: '{name}' is a {type(value).__name__}, which JSON does not have. Make the "
+                f"column text or numbers, or leave it out."
+            ) from None
 
 
-def read_utf8(path: Path) -> str:
+def jsonl_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
+    """Tasks from a file with one JSON object per line; keys beside input and id are the task's metadata.
+
+        {"id": "a1", "question": "2 + 3?", "result": "5"}     # with columns = { input = "question" }
+
+    Blank lines are skipped.
+    """
+    path = folder / options.path.expanduser()
+    lines = {number: line for number, line in enumerate(_read_utf8(path).split("\n"), start=1) if line.strip()}
+    rows = [_parsed(line, f"{path}:{number}") for number, line in lines.items()]
+    return RowTasks(rows, options, str(path), mark=":", numbers=list(lines))
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        row: Any = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not a JSON object ({error}). Each line must be one.") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: must be a JSON object, not {type(row).__name__}.")
+    return row
+
+
+def csv_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
+    """Tasks from a CSV file with a header; all values are texts."""
+    path = folder / options.path.expanduser()
+    try:
+        rows = list(csv.DictReader(io.StringIO(_read_utf8(path), newline=""), strict=True))
+    except csv.Error as error:
+        raise ConfigError(f"The tasks {path} cannot be read as CSV: {error}.") from error
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise ConfigError(f"{path}, row {number}: has more or fewer values than the header has columns.")
+    return RowTasks(rows, options, str(path))
+
+
+def parquet_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
+    """Tasks from a Parquet file (needs `agl-core[export]`)."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    path = folder / options.path.expanduser()
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"The tasks {path} cannot be read as Parquet: {error}.") from error
+    return RowTasks(rows, options, str(path))
+
+
+def dataset_tasks(options: DatasetOptions, folder: Path, seed: int) -> RowTasks:
+    """Tasks from a Hugging Face dataset, by its folder or its name on the hub (needs `agl-core[export]`)."""
+    import datasets
+
+    path, where = folder / Path(options.dataset).expanduser(), f"The dataset '{options.dataset}'"
+    try:
+        if (path / "state.json").is_file():
+            rows = datasets.load_from_disk(path)
+        elif (path / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(path)[options.split]
+        else:
+            name = str(path) if path.exists() else options.dataset
+            rows = datasets.load_dataset(name, options.subset, split=options.split)
+    except Exception as error:  # What is raised depends on the kind of dataset.
+        raise ConfigError(
+            f"{where}, split '{options.split}', cannot be loaded ({type(error).__name__}: {error}). It must be a "
+            f"folder (looked for {path}) or a name on the Hugging Face hub."
+        ) from error
+    return RowTasks(rows, options, where)
+
+
+def _missing(path: Path) -> ConfigError:
+    return ConfigError(
+        f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
+    )
+
+
+def _read_utf8(path: Path) -> str:
     """The text of a file of tasks. ConfigError names what is wrong with it, and where."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(
-            f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
-        ) from None
+        raise _missing(path) from None
     except OSError as error:
         raise ConfigError(f"The tasks {path} cannot be read: {error}.") from error
     try:
@@ -84,21 +215,3 @@ def read_utf8(path: Path) -> str:
             f"0x{data[error.start]:02x}, which is not UTF-8. Save the file as UTF-8, for instance: "
             f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
         ) from None
-
-
-def _parse(line: str, number: int, where: str, options: JsonlOptions) -> Task:
-    try:
-        found: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not a JSON object ({error}). Each line must be one.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: must be a JSON object, not {type(found).__name__}.")
-    if options.input_field not in found:
-        raise ConfigError(
-            f"{where}: has no '{options.input_field}' for the task's input. {nearest(options.input_field, found)} "
-            f"Set input_field to the right one."
-        )
-    task_id = found.pop(options.id_field, number)
-    if not isinstance(task_id, str | int):
-        raise ConfigError(f"{where}: '{options.id_field}' must be a text or an integer, not {task_id!r}.")
-    return Task(id=str(task_id), input=found.pop(options.input_field), metadata=found)

@@ -90,9 +90,8 @@ class TrainSection(Section):
         ("*",), description="Names or patterns of the agents to train; calls of other agents count only in the return."
     )
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(2, ge=1, description="Older ones are removed.")
-    keep_best_checkpoint: bool = Field(
-        True, description="Also keep the checkpoint with the best evaluation, however old it is."
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Older ones are removed, but for the one with the best evaluation."
     )
     deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at a cost in speed.")
     patience: int = Field(
@@ -212,19 +211,12 @@ class ServerSection(Section):
         description="The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless "
         "`host` can be reached from others and AGL_OPERATOR_KEY is set: it is their password.",
     )
-    heartbeat: float = Field(5.0, gt=0, description="Seconds between the heartbeats of a worker.")
     lease: float = Field(
-        20.0, gt=0, description="Seconds without a heartbeat after which a worker's attempts are lost and tried again."
+        20.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a worker's attempts are lost and tried again; it sends "
+        "four in this time.",
     )
-
-    @model_validator(mode="after")
-    def _outlives_a_heartbeat(self) -> Self:
-        if self.lease < 2 * self.heartbeat:
-            raise ValueError(
-                f"lease is {self.lease:g} seconds, but a heartbeat comes every {self.heartbeat:g}: make lease at "
-                f"least twice heartbeat, so that one late heartbeat costs nothing"
-            )
-        return self
 
 
 class PassthroughSection(Section):
@@ -242,7 +234,6 @@ class PassthroughSection(Section):
         description="The environment variable with that server's key. It is taken out of the server's environment, "
         "so that agents do not have it.",
     )
-    timeout: float = Field(120.0, gt=0, description="Seconds that the server may take until its reply begins.")
 
 
 class GatewaySection(Section):

@@ -15,7 +15,6 @@ class LoraSection(Section):
 
     rank: int = Field(16, ge=1, description="Rank of the update.")
     alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the update.")
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="Names of the linear layers to adapt.",
@@ -36,7 +35,7 @@ class ModelSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW's settings."""
+    """AdamW's settings; its moments decay by 0.9 and 0.999."""
 
     learning_rate: float | None = Field(
         None,
@@ -51,9 +50,6 @@ class OptimizerSection(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
 
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
+HEARTBEATS_PER_LEASE = 4
+"""A worker keeps what it holds although three of them are late or lost."""
 _MAX_SHOWN = 100
 """Running attempts that `activity` names."""
 
@@ -86,7 +88,7 @@ class LightningServer:
             attempts=settings.attempts,
             hook=hook,
             keys=keys,
-            heartbeat=listen.heartbeat,
+            heartbeat=listen.lease / HEARTBEATS_PER_LEASE,
             lease=listen.lease,
         )
         self.worker_key = keys.worker

@@ -58,9 +58,7 @@ async def train(
             f"The run's folder {run_dir} cannot be written, so that the run cannot go on. Check its permissions and "
             f"the disk, or go on with a copy of the folder."
         )
-    checkpoints = Checkpoints(
-        run_dir / CHECKPOINTS, config.train.keep_checkpoints, keep_best=config.train.keep_best_checkpoint
-    )
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.train.keep_checkpoints)
     async with AsyncExitStack() as stack:
         begun = stack.enter_context(removed_unless_begun(run_dir if is_new(run_dir) and not resume else None))
         weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)

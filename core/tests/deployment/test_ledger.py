@@ -129,7 +129,7 @@ def test_checkpoints_that_are_needed_outlive_later_ones(tmp_path: Path) -> None:
     make_stable(ledger, 10)
     make_stable(ledger, 20)
     make_canary(ledger, 30)
-    checkpoints = Checkpoints(ledger.run / CHECKPOINTS, keep=1, keep_best=False)
+    checkpoints = Checkpoints(ledger.run / CHECKPOINTS, keep=1)
     part = checkpoints.begin(50)
     (part / DEFAULT / "model").mkdir(parents=True)
     checkpoints.commit(part, RunState(step=50))

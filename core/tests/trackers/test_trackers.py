@@ -118,8 +118,9 @@ def test_mlflow_on_a_server(run_dir: Path, tmp_path: Path, mlflow_server: str) -
     check_mlflow(mlflow_server, (run_dir / "mlflow-run").read_text(), [1, 2], tmp_path / "got")
 
 
-def test_wandb_offline_and_a_resumed_run_goes_on(run_dir: Path) -> None:
-    options = WandbOptions(mode="offline")
+def test_wandb_offline_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    options = WandbOptions()
     log_two_steps(run_dir, {"wandb": WandbTracker(options, run_dir)})
     log_two_steps(run_dir, {"wandb": WandbTracker(options, run_dir)}, first=3)
     run_id = (run_dir / "wandb-run").read_text()
@@ -134,8 +135,9 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
     run_dir: Path, which: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("WANDB_MODE", "online")
     tracker = (
-        WandbTracker(WandbOptions(mode="online"), run_dir)
+        WandbTracker(WandbOptions(), run_dir)
         if which == "wandb"
         else MlflowTracker(MlflowOptions(uri="http://127.0.0.1:9"), run_dir)
     )

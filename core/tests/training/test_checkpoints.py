@@ -47,8 +47,6 @@ def test_the_best_is_kept_too(tmp_path: Path) -> None:
             evaluations += [evaluated(step, 1 - reward, "easy"), evaluated(step, reward)]
         checkpoints.commit(checkpoints.begin(step), RunState(step=step, evaluations=list(evaluations)))
     assert [path.name for path in checkpoints.all()] == ["step-000003", "step-000005"]
-    Checkpoints(tmp_path, keep=1, keep_best=False).prune()
-    assert checkpoints.all() == [checkpoints.path(5)]
 
 
 def test_a_removal_that_is_cut_off_leaves_no_checkpoint_in_part(

@@ -210,7 +210,6 @@ def _with_adapter(model: Any, lora: LoraSection, spec: PolicySpec, seed: int) ->
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
-        lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
         bias="none",
         task_type="CAUSAL_LM",

@@ -129,7 +129,7 @@ class Critic:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Train mode, which an adapter's dropout and gradient checkpointing ask for."""
+        """Train mode, which gradient checkpointing asks for."""
         self._backbone.train()
         try:
             with torch.enable_grad():

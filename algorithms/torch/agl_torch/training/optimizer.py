@@ -45,13 +45,7 @@ class PolicyOptimizer:
         for weight, master in self._pairs():
             gather: Any = functools.partial(_gather, master)
             weight.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
-        self._adamw = torch.optim.AdamW(
-            self._masters,
-            lr=self._full_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
-        )
+        self._adamw = torch.optim.AdamW(self._masters, lr=self._full_rate, weight_decay=settings.weight_decay)
 
     def discard(self) -> None:
         """Forget the gradients gathered so far."""
@@ -106,11 +100,7 @@ class PolicyOptimizer:
         self.discard()
         self._adamw.load_state_dict(state["adamw"])
         for group in self._adamw.param_groups:
-            group.update(
-                betas=(self.settings.beta1, self.settings.beta2),
-                eps=self.settings.epsilon,
-                weight_decay=self.settings.weight_decay,
-            )
+            group["weight_decay"] = self.settings.weight_decay
         self.steps = state["steps"]
         with torch.no_grad():
             for (_, master), saved in zip(pairs, state["masters"], strict=True):

@@ -219,7 +219,7 @@ class PolicyTrainer:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Train mode, which an adapter's dropout and gradient checkpointing ask for."""
+        """Train mode, which gradient checkpointing asks for."""
         self._loaded.model.train()
         try:
             with torch.enable_grad():

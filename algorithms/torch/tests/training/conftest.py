@@ -130,7 +130,7 @@ def in_float64(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, model=loaded.model.double(), dtype=torch.float64)
 
 
-LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
+LORA = {"rank": 4, "alpha": 8.0}
 
 
 def plain_logprobs(model: Any, batch: Batch, i: int) -> torch.Tensor:

@@ -28,8 +28,8 @@ SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=5
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
-    "lora": {"lora": LORA | {"dropout": 0.2}},
-    "bfloat16-lora": {"dtype": "bfloat16", "lora": LORA | {"dropout": 0.2}},
+    "lora": {"lora": LORA},
+    "bfloat16-lora": {"dtype": "bfloat16", "lora": LORA},
 }
 
 

@@ -30,7 +30,7 @@ SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
-    "lora": {"lora": LORA | {"dropout": 0.2}},
+    "lora": {"lora": LORA},
 }
 
 

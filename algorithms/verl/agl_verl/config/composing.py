@@ -101,7 +101,6 @@ _ADDED = (
     ".engine_kwargs.vllm.",
     ".enable_sleep_mode",
     ".lr_warmup_steps",
-    ".override_optimizer_config",
     ".load_contents",
     ".ppo_infer_max_token_len_per_gpu",
 )

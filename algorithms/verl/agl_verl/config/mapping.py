@@ -243,7 +243,6 @@ def _optimizer(
         f"{place}.lr": rate,
         f"{place}.lr_warmup_steps": -(-settings.warmup_steps // steps),
         f"{place}.weight_decay": settings.weight_decay,
-        f"{place}.betas": [settings.beta1, settings.beta2],
         f"{place}.clip_grad": settings.max_grad_norm,
     }.items()
     for name, value in engine.optimizer(settings).items():
@@ -283,8 +282,6 @@ def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
 
 def _lora(lora: LoraSection) -> Iterator[tuple[str, Any]]:
     """Weights are served with the adapter merged into them: veRL applies a served adapter to its own requests alone."""
-    if lora.dropout:
-        raise ConfigError("veRL's LoRA adapters have no dropout: set [policies.NAME.model.lora] dropout to 0.")
     if not lora.alpha.is_integer():
         raise ConfigError(
             f"veRL's LoRA adapters have a whole number as alpha, not {lora.alpha:g}: change [policies.NAME.model.lora] "

@@ -57,7 +57,6 @@ def check(training: Training, spec: PolicySpec, algorithm: BuiltAlgorithm) -> No
         )
     if engine == "fsdp":
         return
-    optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     own_critic = algorithm.needs_critic and not isinstance(algorithm, NativeOptions)
     for wrong, what in (
         (training.cpu, "it needs GPUs"),
@@ -66,7 +65,6 @@ def check(training: Training, spec: PolicySpec, algorithm: BuiltAlgorithm) -> No
         (own_critic, "its critics start at random, and those of agl's algorithms at zero"),
         (engine == "megatron" and training.dtype == "float32", "it trains in bfloat16 only"),
         (engine == "megatron" and training.deterministic, "veRL cannot make it deterministic"),
-        (engine == "veomni" and optimizer.epsilon != 1e-8, "veRL does not pass the optimizer's epsilon to it"),
     ):
         if wrong:
             raise ConfigError(f"[engine.verl] model_engine '{engine}' does not go with these settings: {what}.")
@@ -123,13 +121,11 @@ def _veomni(training: Training) -> Settings:
 
 
 def _of_torch(settings: OptimizerSection) -> Mapping[str, Any]:
-    return {"lr_scheduler_type": settings.schedule, "override_optimizer_config": {"eps": settings.epsilon}}
+    return {"lr_scheduler_type": settings.schedule}
 
 
 def _of_megatron(settings: OptimizerSection) -> Mapping[str, Any]:
-    """veRL passes no betas to it but those that override."""
-    own = {"adam_beta1": settings.beta1, "adam_beta2": settings.beta2, "adam_eps": settings.epsilon}
-    return {"lr_decay_style": settings.schedule, "override_optimizer_config": own}
+    return {"lr_decay_style": settings.schedule}
 
 
 def _of_veomni(settings: OptimizerSection) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,14 +18,11 @@ RUN_FILE = "wandb-run"
 
 
 class WandbOptions(BaseModel):
-    """Where the run goes. The key and the server are W&B's own settings: WANDB_API_KEY, WANDB_BASE_URL."""
+    """Where the run goes. Key, server and mode are W&B's own settings: WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE."""
 
     model_config = ConfigDict(extra="forbid")
 
     project: str = Field("agl", min_length=1, description="The project.")
-    mode: Literal["online", "offline"] | None = Field(
-        None, description="offline: to the run's folder, for `wandb sync`; absent: as WANDB_MODE says."
-    )
     checkpoints: bool = Field(True, description="Whether the weights of checkpoints are kept as artifacts.")
 
 
@@ -48,7 +45,6 @@ class WandbTracker(OpenedLate[Any]):
             project=self._options.project,
             name=self.run_dir.name,
             dir=str(self.run_dir),
-            mode=self._options.mode,
             config=self.config,
             settings=wandb.Settings(console="off", silent=True),
         )

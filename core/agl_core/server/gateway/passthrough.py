@@ -39,6 +39,8 @@ _REQUEST_HEADERS = ("accept", "content-type")
 _REPLY_HEADERS = ("content-type", "content-encoding", "content-disposition", "retry-after", "x-request-id")
 _NOT_SERVED = (404, 405, 501)
 _CONNECT = 10.0
+_ANSWER = 120.0
+"""Seconds until a reply begins: a batch of embeddings, or an image."""
 _SETTING = (
     "To have it served, name a server that does in the run's configuration: [gateway.passthrough] url = "
     '"https://…/v1" and api_key_env = "VARIABLE".'
@@ -62,7 +64,7 @@ class Passthrough:
 
     def __init__(self, gateway: Gateway, settings: PassthroughSection, api_key: str | None) -> None:
         self._gateway = gateway
-        self._url, self._api_key, self._timeout = settings.url, api_key, settings.timeout
+        self._url, self._api_key = settings.url, api_key
         self._client: httpx.AsyncClient | None = None
 
     async def answer(self, request: Request, route: str) -> Response:
@@ -97,15 +99,15 @@ class Passthrough:
         self._gateway.count_unrecorded(attempt, route.removeprefix("/v1/") if request.method == "POST" else "models")
         if self._client is None:
             # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
-            timeout = httpx.Timeout(self._timeout, connect=_CONNECT)
+            timeout = httpx.Timeout(_ANSWER, connect=_CONNECT)
             self._client = httpx.AsyncClient(timeout=timeout, trust_env=self._url is not None)
         client = self._client
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(_ANSWER):
                 asked = client.build_request(request.method, url, headers=headers, content=body)
                 reply = await client.send(asked, stream=True)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise _failed(504, f"The server at {base} did not answer {route} in {self._timeout:g} seconds.") from error
+            raise _failed(504, f"The server at {base} did not answer {route} in {_ANSWER:g} seconds.") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _failed(502, f"The server at {base} cannot be asked for {route}: {error}.") from error
         kept = {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers}

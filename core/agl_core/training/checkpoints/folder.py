@@ -29,12 +29,12 @@ _STABLE = "stable.json"
 class Checkpoints:
     """The checkpoints of one run, in `folder/step-N`, and beside the folder links to the latest weights.
 
-    The last `keep` are kept, the best one if `keep_best`, and those marked as stable. The link is `model`, or
+    The last `keep` are kept, the best one, and those marked as stable. The link is `model`, or
     `model-POLICY` for each of several policies; transformers loads it. It is relative, so a run can be moved.
     """
 
-    def __init__(self, folder: Path, keep: int, *, keep_best: bool = True) -> None:
-        self.folder, self._keep, self._keep_best = folder, keep, keep_best
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self._keep = folder, keep
 
     def path(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step:06d}"
@@ -66,8 +66,7 @@ class Checkpoints:
 
     def prune(self) -> list[Path]:
         """Remove the checkpoints that are not kept; returns them."""
-        kept = {self.best() if self._keep_best else None}
-        kept |= {self.path(step) for steps in self._marked().values() for step in steps}
+        kept = {self.best()} | {self.path(step) for steps in self._marked().values() for step in steps}
         old = [path for path in self.all()[: -self._keep] if path not in kept]
         for path in old:
             self._remove(path)

@@ -1,0 +1,158 @@
+"""Tasks of files and data sets: what is read, and what is said about rows that are not right."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_core import kinds
+from agl_core.errors import ConfigError
+from agl_core.plugins import Plugins
+from agl_core.protocols import TaskSource
+from agl_core.types import Task
+
+ROWS = [{"id": "a", "question": "2 + 3?", "result": "5"}, {"id": "b", "question": "1 + 1?", "result": "2"}]
+KINDS = ("jsonl", "csv", "parquet", "hf")
+ASKED = {"input": "question"}
+
+
+def source(kind: str, folder: Path, **options: Any) -> TaskSource:
+    component = Plugins.load().component(kinds.TASK_SOURCE, kind, "[tasks.train] source")
+    place = {"dataset": "tasks"} if kind == "hf" else {"path": f"tasks.{kind}"}
+    built: TaskSource = component.build(component.options(**(place | options)), folder, 0)
+    return built
+
+
+def write(kind: str, folder: Path, rows: list[dict[str, Any]]) -> None:
+    if kind == "hf":
+        datasets.Dataset(pa.Table.from_pylist(rows)).save_to_disk(folder / "tasks")
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), folder / "tasks.parquet")
+    elif kind == "jsonl":
+        (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+        (folder / "tasks.csv").write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_a_task(kind: str, tmp_path: Path) -> None:
+    write(kind, tmp_path, ROWS)
+    tasks = source(kind, tmp_path, columns=ASKED)
+    assert tasks.size == 2
+    assert tasks.task(1) == Task("b", "1 + 1?", metadata={"result": "2"})
+
+    mapped = source(kind, tmp_path, columns={"input": ("question",), "answer": "result", "id": "no"})
+    assert mapped.task(0) == Task("1", {"question": "2 + 3?"}, metadata={"id": "a", "answer": "5"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({}, "has no 'input'. Known: id, question, result"),
+        ({"input": "qestion"}, "has no 'qestion'. Did you mean 'question'?"),
+        ({**ASKED, "answer": "reslt"}, "has no 'reslt'. Did you mean 'result'?"),
+    ],
+)
+def test_a_column_that_is_not_there(kind: str, columns: Any, told: str, tmp_path: Path) -> None:
+    write(kind, tmp_path, ROWS)
+    with pytest.raises(ConfigError) as error:
+        source(kind, tmp_path, columns=columns)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hf"])
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("sum", decimal.Decimal("1.5"), "row 1: 'sum' is a Decimal"),
+        ("question", b"\xff", "row 1: 'question' is a bytes"),
+        ("id", 1.5, "row 1: 'id' must be a text or an integer"),
+        ("id", None, "row 1: 'id' must be a text or an integer"),
+    ],
+)
+def test_a_column_of_a_type_that_tasks_do_not_have(
+    kind: str, column: str, value: Any, told: str, tmp_path: Path
+) -> None:
+    write(kind, tmp_path, [{**ROWS[0], column: value}])
+    with pytest.raises(ConfigError) as error:
+        source(kind, tmp_path, columns=ASKED)
+    assert told in str(error.value)
+
+
+def test_a_date_is_its_text(tmp_path: Path) -> None:
+    write("parquet", tmp_path, [{"input": "x", "day": datetime.date(2026, 1, 2)}])
+    assert source("parquet", tmp_path).task(0).metadata == {"day": "2026-01-02"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_rows_with_one_id(kind: str, tmp_path: Path) -> None:
+    write(kind, tmp_path, [ROWS[0], ROWS[0]])
+    with pytest.raises(ConfigError, match=r"(row |:)2: the id 'a' is also that of .*(row |:)1\."):
+        source(kind, tmp_path, columns=ASKED)
+
+
+@given(st.lists(st.one_of(st.text(), st.integers(-(2**53), 2**53), st.dictionaries(st.text(), st.text())), min_size=1))
+def test_any_json_input_comes_back(tmp_path_factory: pytest.TempPathFactory, inputs: list[Any]) -> None:
+    folder = tmp_path_factory.mktemp("tasks")
+    write("jsonl", folder, [{"input": value} for value in inputs])
+    tasks = source("jsonl", folder)
+    assert [tasks.task(index).input for index in range(len(inputs))] == inputs
+
+
+def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_bytes('\ufeff{"input": "é"}\r\n\r\n{"input": {"x": [1]}}'.encode())
+    tasks = source("jsonl", tmp_path)
+    assert [tasks.task(index) for index in range(tasks.size or 0)] == [Task("1", "é"), Task("3", {"x": [1]})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "told"),
+    [
+        ("jsonl", b"\n \n", "tasks.jsonl has no tasks"),
+        ("jsonl", b'{"input": 1}\n{"input": ', "tasks.jsonl:2: not a JSON object"),
+        ("jsonl", b'\n{"input": NaN}', "tasks.jsonl:2: not a JSON object"),
+        ("jsonl", b"[1]", "tasks.jsonl:1: must be a JSON object, not list"),
+        ("jsonl", b'{"input": 1, "id": "2"}\n{"input": 2}', "tasks.jsonl:2: the id '2' is also that of"),
+        ("jsonl", b'{"input": 1, "id": {}}', "tasks.jsonl:1: 'id' must be a text or an integer"),
+        ("jsonl", b'{"input": 1}\n{"input": "caf\xe9"}', r"tasks.jsonl:2: byte 15 of the line is 0xe9.*iconv"),
+        ("jsonl", None, "do not exist. Paths are relative to the configuration file"),
+        ("csv", b"input,id\n", "has no tasks"),
+        ("csv", b"", "has no tasks"),
+        ("csv", b"input,id\nx\n", "row 1: has more or fewer values"),
+        ("csv", b"input\nx,y\n", "row 1: has more or fewer values"),
+        ("csv", b"input\n\xff\xfe\n", "tasks.csv:2: byte 1 of the line is 0xff, which is not UTF-8"),
+        ("parquet", b"input\n", "cannot be read as Parquet"),
+        ("parquet", None, "do not exist"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_place(
+    kind: str, content: bytes | None, told: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / f"tasks.{kind}").write_bytes(content)
+    with pytest.raises(ConfigError, match=told):
+        source(kind, tmp_path)
+
+
+def test_a_split_of_a_saved_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "tasks")
+    tasks = source("hf", tmp_path, split="test", columns=ASKED)
+    assert (tasks.size, tasks.task(0).id) == (1, "b")
+    with pytest.raises(ConfigError, match="split 'dev', cannot be loaded"):
+        source("hf", tmp_path, split="dev", columns=ASKED)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="'nowhere', split 'train', cannot be loaded"):
+        source("hf", tmp_path, dataset="nowhere")
