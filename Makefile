@@ -11,7 +11,7 @@ FRAMEWORKS ?= .venv-frameworks
 TRACKERS ?= .venv-trackers
 
 # In the order of their dependencies, which older pips need.
-PACKAGES := core rewards apps/view algorithms/policy algorithms/torch \
+PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel adapters/remote
 EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+
+def check_apps() -> None:
+    """End with an error where an app is not installed: the page would be made without its commands and settings."""
+    for folder in sorted((Path(__file__).parents[1] / "apps").iterdir()):
+        try:
+            version(f"agl-{folder.name}")
+        except PackageNotFoundError:
+            sys.exit(f"agl-{folder.name} is not installed: {sys.executable} -m pip install --no-deps -e {folder}")
 
 
 def write_or_check(page: Path, text: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer.main
-from generated import write_or_check
+from generated import check_apps, write_or_check
 
 from agl_core.cli import app
 from agl_core.plugins import Plugins
@@ -88,4 +88,5 @@ def render() -> str:
 
 
 if __name__ == "__main__":
+    check_apps()
     sys.exit(write_or_check(OUT, render()))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from generated import write_or_check
+from generated import check_apps, write_or_check
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -91,14 +91,16 @@ def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[Base
 def render() -> str:
     """The whole page."""
     lines = [HEAD]
-    for path, model in sections(RunConfig, ""):
+    plugins = Plugins.load()
+    of_plugins = plugins.components(kinds.SECTION).items()
+    tables = [*sections(RunConfig, ""), *(each for name, found in of_plugins for each in sections(found.options, name))]
+    for path, model in tables:
         rows = table(model)
         if rows and path not in ("credit", "algorithm", "buffer", "engine", "store"):
             lines += [f"## `[{path}]`" if path else "## At the top of the file", "", (model.__doc__ or "").strip(), ""]
             lines += rows
     lines.append(PLUGINS_HEAD)
-    plugins = Plugins.load()
-    for kind in kinds.KINDS:
+    for kind in (kind for kind in plugins.kinds if kind is not kinds.SECTION):
         for component in sorted(plugins.components(kind).values(), key=lambda each: each.name):
             if component.origin.startswith("agl-"):
                 package = component.origin.split()[0]
@@ -113,4 +115,5 @@ def render() -> str:
 
 
 if __name__ == "__main__":
+    check_apps()
     sys.exit(write_or_check(OUT, render()))

@@ -35,8 +35,6 @@ GroupRewardFunction = TypeVar(
     "GroupRewardFunction", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]]
 )
 CreditFunction = TypeVar("CreditFunction", bound=Callable[..., list[list[float]]])
-CheckFunction = TypeVar("CheckFunction", bound=Callable[..., str | Awaitable[str | None] | None])
-RedactFunction = TypeVar("RedactFunction", bound=Callable[..., str])
 AlgorithmClass = TypeVar("AlgorithmClass", bound=Callable[..., Algorithm])
 AttachFunction: TypeAlias = Callable[[], Callable[[], Identity | None] | None]
 TaskListFunction = TypeVar("TaskListFunction", bound=Callable[..., Iterable[Task]])
@@ -62,7 +60,7 @@ def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **settings: functools.partial(function, **settings)
 
 
-def _decorator(
+def component(
     function: Any,
     kind: AnyKind,
     name: str | None = None,
@@ -70,7 +68,7 @@ def _decorator(
     options: type[BaseModel] | None = None,
     **declared: Any,
 ) -> Any:
-    """What a decorator returns: the decorated function, or without one, as in `@decorator(name=…)`, the decorator.
+    """What a decorator of a kind returns: the decorated function, or without one, as in `@decorator(name=…)`, itself.
 
     `make(function)` makes the component, called with the context of its kind and the settings as keywords. With
     `options`, the decorated thing is the builder.
@@ -109,7 +107,7 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     `isolated`: a run calls it in a process without keys, files of the run or network, with limits of time and memory
     (docs/security.md). It must be a function of a module, and not async.
     """
-    return _decorator(function, kinds.REWARD, name, _isolated if isolated else _filled)
+    return component(function, kinds.REWARD, name, _isolated if isolated else _filled)
 
 
 def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +139,7 @@ def group_reward_rule(function: Any = None, *, name: str | None = None) -> Any:
     def make(function: GroupRewardFunction) -> Callable[..., GroupRewardRule]:
         return lambda **settings: GroupRewardRule(functools.partial(function, **settings))
 
-    return _decorator(function, kinds.REWARD, name, make, needs={Capability.GROUPS})
+    return component(function, kinds.REWARD, name, make, needs={Capability.GROUPS})
 
 
 def credit_rule(
@@ -158,7 +156,7 @@ def credit_rule(
     needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
     `Capability.TOOL_RESULTS`.
     """
-    decorate: Callable[[CreditFunction], CreditFunction] = _decorator(
+    decorate: Callable[[CreditFunction], CreditFunction] = component(
         None, kinds.CREDIT, name, yields=kind, needs=tuple(needs), provides=tuple(provides)
     )
     return decorate
@@ -176,7 +174,7 @@ def algorithm(
     With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
     credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
     """
-    decorate: Callable[[AlgorithmClass], AlgorithmClass] = _decorator(
+    decorate: Callable[[AlgorithmClass], AlgorithmClass] = component(
         None, kinds.ALGORITHM, name, lambda algorithm: algorithm, options=options, takes=takes, needs=needs
     )
     return decorate
@@ -223,7 +221,7 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
 
         return listed
 
-    return _decorator(function, kinds.TASK_SOURCE, name, make)
+    return component(function, kinds.TASK_SOURCE, name, make)
 
 
 def endless_task_source(
@@ -251,7 +249,7 @@ def endless_task_source(
 
         return drawn
 
-    decorate: Callable[[TaskFunction], TaskFunction] = _decorator(None, kinds.TASK_SOURCE, name, make)
+    decorate: Callable[[TaskFunction], TaskFunction] = component(None, kinds.TASK_SOURCE, name, make)
     return decorate
 
 
@@ -265,31 +263,7 @@ def tracker(function: Any = None, *, name: str | None = None) -> Any:
     def make(function: LogFunction) -> Callable[..., _CalledTracker]:
         return lambda run_dir, **settings: _CalledTracker(functools.partial(function, **settings))
 
-    return _decorator(function, kinds.TRACKER, name, make)
-
-
-@overload
-def release_check(function: CheckFunction) -> CheckFunction: ...
-@overload
-def release_check(*, name: str) -> Callable[[CheckFunction], CheckFunction]: ...
-def release_check(function: Any = None, *, name: str | None = None) -> Any:
-    """Make `function(release, *, settings…) -> str | None` a check before a version is served; it may be async.
-
-    It says what speaks against the version (`agl_core.protocols.Release`), or None. What it raises does too.
-    """
-    return _decorator(function, kinds.RELEASE_CHECK, name)
-
-
-@overload
-def redactor(function: RedactFunction) -> RedactFunction: ...
-@overload
-def redactor(*, name: str) -> Callable[[RedactFunction], RedactFunction]: ...
-def redactor(function: Any = None, *, name: str | None = None) -> Any:
-    """Make `function(text, *, settings…) -> str` a redactor: it returns the text of a session as it may be stored.
-
-    A call on whose texts it raises is answered, and not recorded.
-    """
-    return _decorator(function, kinds.REDACTOR, name)
+    return component(function, kinds.TRACKER, name, make)
 
 
 @dataclass

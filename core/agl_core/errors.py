@@ -59,10 +59,6 @@ class CheckpointError(AglError, OSError):
     """A checkpoint is missing, incomplete or from another configuration."""
 
 
-class LedgerError(AglError, ValueError):
-    """A decision on a version makes no sense after those before it, or the ledger cannot be read."""
-
-
 class TrainingError(AglError, RuntimeError):
     """Training has nothing to learn from, step after step."""
 

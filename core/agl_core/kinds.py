@@ -18,8 +18,6 @@ from agl_core.protocols import (
     Engine,
     EngineContext,
     GroupRewardRule,
-    Redactor,
-    ReleaseCheck,
     RewardRule,
     TaskSource,
     Tracker,
@@ -74,9 +72,9 @@ ALGORITHM = Kind[[], Algorithm]("algorithm", frozenset({"takes"}))
 BUFFER = Kind[[], Buffer]("buffer")
 CREDIT = Kind[[], CreditRule]("credit", frozenset({"yields", "provides"}))
 ENGINE = Kind[[EngineContext], Engine]("engine", frozenset({"provides"}))
-REDACTOR = Kind[[], Redactor]("redactor")
-RELEASE_CHECK = Kind[[], ReleaseCheck]("release check")
 REWARD = Kind[[], RewardRule | GroupRewardRule]("reward", frozenset({"provides"}))
+SECTION = Kind[[], BaseModel]("section")
+"""A table of a run's file by the component's name, for a plugin of its own; its options are the keys."""
 STORE = Kind[[Path, bool], Store]("store")
 """Its builder gets the run's folder, and whether the store is only read."""
 TASK_SOURCE = Kind[[Path, int], TaskSource]("task source")
@@ -85,8 +83,9 @@ TRACKER = Kind[[Path], Tracker]("tracker")
 """Its builder gets the run's folder."""
 
 AnyKind: TypeAlias = Kind[..., Any]
+"""Plugins may have kinds of their own, which tables in a `SECTION` of theirs name."""
 KINDS: tuple[AnyKind, ...] = (
-    *(ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, RELEASE_CHECK, REDACTOR),
+    *(ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, SECTION),
 )
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import AnyKind, Capability, NoOptions, Register
+from agl_core.kinds import KINDS, AnyKind, Capability, NoOptions, Register
 from agl_core.protocols import RunPages
 from agl_core.run_hooks import RunHooks
 from agl_core.types import CreditKind
@@ -166,6 +166,11 @@ class Plugins:
             run=run, host=host, port=port, operator_key=operator_key
         )
         return pages
+
+    @property
+    def kinds(self) -> tuple[AnyKind, ...]:
+        """The kinds of components: agl's own, and those that plugins have beside them."""
+        return tuple(dict.fromkeys((*KINDS, *(component.kind for component in self._all_components()))))
 
     def component(self, kind: AnyKind, name: str, where: str) -> Component:
         """One component; `where` is the place in the configuration that asks for it."""

@@ -41,30 +41,6 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
 
 
-Redactor: TypeAlias = Callable[[str], str]
-"""Takes out of a text of real use what may not be stored."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """A version that may be served, beside the one that is."""
-
-    policy: str
-    step: int
-    """Of its checkpoint."""
-    weights: Path
-    """A folder that transformers, or peft for an adapter, loads."""
-    metrics: Mapping[str, float]
-    """Of its evaluation (docs/metrics.md), for instance `eval/greedy/reward/mean`."""
-    incumbent: int
-    """The version that is served."""
-    incumbent_metrics: Mapping[str, float]
-
-
-ReleaseCheck: TypeAlias = Callable[[Release], str | Awaitable[str | None] | None]
-"""Says what speaks against serving a version; None: nothing."""
-
-
 class Algorithm(Protocol):
     """What the core knows of an algorithm; an engine asks more of it."""
 
@@ -358,7 +334,7 @@ class DescribedEngine(Protocol):
 
 
 class PolicyEngine(Engine, Protocol):
-    """An engine that serves and merges versions that were saved, without a run: `agl policy`.
+    """An engine that serves and merges versions that were saved, without a run.
 
     It declares `Capability.POLICIES`. Its context may name no policies; then it serves those that are published.
     Mistakes are errors as for every engine: an adapter of other weights than those of the spec is an EngineError.

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from users import Crowd, Visit, honest
 
-from agl_core.deployment.ledger import Ledger
+from agl_online.ledger import Ledger
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

@@ -1,7 +1,7 @@
-"""Rules over sessions of real use: signs of trouble that no user has to report.
+"""Rules over rollouts that users open: signs of trouble that no user has to report.
 
 Each gives 1 to the call that led to the sign, and says nothing where there is none: silence is no evidence. So the
-weight of its table is negative: `[rewards.asked_again] scores = "sessions", weight = -0.5`.
+weight of its table is negative: `[rewards.asked_again] modes = ["use"], weight = -0.5`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl_core.config.load import load_for_server
-from agl_core.deployment.ledger import Ledger
-from agl_core.deployment.serving import DeployedVersions
-from agl_core.deployment.standing import By, Decision, State
 from agl_core.server import LightningServer
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.server import local_server
 from agl_core.types import AttemptKey, Call, Mode
+from agl_online.deployed import DeployedVersions
+from agl_online.keys import ApplicationKeys
+from agl_online.ledger import By, Decision, Ledger, State
+from agl_online.sessions import sessions_of
 
 from ..settings.tiny_policy import make_checkpoint
 
@@ -58,10 +59,14 @@ def decide(ledger: Ledger, step: int, *states: State) -> None:
 
 
 async def ask(http: httpx.AsyncClient, server: LightningServer, name: str) -> None:
+    key = ApplicationKeys(server.keys, {"shop": 1}).of_application("shop")
     reply = await http.post(
         f"{server.base_url}/v1/chat/completions",
         json={"model": "any", "messages": [{"role": "user", "content": "w5 w6 w7"}]},
-        headers={"Authorization": f"Bearer {server.keys.of_application('shop')}", "x-agl-session": name},
+        headers={
+            "Authorization": f"Bearer {key}",
+            "x-agl-session": name,
+        },
     )
     assert reply.status_code == 200, reply.text
 
@@ -86,8 +91,8 @@ async def test_recorded_calls_are_those_of_the_version_that_they_name(tmp_path: 
     decide(ledger, 1, State.PASSED, State.CANARY)
     loaded = load_for_server(ledger.run / "config.toml")
     async with (
-        DeployedVersions(ledger.run, loaded.config) as deployed,
-        local_server(loaded, ledger.run, deployed) as server,
+        DeployedVersions(ledger.run, loaded.config, 0.5) as deployed,
+        local_server(loaded, ledger.run, sessions_of(loaded, ledger.run, deployed, print)) as server,
         httpx.AsyncClient(trust_env=False, timeout=60) as http,
     ):
         names = [f"user-{number}" for number in range(12)]

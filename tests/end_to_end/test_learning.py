@@ -25,7 +25,7 @@ from .conftest import CALC, Agl, Command
 SETTINGS = """
 [rewards.users]
 rule = "feedback"
-scores = "sessions"
+modes = ["use"]
 
 [online]
 min_free_gib = 0
@@ -152,7 +152,7 @@ async def check_records(deployed: Deployed) -> None:
     async with SqliteStore(deployed.run / "store.sqlite", read_only=True) as store:
         sessions = {each.id: each for each in await store.rollouts(mode=Mode.USE)}
         keys = [AttemptKey(id, 0) for id in sessions]
-        said = Counter(each.rollout for each in await store.feedback(keys))
+        said = Counter(each.rollout for each in await store.annotations(keys))
         records = await store.training_records(keys)
     names = Counter(each.task.metadata["session"] for each in sessions.values() if said[each.id])
     for talk in deployed.talks:

@@ -9,20 +9,22 @@ import httpx
 import pytest
 
 from agl_core.config.models import SamplingSection
-from agl_core.config.online import OnlineSection
 from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.gateway.answered import HEADER_STAINLESS
 from agl_core.server.gateway.upstream import RunSettings
-from agl_core.server.sessions.sessions import Online
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call
-from agl_core.wire.headers import HEADER_RETRY, HEADER_SESSION
+from agl_core.wire.headers import HEADER_RETRY
+from agl_online.config import OnlineSection
+from agl_online.keys import ApplicationKeys
+from agl_online.sessions import Sessions, fixed_upstream
+from agl_online.wire import HEADER_SESSION
 
-KEYS = Keys(applications={"shop": 1})
+KEYS = Keys()
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
 FIRST, AGAIN = {HEADER_STAINLESS: "0"}, {HEADER_STAINLESS: "1"}
 
@@ -63,10 +65,11 @@ async def ask_each_from_a_new_server(folder: Path, requests: Sequence[dict[str, 
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
         settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=60, attempts=3)
         section = OnlineSection(upstream=scripted.url, applications={"shop": 1}, min_free_gib=0)
-        online = Online(section, upstream, "run", folder)
         for headers in requests:
             async with SqliteStore(folder / "store.sqlite") as store:
-                server = LightningServer(store, None, settings, Plugins().hook, keys=KEYS, online=online)
+                answering = fixed_upstream(upstream, settings)
+                source = Sessions(section, store, KEYS, answering, run="run", folder=folder)
+                server = LightningServer(store, None, settings, Plugins().hook, keys=KEYS, source=source)
                 await server.start()
                 replies.append(await ask(server, headers))
                 await server.stop(over=False)
@@ -85,7 +88,10 @@ async def counted_of(folder: Path, calls: Sequence[Call]) -> list[str]:
 
 async def ask(server: LightningServer, headers: dict[str, str]) -> str:
     """The id of the reply, in the session "talk"."""
-    key = {"Authorization": f"Bearer {KEYS.of_application('shop')}", HEADER_SESSION: "talk"}
+    key = {
+        "Authorization": f"Bearer {ApplicationKeys(KEYS, {'shop': 1}).of_application('shop')}",
+        HEADER_SESSION: "talk",
+    }
     async with httpx.AsyncClient(trust_env=False) as client:
         reply = await client.post(f"{server.base_url}/v1/chat/completions", json=BODY, headers=headers | key)
     assert reply.status_code == 200

@@ -18,7 +18,6 @@ from typing import Any
 from agl_core import kinds
 from agl_core.kinds import AnyKind
 from agl_core.plugins import Plugins
-from agl_core.protocols import Release
 from agl_core.types import (
     Attempt,
     DropReason,
@@ -32,6 +31,7 @@ from agl_core.types import (
     Transition,
     TransitionKey,
 )
+from agl_online.kinds import REDACTOR, RELEASE_CHECK, Release
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
@@ -45,8 +45,8 @@ MADE = {
     kinds.STORE: {"fast_disk"},
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
-    kinds.RELEASE_CHECK: {"small_enough"},
-    kinds.REDACTOR: {"colleagues"},
+    RELEASE_CHECK: {"small_enough"},
+    REDACTOR: {"colleagues"},
 }
 """What the page's files bring."""
 
@@ -110,10 +110,10 @@ def exercise(plugins: Plugins) -> None:
         assert (folder / "rewards.csv").read_text() == "1,0.5\n"
         (folder / "weights").write_bytes(b"x" * 3_000_000)
         release = Release("default", 2, folder, {}, 1, {})
-        assert made(kinds.RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
-        assert made(kinds.RELEASE_CHECK, "small_enough")(release) is None
+        assert made(RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
+        assert made(RELEASE_CHECK, "small_enough")(release) is None
         (folder / "names.txt").write_text("Ada\n")
-        redacted = made(kinds.REDACTOR, "colleagues", names=folder / "names.txt")
+        redacted = made(REDACTOR, "colleagues", names=folder / "names.txt")
         assert redacted("Ada met Bob in Adana") == "[NAME] met Bob in Adana"
         asyncio.run(_try_store(made(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
         assert (folder / "my-run.sqlite").exists()

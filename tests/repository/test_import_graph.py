@@ -24,8 +24,6 @@ FLOORS = [
     {"worker"},
     {"training"},
     {"analysis"},
-    {"policies"},
-    {"deployment"},
     {"starting"},
     {"builtin"},
     {"testing"},
@@ -112,6 +110,23 @@ def test_the_core_names_no_sibling(distributions: dict[str, Any]) -> None:
     assert found == []
 
 
+def test_the_core_knows_nothing_of_real_use(distributions: dict[str, Any]) -> None:
+    """What is not the loop is an app: to the core a session is a rollout that is opened from outside."""
+    words = re.compile(
+        r"real use|feedback|\bredact(?!ed_thinking)|canary|ledger|\[(online|learn)"
+        r"|agl (learn|policy|serve|sessions|versions)\b",
+        re.IGNORECASE,
+    )
+    found = [
+        f"{file.name}:{number}: {line.strip()}"
+        for file in distributions["agl-core"].sources
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if words.search(line)
+    ]
+
+    assert found == []
+
+
 def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
     """Except that its tools for tests use OpenAI's client, as agents do."""
     found = [
@@ -158,8 +173,6 @@ def _is_light(module: str) -> bool:
             "agl_core.server",
             "agl_core.training",
             "agl_core.analysis",
-            "agl_core.policies",
-            "agl_core.deployment",
         )
     )
 

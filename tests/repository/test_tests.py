@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("adapters", "algorithms", "core", "deploy", "examples", "rewards", "tests")
+FOLDERS = ("adapters", "algorithms", "apps", "core", "deploy", "examples", "rewards", "tests")
 CHANGE = re.compile(r"sys\.path(\.(append|insert|extend)\(| ?\+=|\[[^\]]*\] ?= ?\[)")
 """What adds to it; what a test restores of it is a slice set to a name."""
 

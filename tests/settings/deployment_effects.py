@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from agl_core.config.deployment import CanarySection, GateSection
-from agl_core.deployment import canary, gate
-from agl_core.deployment.canary import Outcome
-from agl_core.deployment.gate import objections
-from agl_core.deployment.serving import is_drawn
-from agl_core.protocols import Release
 from agl_core.training.evaluate import Evaluated, TaskScore
+from agl_online import canary, gate
+from agl_online.canary import Outcome
+from agl_online.config import CanarySection, GateSection, learn_section
+from agl_online.deployed import is_drawn
+from agl_online.gate import objections
+from agl_online.kinds import Release
 
 from .settings_bench import Bench, Effect, Given
 
-USE: Given = {"online.applications": {"shop": 1}}
 BEFORE = np.random.default_rng(0).random(30) < 0.5
 
 
@@ -44,7 +43,10 @@ def at_the_gate(
 
 def objected(bench: Bench, given: Given) -> Any:
     release = Release("default", 2, Path(), {}, 1, {})
-    checks = {name: chosen.build() for name, chosen in bench.load({**USE, **given}).release_checks.items()}
+    checks = {
+        name: chosen.build()
+        for name, chosen in bench.load(given).sections["learn"].parts.get("gate.checks", {}).items()
+    }
     return objections(checks, release)
 
 
@@ -76,15 +78,11 @@ def drawn(bench: Bench, given: Given) -> list[bool]:
 
 
 def _gate(bench: Bench, given: Given) -> GateSection:
-    learn = bench.load({**USE, **given}).config.learn
-    assert learn is not None
-    return learn.gate
+    return learn_section(bench.load(given)).gate
 
 
 def _canary(bench: Bench, given: Given) -> CanarySection:
-    learn = bench.load({**USE, **given}).config.learn
-    assert learn is not None
-    return learn.canary
+    return learn_section(bench.load(given)).canary
 
 
 EQUAL, BETTER = {"here": 0.7, "there": 0.7}, {"here": 0.9, "there": 0.4}

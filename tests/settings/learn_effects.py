@@ -6,14 +6,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
-from agl_core.deployment.sessions import SessionSource, Taken
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.progress import Silent
 from agl_core.training.rollouts.collect import Collector
 from agl_core.training.rollouts.episodes import scoring_rules
-from agl_core.types import Attempt, Ending, Episode, Feedback, Mode, Rollout, RolloutState, Task, Transition
+from agl_core.types import Attempt, Ending, Episode, Mode, Rollout, RolloutState, Task, Transition
+from agl_online.config import learn_section
+from agl_online.experience import SessionSource, Taken
+from agl_online.feedback import Feedback
 
 from .settings_bench import Bench, Effect, Given
 
@@ -30,7 +32,6 @@ def taking(look: Callable[[Taken | None], Any]) -> Callable[[Bench, Given], Awai
 
     async def observe(bench: Bench, given: Given) -> Any:
         loaded = bench.load(given)
-        assert loaded.config.learn is not None
         path = bench.folder / f"sessions-{time.monotonic_ns()}" / "store.sqlite"
         path.parent.mkdir()
         async with SqliteStore(path) as store:
@@ -47,7 +48,7 @@ def taking(look: Callable[[Taken | None], Any]) -> Callable[[Bench, Given], Awai
                     raise EnoughError
 
             source = SessionSource(
-                *(store, collector, "run", loaded.config.learn, ("*",)),
+                *(store, collector, "run", learn_section(loaded), ("*",)),
                 versions={"default": UPDATES},
                 since=lambda version: UPDATES - version,
                 between=between,
@@ -69,7 +70,7 @@ async def _end(store: SqliteStore, number: int) -> None:
     task = Task(name, None, "use", {"application": application})
     rollout = Rollout(id, "run", 0, name, task, Mode.USE, 0, 0, RolloutState.DONE, 0, Ending.FINISHED)
     attempt = Attempt(id, 0, application, ended, ended, Ending.FINISHED)
-    said = Feedback(id, 0, "f", ended, {"thumbs": 1.0})
+    said = Feedback(id, "f", ended, {"thumbs": 1.0}).annotation
     await store.put(rollout, attempt, make.call(rollout=id, version=0), said)
 
 
@@ -82,21 +83,19 @@ def weights(taken: Taken | None) -> list[float]:
 
 
 def groups_of_tasks(bench: Bench, given: Given) -> int:
-    learn = bench.load(given).config.learn
-    assert learn is not None
+    learn = learn_section(bench.load(given))
     return learn.groups_of_tasks
 
 
 def proposals(bench: Bench, given: Given) -> list[int]:
-    learn = bench.load(given).config.learn
-    assert learn is not None
+    learn = learn_section(bench.load(given))
     return [step for step in range(1, 50) if learn.is_due(step)]
 
 
 def what_users_said(bench: Bench, given: Given) -> Any:
     rule = bench.load(given).rewards["users"].build()
-    said = Feedback("r", 0, "f", 0.0, {"thumbs": 1.0, "helpful": 0.0})
-    return rule(make.episode(make.transition(), mode=Mode.USE, feedback=(said,)))  # type: ignore[operator]
+    said = Feedback("r", "f", 0.0, {"thumbs": 1.0, "helpful": 0.0}).annotation
+    return rule(make.episode(make.transition(), mode=Mode.USE, annotations=(said,)))  # type: ignore[operator]
 
 
 def asked_again(bench: Bench, given: Given) -> Any:
@@ -119,7 +118,7 @@ async def who_is_scored(bench: Bench, given: Given) -> list[bool]:
 GIVEN: Given = {
     "online": {"applications": {"shop": 1, "mail": 1}},
     "learn": {"sessions_per_step": 4},
-    "algorithm": {"name": "reinforce++", "reinforce++": {"importance_cap": 2.0}},
+    "rewards": {"users": {"rule": "feedback", "modes": ["use"]}},
 }
 
 
@@ -136,7 +135,7 @@ EFFECTS: Mapping[str, Effect] = {
     "learn.key_share": Effect(taking(weights), _with(key_share=0.25), _with(name_share=1.0)),
     "learn.name_share": Effect(taking(weights), _with(name_share=0.5), GIVEN),
     "learn.propose_every": Effect(proposals, _with(propose_every=7), GIVEN),
-    "rewards.NAME.scores": Effect(who_is_scored, {"rewards.exact_match.scores": "both"}),
+    "rewards.NAME.modes": Effect(who_is_scored, {"rewards.exact_match.modes": ["train", "use"]}),
     "reward.feedback.weights": Effect(
         what_users_said, {"rewards.users.weights": {"helpful": 3.0}}, {"rewards.users": {"rule": "feedback"}}
     ),

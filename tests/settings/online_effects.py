@@ -12,15 +12,19 @@ from typing import Any
 
 import httpx
 
-from agl_core.cli.serve import _upstream
 from agl_core.cli.shared.screen import Screen
 from agl_core.config import LoadedConfig
-from agl_core.server import LightningServer
-from agl_core.store.interface import SessionStore
+from agl_core.server import Keys, LightningServer
+from agl_core.server.source import RolloutSource
+from agl_core.store.interface import ErasableStore, Store
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import local_server
+from agl_core.training.server import local_server, run_settings
 from agl_core.types import AttemptKey, Call, Mode
+from agl_online.cli.serve import _upstream
+from agl_online.config import online_section
+from agl_online.keys import ApplicationKeys
+from agl_online.sessions import Sessions, fixed_upstream, sessions_of
 
 from .settings_bench import Bench, Effect, Given
 
@@ -33,12 +37,14 @@ IDLE = 0.1
 class Use:
     """A server in use, and the two model servers."""
 
-    def __init__(self, server: LightningServer, model: ScriptedUpstream, other: ScriptedUpstream) -> None:
-        self.server, self.model, self.other = server, model, other
+    def __init__(
+        self, server: LightningServer, sessions: Sessions, model: ScriptedUpstream, other: ScriptedUpstream
+    ) -> None:
+        self.server, self.sessions, self.model, self.other = server, sessions, model, other
 
     async def ask(self, key: str | None = None) -> int:
         """The status of a model call."""
-        headers = {"Authorization": f"Bearer {key or self.server.keys.of_application('shop')}"}
+        headers = {"Authorization": f"Bearer {key or self.sessions.keys.of_application('shop')}"}
         headers |= {"x-agl-session-end": "1", "x-agl-session": "talk"}
         async with httpx.AsyncClient(trust_env=False) as client:
             body = {"model": "any", "messages": [{"role": "user", "content": "I am ada@example.org"}]}
@@ -46,9 +52,9 @@ class Use:
         return reply.status_code
 
     @property
-    def store(self) -> SessionStore:
+    def store(self) -> ErasableStore:
         store = self.server.store
-        assert isinstance(store, SessionStore)
+        assert isinstance(store, ErasableStore)
         return store
 
     async def calls(self) -> list[Call]:
@@ -92,10 +98,20 @@ def using(
 async def _serving(
     loaded: LoadedConfig, run_dir: Any, model: ScriptedUpstream, other: ScriptedUpstream
 ) -> AsyncIterator[Use]:
-    assert loaded.config.online is not None
-    upstream = await asyncio.to_thread(_upstream, loaded.config.online, Screen())
-    async with local_server(loaded, run_dir, upstream) as server:
-        yield Use(server, model, other)
+    upstream = await asyncio.to_thread(_upstream, online_section(loaded), Screen())
+    made: list[RolloutSource] = []
+    sessions_of_run = sessions_of(
+        loaded, run_dir, fixed_upstream(upstream, run_settings(loaded.config)), lambda _: None
+    )
+
+    async def source(store: Store, keys: Keys) -> RolloutSource:
+        made.append(await sessions_of_run(store, keys))
+        return made[-1]
+
+    async with local_server(loaded, run_dir, source) as server:
+        [sessions] = made
+        assert isinstance(sessions, Sessions)
+        yield Use(server, sessions, model, other)
 
 
 async def who_answered(use: Use) -> tuple[bool, bool]:
@@ -111,12 +127,11 @@ async def model_that_was_asked(use: Use) -> Any:
 
 
 async def takes_keys_of_number_one(use: Use) -> int:
-    return await use.ask(replace(use.server.keys, applications={"shop": 1}).of_application("shop"))
+    return await use.ask(ApplicationKeys(use.server.keys, {"shop": 1}).of_application("shop"))
 
 
 async def ends_without_calls(use: Use) -> bool:
-    sessions = use.server.sessions
-    assert sessions is not None
+    sessions = use.sessions
     await sessions.begin_durably("shop", "idle", recorded=True)
     await asyncio.sleep(IDLE)
     await sessions.look()
@@ -124,8 +139,7 @@ async def ends_without_calls(use: Use) -> bool:
 
 
 async def is_removed(use: Use) -> bool:
-    assert use.server.sessions is not None
-    await use.server.sessions.look()
+    await use.sessions.look()
     return not await use.store.rollouts(mode=Mode.USE)
 
 

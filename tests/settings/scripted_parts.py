@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 import agl_core
+import agl_online
 from agl_core import Capability, kinds
 from agl_core.builtin.fifo import Fifo
 from agl_core.kinds import NoOptions, Register
-from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, Release, UpdateResult, Upstream
+from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Task
@@ -119,25 +120,25 @@ def register_components(register: Register) -> None:
     register(kinds.TASK_SOURCE, "counting", lambda options, folder, seed: Counting())
 
 
-@agl_core.release_check
-def even(release: Release) -> str | None:
+@agl_online.release_check
+def even(release: agl_online.Release) -> str | None:
     """Speaks against even steps."""
     return "its step is even" if release.step % 2 == 0 else None
 
 
-@agl_core.redactor
+@agl_online.redactor
 def shouted(text: str) -> str:
     """Loud names."""
     return text.replace("ada", "ADA")
 
 
-@agl_core.redactor
+@agl_online.redactor
 def whispered(text: str) -> str:
     """Short names."""
     return text.replace("ada", "a.")
 
 
-@agl_core.release_check
-def odd(release: Release) -> str | None:
+@agl_online.release_check
+def odd(release: agl_online.Release) -> str | None:
     """Speaks against odd steps."""
     return None if release.step % 2 == 0 else "its step is odd"

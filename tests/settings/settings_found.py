@@ -26,9 +26,10 @@ def every_setting(plugins: Plugins) -> list[str]:
     ['engine.deep.depth']
     """
     found = list(settings_of(RunConfig))
-    for kind in kinds.KINDS:
+    for kind in plugins.kinds:
         for name, component in plugins.components(kind).items():
-            found += settings_of(component.options, f"{kind.word.replace(' ', '_')}.{name}")
+            above = name if kind is kinds.SECTION else f"{kind.word.replace(' ', '_')}.{name}"
+            found += settings_of(component.options, above)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import Health, build_episode, health_of
-from agl_core.learning.rewards import RECORDED_SOURCES
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
@@ -225,9 +225,9 @@ def reward_weights(run: Run) -> dict[str, float]:
 
 def terminal_reward(rewards: Sequence[Reward], weights: Mapping[str, float]) -> TerminalReward:
     """The terminal reward of these components; a rule that `weights` does not name has the weight 1."""
-    parts = [(weights.get(reward.source, 1.0), reward) for reward in rewards if reward.source not in RECORDED_SOURCES]
+    parts = [(weights.get(reward.source, 1.0), reward) for reward in rewards if reward.source != AGENT_SOURCE]
     value = math.fsum(weight * reward.value for weight, reward in parts) if parts else None
-    return TerminalReward(value, parts, [reward for reward in rewards if reward.source in RECORDED_SOURCES])
+    return TerminalReward(value, parts, [reward for reward in rewards if reward.source == AGENT_SOURCE])
 
 
 async def group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:

@@ -6,10 +6,9 @@ from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.hooks import hookimpl
 from agl_core.kinds import Register
-from agl_core.learning.feedback import users_said
 
-__all__ = ["discounted", "identical", "immediate", "register_components", "stepwise", "users_said"]
-# Credit and reward rules are made by a decorator: being here is all it takes, as in a user's own file.
+__all__ = ["discounted", "identical", "immediate", "register_components", "stepwise"]
+# Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
 
 
 @hookimpl

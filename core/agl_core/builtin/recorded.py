@@ -27,7 +27,7 @@ class RecordedOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: Path = Field(
-        description="The folder of the run, as `agl import`, `agl run`, `agl serve` or `agl train` made it, relative "
+        description="The folder of the run, as `agl import`, `agl run` or `agl train` made it, relative "
         "to the configuration file."
     )
     split: str | None = Field(

@@ -12,22 +12,17 @@ from agl_core.analysis.text.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.init import init
-from agl_core.cli.learn import learn
 from agl_core.cli.plugins import list_plugins
-from agl_core.cli.policy import policy
 from agl_core.cli.recorded.export import export
 from agl_core.cli.recorded.import_ import import_
 from agl_core.cli.recorded.plot import plot
 from agl_core.cli.recorded.reward import reward
 from agl_core.cli.recorded.rollouts import rollouts
 from agl_core.cli.recorded.runs import runs
-from agl_core.cli.recorded.sessions import sessions
 from agl_core.cli.recorded.show import show
 from agl_core.cli.run import run
-from agl_core.cli.serve import serve
 from agl_core.cli.shared.text import HarmlessFormatter
 from agl_core.cli.train import train
-from agl_core.cli.versions import versions
 from agl_core.cli.worker import work
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -46,8 +41,6 @@ app = typer.Typer(
 )
 app.command("init")(init)
 app.command("train")(train)
-app.command("serve")(serve)
-app.command("learn")(learn)
 app.command("worker")(work)
 app.command("eval")(evaluate)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
@@ -58,9 +51,6 @@ app.command("export")(export)
 app.command("import")(import_)
 app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
-app.add_typer(policy, name="policy")
-app.add_typer(sessions, name="sessions")
-app.add_typer(versions, name="versions")
 app.command("plugins")(list_plugins)
 app.command("doctor")(doctor)
 

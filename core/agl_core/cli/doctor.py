@@ -315,7 +315,7 @@ def _waiting(folder: Path) -> Iterator[Finding]:
 
     server = find_server(None, folder, None, take_keys(), OPERATOR_KEY)
     if server is None:
-        remedy = "see the log of the process that runs it (agl train, agl serve)"
+        remedy = "see the log of the process that runs it (agl train)"
         yield Finding("waiting", "a process writes the run's store, but serves no run", remedy)
         return
     activity, seen, remedy = read_run(folder, lambda store: read_waiting(server, store))

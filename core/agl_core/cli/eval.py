@@ -117,7 +117,6 @@ def _scores(printed: dict[str, Any]) -> list[TaskScore]:
 def _place(target: str, step: int | None) -> tuple[Path | None, Path | None]:
     """The run's folder and the checkpoint; without a folder it is a configuration, without a checkpoint step 0."""
     from agl_core.analysis.runs import find_run
-    from agl_core.policies.naming import parse
     from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 
     if Path(target).is_file():
@@ -125,8 +124,9 @@ def _place(target: str, step: int | None) -> tuple[Path | None, Path | None]:
     if "@" in target and not Path(target).is_dir():
         if step is not None:
             raise ConfigError(f"'{target}' names a step already: leave out --step.")
-        version = parse(target).resolve()
-        return version.run, version.checkpoint
+        name, _, which = target.rpartition("@")
+        folder = find_run(Path(name))
+        return folder, Checkpoints(folder / CHECKPOINTS, keep=1).meant_by(which)
     folder = find_run(Path(target))
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
     return folder, checkpoints.latest() if step is None else checkpoints.named(checkpoints.path(step).name)

@@ -48,7 +48,7 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
     plugins = Plugins.load(files or ())
     described = [
         describe(component)
-        for each in ([kind] if kind else kinds.KINDS)
+        for each in ([kind] if kind else plugins.kinds)
         for _, component in sorted(plugins.components(each).items())
     ]
     described += [_described_broken(each) for each in plugins.broken]

@@ -11,7 +11,7 @@ from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
 from agl_core.kinds import AnyKind, Capability
 from agl_core.plugins import Component
-from agl_core.types import CreditKind, Mode
+from agl_core.types import CreditKind
 
 _WHY_NOT = {
     CreditKind.RETURN: (
@@ -40,13 +40,12 @@ def check(loaded: ScoredConfig) -> None:
     """
     found: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _sessions, _time_axis, _tool_results, _engine, _replay):
+        for check_one in (_groups, _time_axis, _tool_results, _engine, _replay):
             for problem in check_one(loaded, plan):
                 found.setdefault(problem, []).append(policy)
     problems = [
         *_group_sizes(loaded),
         *_asynchronous(loaded),
-        *_learning(loaded),
         *(f"{_of(policies, loaded)}{text}" for text, policies in found.items()),
     ]
     if problems:
@@ -56,7 +55,7 @@ def check(loaded: ScoredConfig) -> None:
 def cautions(loaded: LoadedConfig) -> Iterator[str]:
     """What works, and may still surprise."""
     staleness = loaded.config.asynchronous.max_staleness
-    uncorrected = [policy for policy, plan in loaded.policies.items() if not _corrects_staleness(plan)]
+    uncorrected = [policy for policy, plan in loaded.policies.items() if not corrects_staleness(plan)]
     if staleness and uncorrected:
         yield (
             f"caution: {_of(uncorrected, loaded)}[async] max_staleness is {staleness}, but importance_cap is not "
@@ -64,7 +63,7 @@ def cautions(loaded: LoadedConfig) -> Iterator[str]:
         )
 
 
-def _corrects_staleness(plan: PolicyPlan) -> bool:
+def corrects_staleness(plan: PolicyPlan) -> bool:
     """Whether importance weights are on; also if the algorithm has no such setting."""
     return getattr(plan.algorithm.options, "importance_cap", 0) is not None
 
@@ -84,7 +83,8 @@ def _parts(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[Chosen]:
         yield from (loaded.engine, loaded.buffer, *loaded.tasks.values(), *loaded.trackers.values())
 
 
-def _needing(loaded: ScoredConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
+def needing(loaded: ScoredConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
+    """What needs this, of the parts that train one policy."""
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
@@ -118,45 +118,9 @@ def _asynchronous(loaded: ScoredConfig) -> Iterator[str]:
         )
 
 
-def _learning(loaded: ScoredConfig) -> Iterator[str]:
-    """What learning from sessions needs of the run as a whole."""
-    config = loaded.config
-    if config.learn is None:
-        return
-    if len(config.policies) > 1:
-        yield f"[learn] serves and tests the versions of one policy, and there are {len(config.policies)}. Keep one."
-    if config.asynchronous.max_staleness:
-        yield (
-            "[async] has no place beside [learn]: a step waits for sessions, whose age [learn] max_staleness bounds. "
-            "Leave [async] out."
-        )
-    if len(config.tasks) == 1:
-        yield "[learn] has a gate, which tests versions on held-out tasks. Add a set of them: [tasks.eval]."
-    if Mode.EVAL_SAMPLED not in config.eval.modes:
-        yield "[learn] has a gate, which needs sampled replies to held-out tasks. Add 'eval-sampled' to eval.modes."
-
-
-def _sessions(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
-    """A session is the only one of its kind, and was answered by earlier weights."""
-    if loaded.config.learn is None:
-        return
-    for chosen in _needing(loaded, plan, Capability.GROUPS):
-        yield (
-            f"{chosen.label} compares several rollouts of each task, but a session of real use is the only one of its "
-            f"kind ([learn]). Use an algorithm and rules that need no groups: reinforce++ or ppo, and credit identical."
-        )
-    if not _corrects_staleness(plan):
-        yield (
-            f"[learn] trains on sessions that earlier versions answered, but {plan.algorithm.label} does not correct "
-            f"that. Set its importance_cap (2 is usual)."
-        )
-
-
 def _groups(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
-    if loaded.config.learn is not None:
-        return
     train = loaded.config.train
-    for chosen in _needing(loaded, plan, Capability.GROUPS):
+    for chosen in needing(loaded, plan, Capability.GROUPS):
         if train.group_size == 1:
             yield (
                 f"{chosen.label} compares several rollouts of each task, but [train] group_size is 1. "
@@ -192,7 +156,7 @@ def _engine(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
         return
     engine = loaded.engine
     for need, in_words in _OF_THE_ENGINE.items():
-        for chosen in _needing(loaded, plan, need):
+        for chosen in needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:
                 others = _others(loaded, kinds.ENGINE, f"provides {need}", functools.partial(_provides, need))
                 yield (
@@ -207,13 +171,13 @@ def _provides(need: Capability, component: Component) -> bool:
 
 def _replay(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
     """What is trained on again was sampled by weights of some updates ago."""
-    for chosen in _needing(loaded, plan, Capability.REPLAY):
+    for chosen in needing(loaded, plan, Capability.REPLAY):
         if not loaded.config.asynchronous.max_staleness:
             yield (
                 f"{chosen.label} trains again on what earlier weights sampled, but [async] max_staleness is 0, so all "
                 f"of it is too old. Set max_staleness to 1 or more (4 is usual)."
             )
-        if not _corrects_staleness(plan):
+        if not corrects_staleness(plan):
             yield (
                 f"{chosen.label} trains again on what earlier weights sampled, but {plan.algorithm.label} does not "
                 f"correct that. Set its importance_cap (2 is usual)."

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core import kinds, private
-from agl_core.config.models import RecordingConfig, RunConfig
+from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.config.policies import ModelSection, PolicySection
 from agl_core.config.problems import Report
 from agl_core.config.resolve import Chosen, PolicyPlan, below, resolve, resolve_store
@@ -37,8 +37,8 @@ class ServerConfig:
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
     store: Chosen
-    redactors: Mapping[str, Chosen]
-    """By the name of the table in `[online.redactors]`."""
+    sections: Mapping[str, Chosen]
+    """Tables of plugins, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +86,6 @@ class LoadedConfig(ScoredConfig):
     tasks: Mapping[str, Chosen]
     """By the name of the set."""
     trackers: Mapping[str, Chosen]
-    release_checks: Mapping[str, Chosen]
-    """By the name of the table in `[learn.gate.checks]`."""
 
 
 def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> LoadedConfig:
@@ -100,10 +98,9 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
         tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
     config, folder, report = _validated(path, overrides, seed)
-    if config.only_records:
+    if isinstance(config, UntrainedConfig):
         raise ConfigError(
-            f"{path} only records sessions of real use: agl serve {path}. To train, add [tasks.train], [policies] and "
-            f"what else `agl init` writes."
+            f"{path} has nothing to train: add [tasks.train], [policies] and what else `agl init` writes."
         )
     _check_folder(folder, report)
     weights = _all_weights(config.policies, folder, report)
@@ -115,13 +112,13 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
 def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     """Read a run's configuration as far as a server needs it.
 
-    Of the plugins that it names only the store and the redactors have to be installed, and the weights need not be
-    there. Settings of what is not installed are left out of `config`: any of them may be a secret. ConfigError says
+    Of the plugins that it names only the store and those of its sections have to be installed, and the weights need not
+    be there. Settings of what is not installed are left out of `config`: any of them may be a secret. ConfigError says
     what is wrong.
     """
     config, folder, report = _validated(path, overrides)
     plugins = Plugins.load(config.plugin_files)
-    config, chosen = resolve(config, plugins, folder, report, (kinds.STORE, kinds.REDACTOR))
+    config, chosen = resolve(config, plugins, folder, report, (kinds.STORE, kinds.SECTION))
     return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
 
 
@@ -197,9 +194,10 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     report = Report(path, apply_overrides(data, overrides))
     if seed is not None:
         data["seed"] = seed
-    # What only records needs no tasks and no model; with either of them, it is to be trained too.
-    only_records = "online" in data and not {"learn", "tasks", "policies"} & data.keys()
-    config = report.validated(RecordingConfig if only_records else RunConfig, data)
+    # What is for a plugin alone needs no tasks and no model; with either of them, it is to be trained too.
+    names = {field.alias or name for name, field in RunConfig.model_fields.items()}
+    is_plugins = bool(data.keys() - names) and not {"tasks", "policies"} & data.keys()
+    config = report.validated(UntrainedConfig if is_plugins else RunConfig, data)
     report.raise_if_any()
     assert config is not None
     folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
@@ -224,7 +222,7 @@ def store_config(config: RunConfig, run_dir: Path) -> None:
     """
     assert config.folder is not None
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
-    left_out = {"tasks", "policies"} if config.only_records else None
+    left_out = {"tasks", "policies"} if isinstance(config, UntrainedConfig) else None
     data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True, exclude=left_out)
     private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(data))
 

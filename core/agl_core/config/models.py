@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from agl_core.config.learn import LearnSection
-from agl_core.config.online import OnlineSection
 from agl_core.config.policies import PolicySection
-from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, Section, is_among
+from agl_core.config.sections import FOLDER_NAME, PluginChoice, PluginTable, Section, is_among
+from agl_core.kinds import REWARD, TASK_SOURCE, AnyKind
 from agl_core.types import AlarmName, Ending, Mode
 
 
@@ -54,8 +53,11 @@ class AgentSection(Section):
         return self
 
 
-class TaskSection(OpenSection):
+class TaskSection(PluginTable):
     """One set of tasks: the plugin that makes them, and its settings."""
+
+    kind: ClassVar[AnyKind] = TASK_SOURCE
+    named_by: ClassVar[str] = "source"
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
 
@@ -245,13 +247,18 @@ class GatewaySection(Section):
     passthrough: PassthroughSection = PassthroughSection()
 
 
-class RewardSection(OpenSection):
+class RewardSection(PluginTable):
     """One reward rule; its settings are beside these keys."""
+
+    kind: ClassVar[AnyKind] = REWARD
+    named_by: ClassVar[str] = "rule"
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")
-    scores: Literal["tasks", "sessions", "both"] = Field(
-        "tasks", description="What it scores: the rollouts of tasks, sessions of real use, or both."
+    modes: tuple[Mode, ...] = Field(
+        (Mode.TRAIN, Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED),
+        min_length=1,
+        description="The modes of the rollouts that it scores; 'use': those that are opened from outside the run.",
     )
     time_limit: float | None = Field(
         None,
@@ -263,9 +270,9 @@ class RewardSection(OpenSection):
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A whole run. Tables that are not among these belong to plugins (`agl_core.kinds.SECTION`)."""
 
-    model_config = ConfigDict(serialize_by_alias=True)
+    model_config = ConfigDict(serialize_by_alias=True, extra="allow")
 
     config_version: Literal[1] = Field(description="The version of this format.")
     name: str = Field("run", pattern=f"^{FOLDER_NAME.pattern}$", description="The run's folder below `runs`.")
@@ -294,10 +301,6 @@ class RunConfig(Section):
     workers: WorkerSection = WorkerSection()
     server: ServerSection = ServerSection()
     gateway: GatewaySection = GatewaySection()
-    online: OnlineSection | None = Field(None, description="Sessions of real use, if `agl serve` is to record any.")
-    learn: LearnSection | None = Field(
-        None, description="Learning from sessions of real use, if the run's own versions are to answer them."
-    )
     rewards: dict[str, RewardSection] = Field(
         default_factory=dict, description="Reward rules; without any, the reward is what the agent itself reports."
     )
@@ -325,24 +328,10 @@ class RunConfig(Section):
         """`plugins` as absolute paths: relative ones start at `folder`."""
         return tuple(((self.folder or Path()) / file.expanduser()).resolve() for file in self.plugins)
 
-    @model_validator(mode="after")
-    def _says_who_answers(self) -> Self:
-        if self.learn is not None and self.online is None:
-            raise ValueError("[learn] learns from sessions, and needs [online] with their applications")
-        if self.online is not None and self.learn is not None and self.online.upstream is not None:
-            raise ValueError(
-                "with [learn], the run's own versions answer its sessions: leave out online.upstream, or [learn]"
-            )
-        if self.online is not None and self.learn is None and self.online.upstream is None:
-            raise ValueError(
-                "[online] needs `upstream`, the model server that answers, or [learn]: the run's versions answer"
-            )
-        return self
-
     @property
-    def only_records(self) -> bool:
-        """Whether this is a `RecordingConfig`: sessions are recorded, and nothing can be trained."""
-        return not self.policies
+    def tables_of_plugins(self) -> dict[str, Any]:
+        """What is not a key of agl's own: tables of plugins, if these are installed."""
+        return dict(self.model_extra or {})
 
     @field_validator("tasks")
     @classmethod
@@ -364,12 +353,11 @@ class RunConfig(Section):
     @field_validator("rewards")
     @classmethod
     def _is_not_the_agent(cls, value: dict[str, RewardSection]) -> dict[str, RewardSection]:
-        for source, reports in (("agent", "the agent itself reports"), ("feedback", "users report")):
-            if source in value:
-                raise ValueError(
-                    f"a table cannot be called '{source}', the source of what {reports}: choose another name, and name "
-                    f"the rule by `rule`"
-                )
+        if "agent" in value:
+            raise ValueError(
+                "a table cannot be called 'agent', the source of what the agent itself reports: choose another name, "
+                "and name the rule by `rule`"
+            )
         return value
 
     @field_validator("policies")
@@ -395,8 +383,8 @@ class RunConfig(Section):
         return value
 
 
-class RecordingConfig(RunConfig):
-    """What records sessions of real use and names no tasks or models: [online] without [learn]."""
+class UntrainedConfig(RunConfig):
+    """A configuration that names no tasks and no models, for what tables of plugins say."""
 
     tasks: dict[str, TaskSection] = Field(default_factory=dict)
     policies: dict[str, PolicySection] = Field(default_factory=dict)

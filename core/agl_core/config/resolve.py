@@ -11,18 +11,17 @@ from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
 from agl_core import kinds
-from agl_core.config.deployment import ReleaseCheckSection
-from agl_core.config.learn import LearnSection
-from agl_core.config.models import RewardSection, RunConfig, TaskSection
-from agl_core.config.online import OnlineSection, RedactorSection
+from agl_core.config.models import RunConfig
 from agl_core.config.policies import PolicySection
-from agl_core.config.problems import Place, Report
-from agl_core.config.sections import PluginChoice
+from agl_core.config.problems import Place, Report, names_at
+from agl_core.config.sections import PluginChoice, PluginTable
+from agl_core.errors import nearest
 from agl_core.kinds import AnyKind, Capability
 from agl_core.plugins import Component, Plugins
 from agl_core.types import CreditKind
 
-Named = TypeVar("Named", TaskSection, RewardSection, ReleaseCheckSection, RedactorSection)
+Named = TypeVar("Named", bound=PluginTable)
+Settings = TypeVar("Settings", bound=BaseModel)
 
 _TENSORBOARD = "tensorboard"
 """The tracker that a run has without asking."""
@@ -37,6 +36,8 @@ class Chosen:
     """Checked, with absolute paths."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The same as the file would have them: paths as they are written, and no secrets."""
+    parts: Mapping[str, Mapping[str, Chosen]] = field(default_factory=dict)
+    """What tables inside it name, of a `SECTION`: by the dotted key of these tables, then by their names."""
 
     def build(self, *context: Any) -> Any:
         """Make it; `context` is what its kind's hook says beyond the options."""
@@ -91,15 +92,21 @@ def resolve(
         for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.ENGINE, kinds.STORE, kinds.BUFFER)
     }
     parts["policies"] = find.policies(config.policies, parts["algorithm"][1], parts["credit"][1])
-    parts["tasks"] = find.sections(kinds.TASK_SOURCE, ("tasks",), config.tasks, "source")
-    parts["rewards"] = find.sections(kinds.REWARD, ("rewards",), config.rewards, "rule")
-    parts["learn"] = find.learn(config.learn)
-    parts["online"] = find.online(config.online)
+    parts["tasks"] = find.tables(("tasks",), config.tasks)
+    parts["rewards"] = find.tables(("rewards",), config.rewards)
     parts["trackers"] = find.trackers(config.trackers)
+    sections = find.sections(config.tables_of_plugins)
     report.raise_if_any()
-    resolved = config.model_copy(update={name: section for name, (section, _) in parts.items()})
-    chosen = {name: chosen for name, (_, chosen) in parts.items()}
-    return resolved, {**chosen, "release_checks": chosen["learn"], "redactors": chosen["online"]}
+    own = config.model_copy(update={name: table for name, (table, _) in parts.items()})
+    resolved = _with_tables(own, {name: dict(each.settings) for name, each in sections.items()})
+    return resolved, {**{name: chosen for name, (_, chosen) in parts.items()}, "sections": sections}
+
+
+def _with_tables(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
+    """The configuration with these tables of plugins, and no others."""
+    copy = config.model_copy()
+    object.__setattr__(copy, "__pydantic_extra__", dict(tables))
+    return copy
 
 
 def resolve_store(config: RunConfig, plugins: Plugins, folder: Path, report: Report) -> Chosen:
@@ -157,39 +164,51 @@ class _Resolver:
         """A policy's own choice, else the run's; the kinds are called as the tables are."""
         return (None, of_run) if section is None else self.choice(kind, (*place, kind.word), section)
 
-    def sections(
-        self, kind: AnyKind, table: Place, sections: Mapping[str, Named], named_by: str
-    ) -> tuple[dict[str, Named], dict[str, Chosen]]:
-        """Tables of which each names its plugin by one of its keys, else by its own name."""
+    def tables(self, place: Place, tables: Mapping[str, Named]) -> tuple[dict[str, Named], dict[str, Chosen]]:
+        """Tables of which each names its plugin."""
         resolved, found = {}, {}
-        for name, section in sections.items():
-            model = type(section)
-            own = {key: getattr(section, key) for key in model.model_fields}
-            written = own[named_by]
-            place = named_by if written else None
+        for name, table in tables.items():
+            model = type(table)
+            own = {key: getattr(table, key) for key in model.model_fields}
+            written = own[model.named_by]
             chosen = self._chosen(
-                kind, written or name, section.settings, (*table, name), named_by=place, reserved=model
+                *(model.kind, written or name, table.settings, (*place, name)),
+                named_by=model.named_by if written else None,
+                reserved=model,
             )
             resolved[name] = model(**own, **(chosen.settings if chosen else {}))
             if chosen:
                 found[name] = chosen
         return resolved, found
 
-    def learn(self, section: LearnSection | None) -> tuple[LearnSection | None, dict[str, Chosen]]:
-        """The table of learning, and the release checks of its gate."""
-        if section is None:
-            return None, {}
-        place = ("learn", "gate", "checks")
-        resolved, found = self.sections(kinds.RELEASE_CHECK, place, section.gate.checks, "check")
-        gate = section.gate.model_copy(update={"checks": resolved})
-        return section.model_copy(update={"gate": gate}), found
+    def sections(self, tables: Mapping[str, Any]) -> dict[str, Chosen]:
+        """The tables of plugins; one that no installed plugin brings is left out if sections need not be there."""
+        known, sections = self._plugins.components(kinds.SECTION), {}
+        for name, settings in tables.items():
+            if name not in known:
+                if kinds.SECTION in self._required or not isinstance(settings, dict):
+                    self._report.add(
+                        (name,), f"there is no such key. {nearest(name, [*names_at(RunConfig, ()), *known])}"
+                    )
+            elif not isinstance(settings, dict):
+                self._report.add((name,), "must be a table.")
+            elif chosen := self._chosen(kinds.SECTION, name, settings, (name,)):
+                options, parts = self._inside(chosen.options, (name,))
+                sections[name] = Chosen(chosen.component, options, settings_of(options), parts)
+        return sections
 
-    def online(self, section: OnlineSection | None) -> tuple[OnlineSection | None, dict[str, Chosen]]:
-        """The table of real use, and its redactors."""
-        if section is None:
-            return None, {}
-        resolved, found = self.sections(kinds.REDACTOR, ("online", "redactors"), section.redactors, "redactor")
-        return section.model_copy(update={"redactors": resolved}), found
+    def _inside(self, table: Settings, place: Place) -> tuple[Settings, dict[str, Mapping[str, Chosen]]]:
+        """A table with those inside it resolved that name plugins, and what these chose, by their dotted keys."""
+        resolved: dict[str, Any] = {}
+        parts: dict[str, Mapping[str, Chosen]] = {}
+        for name in type(table).model_fields:
+            value = getattr(table, name)
+            if isinstance(value, dict) and any(isinstance(each, PluginTable) for each in value.values()):
+                resolved[name], parts[name] = self.tables((*place, name), value)
+            elif isinstance(value, BaseModel):
+                resolved[name], below = self._inside(value, (*place, name))
+                parts |= {f"{name}.{key}": chosen for key, chosen in below.items()}
+        return table.model_copy(update=resolved), parts
 
     def trackers(
         self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]
@@ -231,7 +250,7 @@ class _Resolver:
         return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
 
     def _unknown(self, kind: AnyKind, name: str, place: Place) -> None:
-        if kind in self._required:
+        if kind in self._required or (kind not in kinds.KINDS and kinds.SECTION in self._required):
             self._report.add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agl_core.kinds import AnyKind
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A model's name on the Hugging Face hub, as a whole match."""
@@ -40,6 +42,14 @@ class OpenSection(BaseModel):
     @property
     def settings(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+
+class PluginTable(OpenSection):
+    """A table that names a component by one of its keys, else by the table's own name; its settings are beside it."""
+
+    kind: ClassVar[AnyKind]
+    named_by: ClassVar[str]
+    """The key that names the component."""
 
 
 class PluginChoice(OpenSection):

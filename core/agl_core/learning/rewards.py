@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from agl_core.learning.calling import call_rule
-from agl_core.learning.feedback import FEEDBACK_SOURCE, contradicts
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
 from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
 
 AGENT_SOURCE = "agent"
 """The source of rewards that the agent itself reported."""
-RECORDED_SOURCES = frozenset({AGENT_SOURCE, FEEDBACK_SOURCE})
-"""The sources of rewards that were recorded before any rule scored the episode."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 """The largest number of single precision, in which advantages are computed; a larger reward would be infinite."""
@@ -80,12 +77,10 @@ async def score(
     the episode then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails,
     the exception is returned and the rule is ignored.
 
-    A session of real use is dropped if its feedback contradicts itself, and if no rule with a weight has a value.
+    A rollout that was opened from outside is dropped if no rule with a weight has a value.
     """
     if episode.dropped in (DropReason.ENDING, DropReason.STALLED):
         return episode, []
-    if contradicts(episode.feedback):
-        return replace(episode, dropped=DropReason.CONTRADICTED), []
     treatment = endings.get(episode.ending, "score")
     if treatment == "drop":
         return replace(episode, dropped=DropReason.ENDING), []

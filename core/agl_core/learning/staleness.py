@@ -22,19 +22,18 @@ def staleness(episode: Episode, versions: Mapping[str, int]) -> int:
 
 
 def without_stale(
-    groups: Sequence[Sequence[Episode]], versions: Mapping[str, int], max_staleness: int, *, of_sessions: int = 0
+    groups: Sequence[Sequence[Episode]], versions: Mapping[str, int], max_staleness: int
 ) -> list[list[Episode]]:
     """The groups with every episode older than `max_staleness` marked as dropped; other reasons come first.
 
-    For sessions of real use the limit is `of_sessions`.
+    Of rollouts that were opened from outside, their source says which are too old.
 
     `make_batches` removes marked episodes from their groups and compares those that are left.
     """
     return [
         [
             replace(episode, dropped=DropReason.STALE)
-            if episode.dropped is None
-            and staleness(episode, versions) > (of_sessions if episode.mode is Mode.USE else max_staleness)
+            if episode.dropped is None and episode.mode is not Mode.USE and staleness(episode, versions) > max_staleness
             else episode
             for episode in group
         ]

@@ -11,12 +11,12 @@ from agl_core.learning.distribution import is_distorted
 from agl_core.learning.joining import join_tool_results
 from agl_core.learning.tool_results import choices_of, messages_of, tools_of
 from agl_core.types import (
+    Annotation,
     Attempt,
     Call,
     Choice,
     Ending,
     Episode,
-    Feedback,
     Mode,
     Reward,
     Rollout,
@@ -33,14 +33,14 @@ def build_episode(
     calls: Iterable[Call],
     tool_results: Iterable[ToolResult] = (),
     rewards: Iterable[Reward] = (),
-    feedback: Iterable[Feedback] = (),
+    annotations: Iterable[Annotation] = (),
 ) -> Episode:
     """The episode of one attempt, from what was recorded of it; the order of the calls does not matter.
 
     Calls are ordered by their start sequence. A call that is recorded twice or retried by the client counts once; late
     calls and calls with undelivered replies do not count. Each choice of a call is a transition (the first of an
     index). Tool results are joined by `agl_core.learning.joining`, or read from the conversation if none was reported.
-    `rewards` are those that the agent reported, `feedback` is what users said.
+    `rewards` are those that the agent reported, `annotations` are what others said.
     """
     every = list(calls)
     ordered = counted_calls(attempt, every)
@@ -76,7 +76,7 @@ def build_episode(
         passed_through=attempt.passed_through,
         bypassed=attempt.bypassed,
         unattributed=sum(call.is_unattributed for call in ordered),
-        feedback=tuple(feedback),
+        annotations=tuple(annotations),
         step=rollout.step,
     )
 

@@ -1,15 +1,12 @@
 """API keys: what operators, workers and agents may do, and nothing else.
 
-operator  see what rollouts wait for, remove sessions, and view the run from another machine
+operator  see what rollouts wait for, and view the run from another machine
 worker    lease rollouts
 lease     heartbeats and the end of one attempt: for the worker that leased it, and never in an environment
 agent     the calls and spans of one attempt
-application  model calls of a deployed application, which are recorded as sessions; beginning and ending these
-session   the calls of one session
-feedback  feedback on the sessions of one application
 
-Those from `lease` on are made from the server's secret and what they are for. So none has to be kept, and all survive
-a restart.
+Those from `lease` on are made from the server's secret and what they are for, as are those of a source of rollouts
+(`derive`). So none has to be kept, and all survive a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import base64
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -44,8 +41,6 @@ _HINTS = {
     Right.EITHER: _WORKER_HINT,
     Right.OPERATOR: "These routes take the operator key, not a worker's or an agent's key.",
     Right.LEASE: "This route takes the secret of the attempt's lease, which only the worker that leased it has.",
-    Right.APPLICATION: "This route takes an application's key (`agl sessions key RUN APPLICATION`).",
-    Right.FEEDBACK: "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`).",
 }
 
 
@@ -61,8 +56,6 @@ class Keys:
     operator: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     chosen: frozenset[str] = frozenset()
-    applications: Mapping[str, int] = field(default_factory=dict)
-    """By application, the number of its keys."""
     passthrough: str | None = field(default=None, repr=False)
     """What the server sends with requests that it passes through."""
 
@@ -108,37 +101,6 @@ class Keys:
         """The secret of the lease of one attempt."""
         return self._made_for("lease", attempt)
 
-    def of_application(self, name: str) -> str:
-        """The key of an application, for its own processes."""
-        return self._made(f"application/{self.applications[name]}/{name}")
-
-    def of_feedback(self, name: str) -> str:
-        """The key for feedback on the sessions of an application."""
-        return self._made(f"feedback/{self.applications[name]}/{name}")
-
-    def of_session(self, application: str, session: str) -> str:
-        """The agent's key of one session of an application."""
-        return self._made(f"session/{self.applications[application]}/{application}/{session}")
-
-    def name_of_session(self, application: str, name: str) -> str:
-        """What stands for the name that an application gave a session, in ids; it does not reveal the name."""
-        return hmac.digest(self.secret.encode(), f"name/{application}/{name}".encode(), "sha256").hex()[:24]
-
-    def application_of(self, request: Request) -> str | None:
-        """The application whose key the request carries; None if it is no such key."""
-        return next((name for name in self.applications if carries(request, self.of_application(name))), None)
-
-    def collector_of(self, request: Request) -> str | None:
-        """The application on whose sessions the request's key may give feedback."""
-        return next((name for name in self.applications if carries(request, self.of_feedback(name))), None)
-
-    def user_of_session(self, request: Request, session: str) -> str:
-        """The application whose session this is, by the key that the request carries. ApiError 401 without it."""
-        for name in self.applications:
-            if carries(request, self.of_session(name, session)):
-                return name
-        raise _refusal(request, "A session's own path takes the key that came with the session.")
-
     def check_host(self, host: str) -> None:
         """ServerError if others can reach `host`, and the user did not choose the workers' key."""
         if WORKER_KEY not in self.chosen and not is_loopback(host):
@@ -159,12 +121,8 @@ class Keys:
                 keys = [self.operator, self.worker]
             case Right.LEASE:
                 keys = [] if attempt is None else [self.of_lease(attempt)]
-            case Right.APPLICATION:
-                keys = list(map(self.of_application, self.applications))
-            case Right.FEEDBACK:
-                keys = list(map(self.of_feedback, self.applications))
         if not any(carries(request, key) for key in keys):
-            raise _refusal(request, _HINTS[right])
+            raise refused_key(request, _HINTS[right])
 
     def holds(self, secret: str, attempt: AttemptKey) -> bool:
         """Whether this is the secret of the attempt's lease."""
@@ -175,13 +133,14 @@ class Keys:
         for attempt in attempts:
             if carries(request, self.of_attempt(attempt)):
                 return attempt
-        raise _refusal(request, _AGENT_HINT)
+        raise refused_key(request, _AGENT_HINT)
+
+    def derive(self, purpose: str) -> str:
+        """The key for this purpose: always the same, and no other key says what it is."""
+        return _made(self.secret, purpose)
 
     def _made_for(self, purpose: str, attempt: AttemptKey) -> str:
-        return self._made(f"{purpose}/{attempt.rollout}/{attempt.attempt}")
-
-    def _made(self, name: str) -> str:
-        return _made(self.secret, name)
+        return self.derive(f"{purpose}/{attempt.rollout}/{attempt.attempt}")
 
 
 @lru_cache(_KEPT)
@@ -206,7 +165,8 @@ def _same(sent: str, key: str) -> bool:
     return hmac.compare_digest(sent.encode(errors="surrogatepass"), key.encode())
 
 
-def _refusal(request: Request, hint: str) -> ApiError:
+def refused_key(request: Request, hint: str) -> ApiError:
+    """The answer to a request without the right key."""
     found = "is not the right one" if request.headers.get("authorization") or any(_sent(request)) else "is missing"
     return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {found}. {hint}", code="invalid_api_key")
 

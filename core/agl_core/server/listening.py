@@ -14,7 +14,7 @@ import logging
 import socket
 import time
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from agl_core.errors import ServerError
 from agl_core.server.errors import ApiError, openai_error
 from agl_core.wire.body import MAX_BODY
-from agl_core.wire.online import OF_ONLINE
+from agl_core.wire.operation import AnyOperation
 from agl_core.wire.workers import OF_WORKERS
 
 try:
@@ -58,8 +58,6 @@ LARGEST_BODY = "agl.largest_body"
 """In a request's scope: how many bytes its body may have, and what to do about one that has more."""
 _OWN_LIMIT = "/v1/traces"
 _REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
-_LARGEST = {operation.path: operation.largest for operation in (*OF_WORKERS, *OF_ONLINE)}
-"""Bytes of a body, by its path."""
 _QUIET = 60.0
 """Seconds between two lines of the log about refused requests."""
 _UNSENT = 0.01
@@ -90,10 +88,15 @@ class Listening:
         """Let go of the port without having served."""
         self._socket.close()
 
-    async def start(self, app: ASGIApp, refusals: Refusals, largest: int | None = None) -> None:
-        """Answer from now on. A body of an agent may have `largest` bytes, if given."""
+    async def start(
+        self, app: ASGIApp, refusals: Refusals, largest: int | None = None, operations: Sequence[AnyOperation] = ()
+    ) -> None:
+        """Answer from now on. A body of an agent may have `largest` bytes, if given.
+
+        `operations` are those that `app` answers besides workers'.
+        """
         config = uvicorn.Config(
-            RequestLimits(app, largest),
+            RequestLimits(app, largest, operations),
             lifespan="off",
             proxy_headers=False,
             ws="none",
@@ -291,11 +294,12 @@ class RequestLimits:
     A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
     of one that says beforehand how large it is. Exports of spans have a limit of their own. A client that hangs up
     before its body is whole is an ApiError, too. `of_agents` is the largest body of an agent, in bytes, if
-    the configuration sets it.
+    the configuration sets it; `operations` say their own, besides those of workers.
     """
 
-    def __init__(self, app: ASGIApp, of_agents: int | None = None) -> None:
+    def __init__(self, app: ASGIApp, of_agents: int | None = None, operations: Sequence[AnyOperation] = ()) -> None:
         self._app, self._of_agents = app, of_agents
+        self._largest = {operation.path: operation.largest for operation in (*OF_WORKERS, *operations)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -306,7 +310,7 @@ class RequestLimits:
             return
         path = scope["path"]
         of_agents = None if path.startswith("/agl/") else self._of_agents
-        most: int | None = None if path.endswith(_OWN_LIMIT) else _LARGEST.get(path, of_agents or MAX_BODY)
+        most: int | None = None if path.endswith(_OWN_LIMIT) else self._largest.get(path, of_agents or MAX_BODY)
         remedy = _REMEDY if of_agents else ""
         scope[LARGEST_BODY] = most, remedy
         await self._app(scope, _checked(headers, receive, most, remedy), send)

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import orjson
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError  # type: ignore[import-untyped]
@@ -41,7 +41,7 @@ from agl_core.server.keys import Keys
 from agl_core.server.listening import decompressed
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.rollouts.queue import RolloutQueue
-from agl_core.server.sessions.sessions import Sessions
+from agl_core.server.source import RolloutSource, SpanOwner
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.wire.workers import ToolResultReport
@@ -70,8 +70,6 @@ _LATE = (
     "default: flush before the agent returns (provider.force_flush()), or set OTEL_BSP_SCHEDULE_DELAY=100. "
     "Further ones are only counted."
 )
-Sender: TypeAlias = ActiveAttempt | str
-"""Whose an export is: an attempt's or a session's, or an application's, by its name."""
 
 
 def traces_route(path: str, service: TraceService) -> Route:
@@ -96,7 +94,7 @@ def traces_route(path: str, service: TraceService) -> Route:
 
 
 async def _export(request: Request, kind: str, service: TraceService) -> Response:
-    sender = await service.check(request)
+    owner = await service.check(request)
     if kind not in (_JSON, _PROTOBUF):
         raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
     body = bytearray()
@@ -107,7 +105,7 @@ async def _export(request: Request, kind: str, service: TraceService) -> Respons
     encoding = request.headers.get("content-encoding", "").strip().lower()
     plain = await asyncio.to_thread(decompressed, bytes(body), encoding, MAX_BYTES, _too_large())
     decode = decode_json if kind == _JSON else decode_protobuf
-    return _response(await service.export(await asyncio.to_thread(decode, plain), sender), kind)
+    return _response(await service.export(await asyncio.to_thread(decode, plain), owner), kind)
 
 
 def _response(message: Message, kind: str, status: int = 200, headers: dict[str, Any] | None = None) -> Response:
@@ -120,42 +118,42 @@ def _response(message: Message, kind: str, status: int = 200, headers: dict[str,
 class TraceService:
     """Takes exports. All spans of one belong to the attempt whose key it carries, whatever attempt they name.
 
-    With an application's key they belong to its open sessions: each to the one that has a call of the span's trace.
-    Clients send the key as `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
+    Of other exports the source of rollouts says it, by the traces of the spans. Clients send the key as
+    `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
     """
 
     def __init__(
-        self, queue: RolloutQueue, intake: SpanIntake, *, keys: Keys, sessions: Sessions | None = None
+        self, queue: RolloutQueue, intake: SpanIntake, *, keys: Keys, source: RolloutSource | None = None
     ) -> None:
-        self._queue, self._intake, self._keys, self._sessions = queue, intake, keys, sessions
+        self._queue, self._intake, self._keys, self._source = queue, intake, keys, source
 
-    async def check(self, request: Request) -> Sender:
-        """Whose key the request carries. ApiError 401, 400 or 404."""
-        if self._sessions is not None:
-            if "rollout" not in request.path_params and (application := self._keys.application_of(request)) is not None:
-                return application
-            session = await self._sessions.of(request)
-            if session is not None:
-                return session
-        return attempt_of(request, self._keys, self._queue)
+    async def check(self, request: Request) -> SpanOwner:
+        """Whose the spans of the request are. ApiError 401, 400 or 404 without a key for any."""
+        if self._source is not None and (owner := await self._source.owner_of_spans(request)) is not None:
+            return owner
+        attempt = attempt_of(request, self._keys, self._queue)
 
-    async def export(self, request: ExportTraceServiceRequest, sender: Sender) -> ExportTraceServiceResponse:
+        async def its(trace: str) -> ActiveAttempt:
+            return attempt
+
+        return its
+
+    async def export(self, request: ExportTraceServiceRequest, owner: SpanOwner) -> ExportTraceServiceResponse:
         """Take the spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent.
 
         StoreError if they could not be written: the export may be sent again.
         """
         spans, refused = await asyncio.to_thread(spans_of, request)
-        if isinstance(sender, ActiveAttempt):
-            await self._take(sender, spans, refused)
-            return _reply(refused)
+        of_attempts: dict[AttemptKey, tuple[ActiveAttempt, list[Span]]] = {}
         for trace in dict.fromkeys(span.trace for span in spans):
             of_trace = [span for span in spans if span.trace == trace]
-            assert self._sessions is not None
-            session = await self._sessions.open_in(sender, trace)
-            if session is None:
-                refused["no open session of this application has a call of their trace"] += len(of_trace)
+            attempt = await owner(trace)
+            if attempt is None:
+                refused["no open rollout has a call of their trace"] += len(of_trace)
             else:
-                await self._take(session, of_trace, refused)
+                of_attempts.setdefault(attempt.key, (attempt, []))[1].extend(of_trace)
+        for attempt, own in of_attempts.values():
+            await self._take(attempt, own, refused)
         return _reply(refused)
 
     async def _take(self, attempt: ActiveAttempt, spans: list[Span], refused: Counter[str]) -> None:

@@ -21,7 +21,6 @@ from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.run_hooks import RunHooks
-from agl_core.server.api.online import online_routes
 from agl_core.server.api.openapi import document
 from agl_core.server.api.routes import refused
 from agl_core.server.api.workers import worker_routes
@@ -30,13 +29,13 @@ from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
 from agl_core.server.gateway.routes import DIALECTS, ModelCalls, models_route, unserved
-from agl_core.server.gateway.upstream import Answering, Relay, RunSettings
+from agl_core.server.gateway.upstream import Relay, RunSettings
 from agl_core.server.keys import Keys
 from agl_core.server.listening import Listening, Refusals, url_of
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.server.rollouts.queue import RolloutQueue
-from agl_core.server.sessions.sessions import Online, Sessions
-from agl_core.store.interface import SessionStore, Store
+from agl_core.server.source import RolloutSource
+from agl_core.store.interface import Store
 from agl_core.types import Run
 from agl_core.wire.workers import Activity, Health, RunningAttempt
 
@@ -57,8 +56,8 @@ class LightningServer:
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
     `worker_key`. `settings` say how rollouts are sampled and tried, `listen` where the server listens and when a worker
     counts as lost, and `gateway` what agents may send; `hook` is `Plugins.hook`. ServerError if others can reach the
-    host and the user did not choose `keys`. Without `upstream`, rollouts wait until `serve` names one. If it is
-    `online`, it also records the sessions of the applications that `keys` know; the store has to be a `SessionStore`.
+    host and the user did not choose `keys`. Without `upstream`, rollouts wait until `serve` names one. A `source` opens
+    rollouts from outside, beside those of the queue.
 
     >>> async def example(store, upstream, plugins, rollout):
     ...     settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=120, attempts=2)
@@ -77,7 +76,7 @@ class LightningServer:
         listen: ServerSection = _LISTEN,
         gateway: GatewaySection = _GATEWAY,
         keys: Keys | None = None,
-        online: Online | None = None,
+        source: RolloutSource | None = None,
     ) -> None:
         keys = keys or Keys()
         keys.check_host(listen.host)
@@ -96,23 +95,12 @@ class LightningServer:
         self._relay = Relay(self.queue.lend)
         self._relay.withdraw()
         self._upstream, self._settings = upstream, settings
-        self._online = online
-        self.sessions: Sessions | None = None
-        """The sessions of real use, if they are recorded."""
-        self._session_routes: list[Route] = []
-        self._deployed = Relay(lambda lending: None)
-        answering: Answering = self._deployed
-        if online is not None:
-            answering = self._deployed if isinstance(online.upstream, Upstream) else online.upstream
-            assert isinstance(store, SessionStore), "it was checked"
-            self.sessions = Sessions(online, store, keys)
-            self._session_routes = online_routes(keys, self.sessions, store)
-        attribution = Attribution(keys, self.queue, self.sessions)
-        self._gateway = Gateway(attribution, store, self._relay, answering)
+        self._source = source
+        self._gateway = Gateway(Attribution(keys, self.queue, source), store, self._relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         self._largest = gateway.max_body_mib << 20
         self._intake = SpanIntake(store)
-        self._traces = TraceService(self.queue, self._intake, keys=keys, sessions=self.sessions)
+        self._traces = TraceService(self.queue, self._intake, keys=keys, source=source)
         self._grpc: GrpcTraces | None = None
         self._refusals = Refusals()
         self._listening: Listening | None = None
@@ -141,26 +129,21 @@ class LightningServer:
         """Listen; ServerError if a port is taken."""
         listening = Listening(self._host, self._port)
         try:
-            if self.sessions is not None:
-                await self.sessions.take_up()
+            if self._source is not None:
+                await self._source.start(url_of(self._host, listening.port))
         except BaseException:
             listening.close()
             raise
         self._port = listening.port
         if self._upstream is not None:
             self._relay.serve(self._upstream, self._settings)
-        if self._online is not None and isinstance(self._online.upstream, Upstream):
-            # What does not return ids may be a hosted API, which refuses settings that it does not know.
-            exact = self._online.upstream.returns_ids
-            settings = self._settings if exact else dataclasses.replace(self._settings, sampling=None)
-            self._deployed.serve(self._online.upstream, settings)
         self._listening = listening
         self._watching = [asyncio.create_task(self.queue.watch())]
-        if self.sessions is not None:
-            self._watching.append(asyncio.create_task(self.sessions.watch()))
         calls = ModelCalls(self._app(), self._gateway, self._passthrough)
         try:
-            await listening.start(calls, self._refusals, self._largest)
+            await listening.start(
+                calls, self._refusals, self._largest, () if self._source is None else self._source.operations
+            )
         except ServerError:
             await self.stop()
             raise
@@ -201,10 +184,9 @@ class LightningServer:
         await self._gateway.stop()
         await listening.stop()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        if self.sessions is not None:
-            await self.sessions.stop()
+        if self._source is not None:
+            await self._source.stop()
         await self._passthrough.stop()
-        self._deployed.withdraw()
         self._relay.withdraw()
 
     async def _start_grpc(self, port: int) -> None:
@@ -226,18 +208,14 @@ class LightningServer:
 
     def _counted(self) -> dict[str, int]:
         spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
-        counted = dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count}
-        if self.sessions is not None:
-            counted |= {f"online_{name}": n for name, n in dataclasses.asdict(self.sessions.counters).items()}
-            counted["online_open"] = self.sessions.open
-        return counted
+        of_source = {} if self._source is None else self._source.counters
+        return dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count} | {**of_source}
 
     @functools.cached_property
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json. Made when it is first asked for."""
-        return document(
-            [*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), online=self.sessions is not None
-        )
+        further = () if self._source is None else (self._source.operations, self._source.rights)
+        return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), *further)
 
     def _health(self) -> Health:
         return Health(
@@ -298,7 +276,7 @@ class LightningServer:
                 *(models_route(f"{prefix}/v1/models", models) for prefix in (_PREFIX, "")),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
                 *worker_routes(self.keys, self.queue, self._health, self.activity),
-                *self._session_routes,
+                *(() if self._source is None else self._source.routes),
                 Route("/openapi.json", openapi),
             ],
             exception_handlers={404: unknown, 405: unknown},

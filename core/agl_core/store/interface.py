@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Protocol, Self, TypeAlias, TypedDict, Unpack, runtime_checkable
 
 from agl_core.types import (
+    Annotation,
     Attempt,
     AttemptKey,
     Call,
-    Feedback,
     Mode,
     Reward,
     Rollout,
@@ -19,7 +19,7 @@ from agl_core.types import (
     TrainingRecord,
 )
 
-Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord | Feedback
+Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord | Annotation
 
 
 class Wanted(TypedDict, total=False):
@@ -88,11 +88,11 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class SessionStore(Store, Protocol):
-    """A store that can also keep sessions of real use: it takes feedback, and can remove what it has."""
+class ErasableStore(Store, Protocol):
+    """A store for rollouts that are opened from outside: it also has annotations, and can remove what it has."""
 
-    async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
-        """The feedback on these attempts, in the order in which it was recorded."""
+    async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
+        """The annotations of these attempts, in the order in which they were recorded."""
 
     async def traced(self, trace: str) -> list[tuple[str, str]]:
         """The rollout and the id of each call with this W3C trace id that counts, the earliest first."""

@@ -67,8 +67,9 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
     """Take texts and tokens out of the calls of the steps up to `up_to`; returns how many calls had any.
 
     All in one transaction. Of each call there remain who made it, when, by which policy, how it ended, and which tools
-    it asked for. Rollouts, tool results, rewards and training records stay as they are. Sessions of real use are kept
-    whole: they have a setting of their own. No writer may be there whose `Pieces` remember what this removes.
+    it asked for. Rollouts, tool results, rewards and training records stay as they are. Rollouts that were opened from
+    outside are kept whole: those who opened them remove them. No writer may be there whose `Pieces` remember what this
+    removes.
     """
     connection.create_function("pruned_message", 1, _pruned_message, deterministic=True)
     with transaction(connection):

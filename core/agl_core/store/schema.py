@@ -8,7 +8,7 @@ from agl_core.errors import StoreError
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-VERSION = 9
+VERSION = 10
 """Grows with each change of the schema: a file of another version is refused."""
 
 # Rollout ids are random. An index that starts with them makes every row written touch a page of its own, and
@@ -154,15 +154,13 @@ CREATE TABLE training_records (
     dropped TEXT,
     UNIQUE (attempt_key, call, choice, step)
 );
-CREATE TABLE feedback (
+CREATE TABLE annotations (
     seq INTEGER PRIMARY KEY,
     attempt_key INTEGER NOT NULL,
     id TEXT NOT NULL,
     received REAL NOT NULL,
-    rewards TEXT NOT NULL,
+    said TEXT NOT NULL,
     call TEXT,
-    correction TEXT NOT NULL,
-    note TEXT,
     UNIQUE (attempt_key, id)
 );
 CREATE TABLE erased (  -- ids of rollouts that were removed, and must not come back

@@ -15,16 +15,16 @@ from agl_core.store import queries
 from agl_core.store.codec import name_of
 from agl_core.store.connections import Readers, Synchronous, check_folder, connect_writer, damaged, explain
 from agl_core.store.files import WriterLock
-from agl_core.store.interface import Record, SessionStore, Wanted
+from agl_core.store.interface import ErasableStore, Record, Wanted
 from agl_core.store.pieces import Pieces
 from agl_core.store.removing import ended_before, erase_rollouts, erased, prune_calls
-from agl_core.store.tables import FEEDBACK, REWARDS, TOOL_RESULTS, TRAINING_RECORDS
+from agl_core.store.tables import ANNOTATIONS, REWARDS, TOOL_RESULTS, TRAINING_RECORDS
 from agl_core.store.writer import GroupWriter
 from agl_core.types import (
+    Annotation,
     Attempt,
     AttemptKey,
     Call,
-    Feedback,
     Mode,
     Reward,
     Rollout,
@@ -37,8 +37,8 @@ Result = TypeVar("Result")
 Asked = TypeVarTuple("Asked")
 
 
-class SqliteStore(SessionStore):
-    """A `SessionStore` in one SQLite file; see that protocol for what each method promises.
+class SqliteStore(ErasableStore):
+    """An `ErasableStore` in one SQLite file; see that protocol for what each method promises.
 
     One process may write; a second writer is refused with a StoreError. Other processes may read meanwhile:
 
@@ -123,8 +123,8 @@ class SqliteStore(SessionStore):
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         return await self._read(queries.recorded, TRAINING_RECORDS, _keys(attempts))
 
-    async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
-        return await self._read(queries.recorded, FEEDBACK, _keys(attempts))
+    async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
+        return await self._read(queries.recorded, ANNOTATIONS, _keys(attempts))
 
     async def erase(self, ids: Iterable[str]) -> int:
         asked = _texts(ids)

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from agl_core.types import Attempt, AttemptKey, Call, Choice, Feedback, Reward, Rollout, Run, ToolResult, TrainingRecord
+from agl_core.types import (
+    Annotation,
+    Attempt,
+    AttemptKey,
+    Call,
+    Choice,
+    Reward,
+    Rollout,
+    Run,
+    ToolResult,
+    TrainingRecord,
+)
 from agl_core.types.forms import Field, fields_of
 
 Kept = TypeVar("Kept")
@@ -115,9 +126,11 @@ REWARDS = Table(
     index="attempt_key, name, source, ifnull(call, x''), choice",
 )
 TRAINING_RECORDS = Table("training_records", TrainingRecord, ("attempt_key", "call", "choice", "step"))
-FEEDBACK = Table("feedback", Feedback, ("attempt_key", "id"), again="keep")
+ANNOTATIONS = Table("annotations", Annotation, ("attempt_key", "id"), again="keep")
 
-RECORDS: tuple[Table[Any], ...] = (RUNS, ROLLOUTS, ATTEMPTS, TOOL_RESULTS, REWARDS, TRAINING_RECORDS, FEEDBACK, CALLS)
+RECORDS: tuple[Table[Any], ...] = (
+    *(RUNS, ROLLOUTS, ATTEMPTS, TOOL_RESULTS, REWARDS, TRAINING_RECORDS, ANNOTATIONS, CALLS),
+)
 """Those whose rows are records; a call's choices have a table of their own."""
 TABLES: tuple[Table[Any], ...] = (ATTEMPT_KEYS, PIECES, CHOICES, *RECORDS)
 """In the order of writing: what others refer to comes first."""

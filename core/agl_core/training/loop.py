@@ -17,7 +17,7 @@ from agl_core.config import LoadedConfig
 from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
-from agl_core.store.interface import SessionStore
+from agl_core.store.interface import ErasableStore
 from agl_core.training.alarms import Alarm
 from agl_core.training.alarms.rollouts import (
     Check,
@@ -121,7 +121,7 @@ class Trainer:
             await self._experience.cancel()
 
     async def _after_step(self) -> None:
-        """What else there is to do after a step."""
+        """Hook for subclasses, called after each step."""
 
     def _source(self) -> Source:
         """Where the groups of updates come from: rollouts of tasks."""
@@ -154,9 +154,8 @@ class Trainer:
 
     @property
     def _min_group_size(self) -> int:
+        """Groups with fewer episodes are dropped."""
         settings = self.loaded.config.train
-        if self.loaded.config.learn is not None:
-            return 1  # A session is the only one of its kind.
         return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
 
     @property
@@ -170,15 +169,10 @@ class Trainer:
 
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored."""
-        settings, learn = self.loaded.config.train, self.loaded.config.learn
+        settings = self.loaded.config.train
         ages = staleness_metrics(drawn.episodes, self.session.versions)
         prepared = make_batches(
-            without_stale(
-                drawn.groups,
-                self.session.versions,
-                self.loaded.config.asynchronous.max_staleness,
-                of_sessions=0 if learn is None else learn.max_staleness,
-            ),
+            without_stale(drawn.groups, self.session.versions, self.loaded.config.asynchronous.max_staleness),
             self._credit,
             weights=drawn.weights,
             agents=settings.agents,
@@ -231,7 +225,7 @@ class Trainer:
         state.without_advantage += idle
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
-        self.observer.say(step_line(step, settings.steps, metrics))
+        self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
         self._latest = drawn.new
         state.count_endings(drawn.new)
@@ -306,7 +300,7 @@ class Trainer:
         training_records += prepared.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
         store = self.session.server.store
-        removed = await store.erased([each.id for each in rollouts]) if isinstance(store, SessionStore) else set()
+        removed = await store.erased([each.id for each in rollouts]) if isinstance(store, ErasableStore) else set()
         await store.put(
             *(each for each in training_records if each.rollout not in removed),
             *(each for each in moved if each.id not in removed),

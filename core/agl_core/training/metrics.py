@@ -41,8 +41,8 @@ def mean(values: Iterable[float]) -> float:
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Rewards and their parts, endings, lengths, turns, calls and health of one set of rollouts.
 
-    An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`. Of a session it is the return,
-    for users may say of each reply what it was worth.
+    An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`. Of a rollout that was opened
+    from outside it is the return, for each reply may have a reward of its own.
     """
     rewards = [episode_return(e) if e.mode is Mode.USE else e.terminal or 0.0 for e in episodes]
     transitions = [t for e in episodes for t in e.transitions]

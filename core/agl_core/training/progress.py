@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -49,20 +48,17 @@ class Silent:
         """Do nothing."""
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """A training step as one line: reward, sessions of real use, mean prompt and response length, seconds.
+def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:
+    """A training step as one line: reward, what else there is to note, mean prompt and response length, seconds.
 
     >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1})
     'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s'
     """
     prompt, response = metrics.get("length/prompt"), metrics.get("length/response")
     lengths = "" if prompt is None or response is None else f"{prompt:.0f} + {response:.0f} tokens  "
-    sessions = ""
-    if "sessions/trained" in metrics:
-        sessions = f"{metrics['sessions/trained']:.0f} sessions {metrics.get('sessions/reward', math.nan):.3f}  "
     rollouts, update = metrics["seconds/rollouts"], metrics["seconds/update"]
     return (
-        f"{numbered(step, steps)}  reward {metrics['reward/mean']:.3f}  {sessions}{lengths}"
+        f"{numbered(step, steps)}  reward {metrics['reward/mean']:.3f}  {f'{note}  ' if note else ''}{lengths}"
         f"rollouts {rollouts:.1f} s  update {update:.1f} s"
     )
 

@@ -15,7 +15,7 @@ from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
 from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, StoreError, TrainingError, last_frames
 from agl_core.protocols import RecordedTasks, Tracker
-from agl_core.server.gateway.upstream import Answering
+from agl_core.server.source import SourceFactory
 from agl_core.store.interface import Store
 from agl_core.training.alarms.rollouts import assertions_in
 from agl_core.training.alarms.steps import Watch
@@ -39,7 +39,7 @@ async def train(
     *,
     resume: bool = False,
     checkpoint: Path | None = None,
-    deployed: Answering | None = None,
+    source: SourceFactory | None = None,
     trainer_of: Callable[..., Trainer] = Trainer,
     look: bool = False,
 ) -> Summary:
@@ -48,8 +48,8 @@ async def train(
     If `resume`, the run goes on from `checkpoint`, by default its last one. What came after the checkpoint is
     superseded. Changes of the configuration are printed, and hold from now on. ConfigError if a change does not fit the
     checkpoint; StoreError if the run's store is empty. The folder of a new run is removed if the run cannot be started.
-    With `deployed`, which answers sessions of real use, they are recorded, and an engine that is lost is started again
-    while they are answered; `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent
+    With a `source` of rollouts on its server, an engine that is lost is started again, and the source goes on;
+    `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent
     that is shown; TrainingError if it does not work.
     """
     config = loaded.config
@@ -71,9 +71,7 @@ async def train(
         trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
         log = MetricsLog(run_dir / METRICS_FILE, trackers)
         stack.callback(log.close)
-        server = await stack.enter_async_context(local_server(loaded, run_dir, deployed))
-        if deployed is not None:
-            observer.say(f"use: {server.base_url}/v1, with a key of `agl sessions key {run_dir} APPLICATION`")
+        server = await stack.enter_async_context(local_server(loaded, run_dir, source))
         if state.step:
             await _check_recorded(server.store, run_dir, state.step)
         while True:
@@ -101,11 +99,9 @@ async def train(
                 try:
                     stopped_by = await _until_done(trainer, observer)
                 except EngineError as error:
-                    if deployed is None:
+                    if source is None:
                         raise
-                    observer.say(
-                        f"{error}\nTraining goes on from the last checkpoint; sessions are answered meanwhile."
-                    )
+                    observer.say(f"{error}\nTraining goes on from the last checkpoint; the server goes on meanwhile.")
                     weights, resume = checkpoints.latest(), True
                     state = read_state(weights)
                     continue

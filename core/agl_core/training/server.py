@@ -12,23 +12,21 @@ from urllib.parse import urlsplit
 from agl_core.config.load import ServerConfig
 from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import ConfigError, ServerError, StoreError
-from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.gateway.upstream import Answering, RunSettings
-from agl_core.server.sessions.sessions import Online
-from agl_core.store.interface import SessionStore, Store
+from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.source import RolloutSource, SourceFactory
+from agl_core.store.interface import Store
 from agl_core.types import Run
 from agl_core.wire.keys import SERVER_FILE, ServerFile, problem_of_key, take_key
 
 
 @asynccontextmanager
 async def local_server(
-    loaded: ServerConfig, run_dir: Path, answering: Upstream | Answering | None = None
+    loaded: ServerConfig, run_dir: Path, source_of: SourceFactory | None = None
 ) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, in this process; they end with it.
 
-    With `[online]` and `answering`, a model server or what chooses among the run's versions, it also records real use.
-    ConfigError if the store cannot do that.
+    `source_of` makes what opens rollouts from outside, if anything does.
 
     Workers on this machine find it by the file in the run's folder. If the block ends by an error, they wait until the
     run is resumed.
@@ -36,31 +34,16 @@ async def local_server(
     file = run_dir / SERVER_FILE
     keys = replace(Keys.of_run(file), passthrough=passthrough_key(loaded.config.gateway))
     async with loaded.store.build(run_dir) as store:
-        begun, online = await _has_begun(store, file), None
-        if answering is not None:
-            keys, online = await _online(loaded, store, keys, run_dir, answering)
-        server = await _started(loaded, store, keys, file, online)
+        begun = await _has_begun(store, file)
+        source = None if source_of is None else await source_of(store, keys)
+        server = await _started(loaded, store, keys, file, source)
         ended_well = False
         try:
-            keys.write(file, server.base_url, begun=begun or online is not None)
+            keys.write(file, server.base_url, begun=begun or source is not None)
             yield server
             ended_well = True
         finally:
             await server.stop(over=ended_well)
-
-
-async def _online(
-    loaded: ServerConfig, store: Store, keys: Keys, run_dir: Path, answering: Upstream | Answering
-) -> tuple[Keys, Online]:
-    """What a server needs to record real use: keys with its applications, and how it is answered."""
-    settings = loaded.config.online
-    assert settings is not None, "it was checked"
-    _check_store(store, loaded.config.store.name)
-    if not await store.runs():
-        await store.put(Run(run_dir.name, 0, time.time(), loaded.config.model_dump(mode="json")))
-    run = (await store.runs())[-1].id
-    redactors = tuple(chosen.build() for chosen in loaded.redactors.values())
-    return replace(keys, applications=settings.applications), Online(settings, answering, run, run_dir, redactors)
 
 
 async def begin_restart(server: LightningServer, config: RunConfig, run_dir: Path, resumed_step: int | None) -> Run:
@@ -92,19 +75,19 @@ async def _has_begun(store: Store, file: Path) -> bool:
 
 
 async def _started(
-    loaded: ServerConfig, store: Store, keys: Keys, file: Path, online: Online | None
+    loaded: ServerConfig, store: Store, keys: Keys, file: Path, source: RolloutSource | None
 ) -> LightningServer:
     """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
     wanted = loaded.config.server.port
     *earlier, last = (wanted,) if wanted else (_port_before(file), 0)
     for port in earlier:
         with suppress(ServerError):
-            return await _listening(loaded, store, keys, port, online)
-    return await _listening(loaded, store, keys, last, online)
+            return await _listening(loaded, store, keys, port, source)
+    return await _listening(loaded, store, keys, last, source)
 
 
 async def _listening(
-    loaded: ServerConfig, store: Store, keys: Keys, port: int, online: Online | None
+    loaded: ServerConfig, store: Store, keys: Keys, port: int, source: RolloutSource | None
 ) -> LightningServer:
     server = LightningServer(
         store,
@@ -114,18 +97,10 @@ async def _listening(
         listen=loaded.config.server.model_copy(update={"port": port}),
         keys=keys,
         gateway=loaded.config.gateway,
-        online=online,
+        source=source,
     )
     await server.start()
     return server
-
-
-def _check_store(store: Store, name: str) -> None:
-    if not isinstance(store, SessionStore):
-        raise ConfigError(
-            f"[online] needs a store that can remove what it has and take feedback, and '{name}' cannot. Use the store "
-            f"'sqlite', or leave [online] out."
-        )
 
 
 def passthrough_key(gateway: GatewaySection) -> str | None:

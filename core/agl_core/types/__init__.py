@@ -17,11 +17,11 @@ from agl_core.types.names import (
     Verdict,
 )
 from agl_core.types.records import (
+    Annotation,
     Attempt,
     AttemptKey,
     Call,
     Choice,
-    Feedback,
     Identity,
     Json,
     Logprobs,
@@ -39,6 +39,7 @@ from agl_core.types.records import (
 
 __all__ = [
     "AlarmName",
+    "Annotation",
     "Attempt",
     "AttemptKey",
     "Batch",
@@ -49,7 +50,6 @@ __all__ = [
     "Ending",
     "Episode",
     "Evidence",
-    "Feedback",
     "FinishReason",
     "Identity",
     "Json",

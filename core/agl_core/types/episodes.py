@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agl_core.types.names import DropReason, Ending, FinishReason, Mode
-from agl_core.types.records import Feedback, Json, Logprobs, Reward, Task, TokenMask, Tokens, ToolResult, TransitionKey
+from agl_core.types.records import (
+    Annotation,
+    Json,
+    Logprobs,
+    Reward,
+    Task,
+    TokenMask,
+    Tokens,
+    ToolResult,
+    TransitionKey,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +103,6 @@ class Episode:
     """Calls to model APIs that are not agl's, which it does not see, by address; None if none was noticed."""
     unattributed: int = 0
     """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
-    feedback: tuple[Feedback, ...] = ()
-    """What users said of a session of real use, the earliest first."""
+    annotations: tuple[Annotation, ...] = ()
+    """What others than the agent said of it, the earliest first."""
     step: int = 0

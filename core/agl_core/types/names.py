@@ -13,7 +13,7 @@ class Mode(StrEnum):
     EVAL_GREEDY = "eval-greedy"
     EVAL_SAMPLED = "eval-sampled"
     USE = "use"
-    """A session of real use: replies are sampled as the application asks."""
+    """Opened from outside the run: replies are sampled as the client asks."""
 
     @property
     def trains(self) -> bool:
@@ -145,9 +145,7 @@ class DropReason(StrEnum):
     DISTORTED = "distorted"
     """It was drawn from another distribution than its log-probabilities are of: `top_p`, penalties, temperature 0."""
     NO_REWARD = "no_reward"
-    """A session of real use of which no rule had anything to say. Missing feedback is missing, not 0."""
-    CONTRADICTED = "contradicted"
-    """The feedback on a session contradicts itself (`agl_core.learning.feedback`)."""
+    """A rollout that was opened from outside and of which no rule had anything to say: what is missing is not 0."""
     ABORTED = "aborted"
     """The model server broke the response off: its end is not the policy's doing."""
     UNDELIVERED = "undelivered"
@@ -155,8 +153,7 @@ class DropReason(StrEnum):
     STALLED = "stalled"
     """It did not finish because the machine kept it waiting: it timed out, or crashed, while the alarm `stall` held."""
     STALE = "stale"
-    """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`, of sessions
-    `learn.max_staleness`), or it is a session that ended too long ago (`learn.max_age_hours`)."""
+    """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
 
 
 class Verdict(StrEnum):

@@ -256,21 +256,18 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True)
-class Feedback:
-    """What somebody beside the agent said of a session, or of one of its calls; its numbers are also rewards."""
+class Annotation:
+    """What somebody beside the agent said of an attempt, or of one of its calls, perhaps long after its end."""
 
     rollout: str
     attempt: int
     id: str
-    """Unique in its session: feedback that is sent twice under one id is recorded once."""
+    """Unique in its attempt: what is sent twice under one id is recorded once."""
     received: Time
-    rewards: Mapping[str, Json]
-    """Numbers by name."""
+    said: Mapping[str, Json]
+    """Its meaning is a matter of those who write and read it."""
     call: str | None = None
-    """The call that it is about; None: the whole session."""
-    correction: Json = None
-    """What the answer should have been."""
-    note: Text | None = None
+    """The call that it is about; None: the whole attempt."""
 
 
 class TransitionKey(NamedTuple):

@@ -14,12 +14,6 @@ HEADER_STATE = "x-agl-state"
 """The agent's semantic variables at the call, as `agl_core.capture.context` packs them."""
 HEADER_RETRY = "x-agl-retry"
 """One value for a request and its retries by the client."""
-HEADER_SESSION = "x-agl-session"
-"""With an application's key: the name that it gives the session of a call. On the server's reply: the session's id."""
-HEADER_SESSION_END = "x-agl-session-end"
-"""`1`: the session ends with the reply to this call."""
-HEADER_SESSION_RECORD = "x-agl-session-record"
-"""`off`: nothing of the session is stored."""
 HEADER_TRACE = "traceparent"
 """W3C trace context: what OpenTelemetry's instrumentations of HTTP clients send with each request."""
 HEADER_CALL = "x-agl-call"
@@ -28,10 +22,6 @@ HEADER_IGNORED = "x-agl-ignored"
 """On the server's reply: the fields of the request that only tune a hosted service, and were ignored."""
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
-
-HEADER_ANSWERED = "x-agl-policy"
-"""On a reply of a served policy: the version that answered, as `calc@40`."""
-
 
 _TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 

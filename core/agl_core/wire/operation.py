@@ -1,7 +1,7 @@
 """One request that a Lightning Server answers below /agl/v1.
 
-Each is an `Operation`, in `agl_core.wire.workers` or `agl_core.wire.online`. The server's routes, its OpenAPI document
-and the clients are made of these descriptions.
+Each is an `Operation`: those of workers are in `agl_core.wire.workers`, a source of rollouts may bring others. The
+server's routes, its OpenAPI document and the clients are made of these descriptions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -27,8 +27,6 @@ class Right(StrEnum):
     EITHER = "worker or operator"
     LEASE = "lease"
     """The secret of the lease of the attempt that the path names."""
-    APPLICATION = "application"
-    FEEDBACK = "feedback"
 
 
 REFUSALS: Mapping[int, str] = {
@@ -49,7 +47,8 @@ class Operation(Generic[Asked, Answer]):
     method: str
     path: str
     """`{rollout}` and `{attempt}` in it name an attempt."""
-    right: Right
+    right: str
+    """A `Right`, or the name of one that a source of rollouts grants."""
     body: type[Asked]
     """`Empty`: no body is read."""
     reply: type[Answer]
@@ -69,3 +68,6 @@ class Operation(Generic[Asked, Answer]):
     @property
     def has_body(self) -> bool:
         return self.body is not Empty
+
+
+AnyOperation: TypeAlias = Operation[Any, Any]

@@ -85,9 +85,8 @@ def refused(folder: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callable
         (["train", "train.toml"], "it is broken"),
         (["eval", "train.toml"], "it is broken"),
         (["run", "--config", "train.toml", "--", sys.executable, "-c", ""], "it is broken"),
-        (["serve", "train.toml"], "no [online]"),
     ],
-    ids=["an agent", "an engine", "eval", "run", "serve"],
+    ids=["an agent", "an engine", "eval", "run"],
 )
 def test_no_folder_is_left_behind(refused: Callable[..., str], folder: Path, command: list[str], told: str) -> None:
     assert told in refused(*command)
@@ -106,13 +105,11 @@ def test_what_was_there_before_stays(refused: Callable[..., str], folder: Path) 
     run = folder / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "notes.txt").write_text("mine")
-    refused("serve", "train.toml", "--host=0.0.0.0")
+    refused("train", "train.toml", "--set=server.host=0.0.0.0")
     assert (run / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "command", [["train", "train.toml"], ["serve", "train.toml"], ["run", "--config", "train.toml", "--", "true"]]
-)
+@pytest.mark.parametrize("command", [["train", "train.toml"], ["run", "--config", "train.toml", "--", "true"]])
 def test_a_folder_that_cannot_be_made_is_named(refused: Callable[..., str], folder: Path, command: list[str]) -> None:
     (folder / "runs").write_text("a file")
     said = refused(*command)

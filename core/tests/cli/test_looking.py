@@ -34,14 +34,6 @@ LOOKING: tuple[str, ...] = (
     "runs list",
     "runs prune RUN",
     "runs vacuum RUN",
-    "sessions list RUN",
-    "sessions delete RUN s1",
-    "sessions key RUN app",
-    "versions list RUN",
-    "policy list",
-    "policy export calc@1 --out policy",
-    "policy merge calc@1 --out merged",
-    "policy serve calc@1",
     "reward try RUN/config.toml",
 )
 

@@ -18,9 +18,6 @@ Load = Callable[..., LoadedConfig]
 
 REPLAYING_UNCORRECTED = ("buffer.name=prioritised", "async.max_staleness=4", "algorithm.name=grpo")
 
-DEPLOYED = ("online.applications.shop=1", "learn.sessions_per_step=4", "tasks.eval.source=counting")
-LEARNING = (*DEPLOYED, "algorithm.name=easy", "train.group_size=1")
-
 
 @pytest.mark.parametrize(
     "overrides",
@@ -41,7 +38,6 @@ LEARNING = (*DEPLOYED, "algorithm.name=easy", "train.group_size=1")
         ("buffer.name=prioritised", "async.max_staleness=1"),
         (*REPLAYING_UNCORRECTED, "algorithm.grpo.importance_cap=2.0"),
         (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1", "buffer.prioritised.alpha=0"),
-        LEARNING,
     ],
 )
 def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overrides: tuple[str, ...]) -> None:
@@ -60,18 +56,6 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         ),
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
         (("async.max_staleness=0", "async.in_flight=17"), ("in_flight is 17", "Set max_staleness to 1 or more")),
-        (DEPLOYED, ("compares several rollouts", "the only one of its kind", "Use an algorithm", "reinforce++ or ppo")),
-        (
-            (*DEPLOYED, "algorithm.name=grpo"),
-            ("algorithm 'grpo'", "earlier versions answered", "Set its importance_cap"),
-        ),
-        ((*LEARNING, "async.max_staleness=2"), ("[async] has no place beside [learn]", "Leave [async] out")),
-        ((*LEARNING[:2], *LEARNING[3:]), ("tests versions on held-out tasks", "[tasks.eval]")),
-        (
-            (*LEARNING, 'eval.modes=["eval-greedy"]'),
-            ("sampled replies to held-out tasks", "'eval-sampled' to eval.modes"),
-        ),
-        ((*LEARNING, "policies.second.model.path=."), ("one policy, and there are 2",)),
         (("buffer.name=prioritised",), ("buffer 'prioritised'", "max_staleness is 0", "Set max_staleness to 1")),
         (REPLAYING_UNCORRECTED, ("algorithm 'grpo'", "does not correct that", "Set its importance_cap")),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
-from agl_core.config.load import apply_overrides
+from agl_core.config.load import apply_overrides, load_for_policies
 from agl_core.errors import ConfigError, PluginError
 from agl_core.types import Ending
 
@@ -407,3 +408,26 @@ def test_a_reward_table_is_not_called_as_the_source_of_what_agents_report(
 
     with pytest.raises(ConfigError, match=r"a table cannot be called 'agent'.*choose another name"):
         loaded(minimal)
+
+
+def test_tables_of_plugins_are_checked_and_resolved(
+    loaded: Callable[..., LoadedConfig], minimal: Any, folder: Path
+) -> None:
+    beds = {"herbs": {"flower": "rose", "petals": 7}, "rose": {}}
+    section = loaded({**minimal, "garden": {"beds": beds}}).sections["garden"]
+    assert section.options.rows == 3
+    chosen = section.parts["beds"]
+    assert {name: each.options.petals for name, each in chosen.items()} == {"herbs": 7, "rose": 5}
+    assert chosen["rose"].options.file == folder / "rose.txt"
+    for garden, says in (
+        ({"row": 3}, "[garden] row: section 'garden'"),
+        ({"rows": 0}, "[garden] rows: must"),
+        ({"beds": {"herbs": {}}}, "[garden.beds] herbs: there is no flower 'herbs'"),
+        ({"beds": {"rose": {"petal": 1}}}, "[garden.beds.rose] petal"),
+        (3, "garden: must be a table"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            loaded({**minimal, "garden": garden})
+    loaded({**minimal, "garden": {"rows": 4}})
+    policies = load_for_policies(folder / "train.toml")
+    assert policies.config.tables_of_plugins == {}, "that plugin file is not imported, and its settings may be secrets"

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from agl_core.types import (
+    Annotation,
     Attempt,
     Call,
     Choice,
     Ending,
-    Feedback,
     FinishReason,
     Mode,
     Reward,
@@ -157,15 +157,13 @@ training_records = st.builds(
     any_real,
     st.none() | key_text,
 )
-feedback = st.builds(
-    Feedback,
+annotations = st.builds(
+    Annotation,
     key_text,
     whole,
     key_text,
     real,
     json_objects,
     st.none() | key_text,
-    json_values,
-    st.none() | any_text,
 )
 runs = st.builds(Run, key_text, whole, real, json_values, st.none() | whole)

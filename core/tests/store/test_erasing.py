@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.types import AttemptKey, Feedback, Mode, Reward, RolloutState, ToolResult, ToolStatus, TrainingRecord
+from agl_core.types import Annotation, AttemptKey, Mode, Reward, RolloutState, ToolResult, ToolStatus, TrainingRecord
 
 SHARED = {"role": "system", "content": "You answer the questions of customers."}
 
@@ -34,7 +34,7 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path, make
             ToolResult("x", "gone", 0, "look", ToolStatus.OK, result="a secret result"),
             Reward("gone", 0, "a-secret-name", 1.0, "rule"),
             TrainingRecord("gone", 0, "a", 0, 1, 1.0, 0.5, 0.25),
-            Feedback("gone", 0, "f", 1.0, {"thumbs": 1}, correction="a secret correction"),
+            Annotation("gone", 0, "f", 1.0, {"correction": "a secret correction"}),
         )
         assert b"Rumpelstilzchen" in raw(path)
         assert await store.erase(["gone", "never there"]) == 1
@@ -43,7 +43,7 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path, make
             assert text not in left, text
         key = AttemptKey("gone", 0)
         assert [each.id for each in await store.rollouts()] == ["kept"]
-        for read in (store.calls, store.rewards, store.tool_results, store.training_records, store.feedback):
+        for read in (store.calls, store.rewards, store.tool_results, store.training_records, store.annotations):
             assert await read([key]) == []
         assert exactly(await store.calls([kept.key])) == exactly([kept])
         assert await store.erased(["gone", "never there", "kept"]) == {"gone", "never there"}
@@ -91,13 +91,13 @@ async def test_what_ended_before_a_moment(path: Path) -> None:
         assert await store.ended_before(Mode.USE, 20.0) == ["old"]
 
 
-async def test_feedback_under_one_id_is_recorded_once(path: Path) -> None:
-    first = Feedback("r", 0, "f", 1.0, {"feedback": 0.5}, call="c", note="good")
+async def test_an_annotation_under_one_id_is_recorded_once(path: Path) -> None:
+    first = Annotation("r", 0, "f", 1.0, {"reward": 0.5}, call="c")
     async with SqliteStore(path) as store:
         await store.put(first)
-        await store.put(Feedback("r", 0, "f", 2.0, {"feedback": 0.0}))
-        await store.put(Feedback("r", 0, "g", 3.0, {}, correction={"answer": [1, None]}))
-        assert await store.feedback([AttemptKey("r", 0)]) == [
+        await store.put(Annotation("r", 0, "f", 2.0, {"reward": 0.0}))
+        await store.put(Annotation("r", 0, "g", 3.0, {"correction": [1, None]}))
+        assert await store.annotations([AttemptKey("r", 0)]) == [
             first,
-            Feedback("r", 0, "g", 3.0, {}, correction={"answer": [1, None]}),
+            Annotation("r", 0, "g", 3.0, {"correction": [1, None]}),
         ]

@@ -57,7 +57,7 @@ async def test_rollouts_by(store: Store, make_rollout: Any, wanted: dict[str, An
 
 
 @pytest.mark.parametrize("wrong", [AttemptKey("a", 0), "a", ["a"], [("a", "0")], [None], [AttemptKey("a", 0), "b"]])
-@pytest.mark.parametrize("method", ["calls", "tool_results", "rewards", "training_records", "feedback"])
+@pytest.mark.parametrize("method", ["calls", "tool_results", "rewards", "training_records", "annotations"])
 async def test_what_is_no_list_of_attempts_is_a_type_error(path: Path, method: str, wrong: Any) -> None:
     async with SqliteStore(path) as store:
         with pytest.raises(TypeError, match="several attempts"):

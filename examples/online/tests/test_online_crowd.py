@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 from users import Crowd, Visit, honest, travellers
 
-from agl_core.config.online import OnlineSection
+from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server import Keys
-from agl_core.server.sessions.sessions import Online
+from agl_core.server.gateway.upstream import RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import CallTools, Received, Say
 from agl_core.testing.server import running_stack
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Mode, RolloutState
+from agl_online.config import OnlineSection
+from agl_online.feedback import said_of
+from agl_online.sessions import Sessions, fixed_upstream
 
-KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator", applications={"desk": 1})
+KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
 SHIFT, SESSIONS = 6, 16
 
 
@@ -42,12 +45,13 @@ async def test_each_traveller_is_one_session_with_one_thumb_at_most(tmp_path: Pa
         model.answer = always_the_cheapest
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
         section = OnlineSection(upstream="http://unused/v1", applications={"desk": 1}, min_free_gib=0)
-        online = Online(section, upstream, "run", tmp_path)
-        async with running_stack(store=store, keys=KEYS, online=online) as stack:
-            keys = stack.server.keys.of_application("desk"), stack.server.keys.of_feedback("desk")
+        settings = RunSettings(SamplingSection(), seed=0, timeout=60, attempts=1)
+        source = Sessions(section, store, KEYS, fixed_upstream(upstream, settings), run="run", folder=tmp_path)
+        async with running_stack(store=store, keys=KEYS, source=source) as stack:
+            keys = source.keys.of_application("desk"), source.keys.of_feedback("desk")
             await Crowd(stack.server.base_url, *keys, 3, SESSIONS, SHIFT, at_once=2).visit(ended)
             sessions = await store.rollouts(mode=Mode.USE)
-            feedback = await store.feedback([AttemptKey(each.id, 0) for each in sessions])
+            feedback = said_of(await store.annotations([AttemptKey(each.id, 0) for each in sessions]))
 
     expected = dict(zip(range(SESSIONS), travellers(3, SHIFT), strict=False))
     numbers = sorted(each.number for each in visits)

@@ -1,4 +1,4 @@
-"""Curves of runs as a picture: one panel for each held-out set and one for real use, a band over the seeds."""
+"""Curves of runs as a picture: one panel for each held-out set, a band over the seeds."""
 
 from __future__ import annotations
 
@@ -17,22 +17,12 @@ from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError
 
 Curve: TypeAlias = Sequence[tuple[int, float]]
-"""Steps or sessions, each with a mean reward."""
+"""Steps, each with a mean reward."""
 
 FORMATS = (".svg", ".png", ".pdf")
 _MODES = {"greedy": "o-", "sampled": "s--"}
 _OF_ITS_OWN = ("name", "seed", "runs", "folder")
 """What may differ between runs that are seeds of one thing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What a deployed run was worth to its users."""
-
-    feedback: Curve = ()
-    """The mean of windows of sessions, by the number of sessions that had ended."""
-    promotions: Sequence[int] = ()
-    """The sessions that had ended when a version became the stable one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +32,17 @@ class Curves:
     training: Curve = ()
     held_out: Mapping[tuple[str, str], Curve] = field(default_factory=dict)
     """By held-out set and mode (greedy, sampled)."""
-    use: Use = Use()
 
 
-def read_curves(folder: Path, use: Use) -> Curves:
-    """Those of a run's metrics, beside what is known of its use. ConfigError if there is nothing of either yet."""
+def read_curves(folder: Path) -> Curves:
+    """Those of a run's metrics. ConfigError if there are none yet."""
     lines = read_metrics(folder)
     evaluations = {
         (kind.rpartition("/")[0], kind.rpartition("/")[2]): points for kind, points in held_out(lines).items()
     }
-    found = Curves(series(lines, "train", "reward/mean"), evaluations, use)
-    if not found.training and not evaluations and not use.feedback:
-        raise ConfigError(
-            f"{folder} has no curves: no step and no evaluation of it has ended, and no 100 sessions with feedback. "
-            f"Leave it out."
-        )
+    found = Curves(series(lines, "train", "reward/mean"), evaluations)
+    if not found.training and not evaluations:
+        raise ConfigError(f"{folder} has no curves: no step and no evaluation of it has ended. Leave it out.")
     return found
 
 
@@ -83,21 +69,17 @@ def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
     """
     runs = [each for seeds in kinds.values() for each in seeds]
     sets = list(dict.fromkeys(name for each in runs for name, _ in each.held_out))
-    is_used = any(each.use.feedback for each in runs)
     if not sets and any(each.training for each in runs):
         sets = [""]
     alone = len(kinds) == 1
-    with panels(out, len(sets) + is_used) as row:
+    with panels(out, len(sets)) as row:
         for number, (kind, seeds) in enumerate(kinds.items()):
-            for panel, name in zip(row, sets, strict=False):
+            for panel, name in zip(row, sets, strict=True):
                 _draw_kind(panel, name, seeds, "" if alone else f"{kind}, ", None if alone else number)
                 panel.set_title(name, fontsize=10)
-            if is_used:
-                _draw_use(row[-1], kind, seeds, f"C{number % 10}")
         counts = sorted({len(seeds) for seeds in kinds.values()})
         title = None if counts == [1] else f"{' or '.join(map(str, counts))} seeds"
-        for panel in {len(sets) - 1, len(row) - 1} - {-1}:
-            row[panel].legend(fontsize=8, loc="best", title=title, title_fontsize=8)
+        row[-1].legend(fontsize=8, loc="best", title=title, title_fontsize=8)
 
 
 def draw_apart(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
@@ -148,15 +130,6 @@ def _draw_kind(panel: Any, name: str, seeds: Sequence[Curves], prefix: str, numb
     for colour, (mode, style) in zip(colours[1:], _MODES.items(), strict=True):
         curves = [each.held_out.get((name, mode), ()) for each in seeds]
         _band(panel, curves, style, colour, label=f"{prefix}{mode}", linewidth=1.4, markersize=4)
-
-
-def _draw_use(panel: Any, kind: str, seeds: Sequence[Curves], colour: str) -> None:
-    """Feedback by session, and a dotted line where a version was promoted."""
-    _band(panel, [each.use.feedback for each in seeds], "-", colour, label=kind, linewidth=1.2)
-    for session in (session for each in seeds for session in each.use.promotions):
-        panel.axvline(session, color=colour, linewidth=0.5, linestyle=":")
-    panel.set_title("feedback on real use", fontsize=10)
-    panel.set_xlabel("session")
 
 
 def _band(panel: Any, curves: Sequence[Curve], style: str, colour: str, **drawn: Any) -> None:

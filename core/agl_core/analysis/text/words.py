@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agl_core.learning.feedback import FEEDBACK_SOURCE
-from agl_core.types import Reward, Source, ToolResult
+from agl_core.types import Source, ToolResult
 
 ROUNDING = 1e-12
 """Rewards, credits, advantages and weights are not as small; the rounding error of a sum of them is."""
@@ -34,11 +33,6 @@ def one_line(text: str, width: int, *, tail: bool = False) -> str:
     if len(safe) <= width:
         return safe
     return f"…{safe[-width + 1 :]}" if tail else f"{safe[: width - 1]}…"
-
-
-def reporter(reward: Reward) -> str:
-    """Who reported a reward that no rule gave."""
-    return "a user" if reward.source == FEEDBACK_SOURCE else "the agent"
 
 
 def status_text(tool_result: ToolResult) -> str:

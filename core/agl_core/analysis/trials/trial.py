@@ -14,7 +14,6 @@ from agl_core.analysis.trials.choosing import chosen_episodes, chosen_rollouts, 
 from agl_core.config import ScoredConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups
-from agl_core.learning.feedback import FEEDBACK_SOURCE
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
 from agl_core.training.rollouts.episodes import by_rollout, counted_attempts, recorded_episodes, scoring_rules
@@ -279,7 +278,7 @@ def _by_policy(group: Sequence[Episode]) -> dict[str, list[TransitionKey]]:
 
 async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Recorded]:
     keys = counted_attempts(rollouts)
-    rewards = by_rollout([each for each in await store.rewards(keys) if each.source != FEEDBACK_SOURCE])
+    rewards = by_rollout(await store.rewards(keys))
     records = by_rollout(await store.training_records(keys))
     weights = {(run.id, run.restart): reward_weights(run) for run in await store.runs()}
     return {

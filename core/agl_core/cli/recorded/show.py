@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.text.words import message_text, number, one_line, reporter, said_by, status_text
+from agl_core.analysis.text.words import message_text, number, one_line, said_by, status_text
 from agl_core.cli.shared.options import AsJson, RunOption
 from agl_core.cli.shared.text import print_json
 from agl_core.learning.health import has_cut_prompt
@@ -152,9 +152,7 @@ def _describe_terminal(terminal: TerminalReward) -> str:
         (f"{number(weight)} · " if weight != 1 else "") + _describe_reward(reward) for weight, reward in terminal.parts
     )
     total = "none" if terminal.value is None else f"{number(terminal.value)} = {terms}"
-    return "; ".join(
-        [total, *(f"{reporter(reward)} reported {_describe_reward(reward)}" for reward in terminal.reported)]
-    )
+    return "; ".join([total, *(f"the agent reported {_describe_reward(reward)}" for reward in terminal.reported)])
 
 
 def _describe_reward(reward: Reward) -> str:

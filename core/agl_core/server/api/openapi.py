@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from agl_core.wire.body import ErrorReply
-from agl_core.wire.online import OF_ONLINE
-from agl_core.wire.operation import REFUSALS, Operation, Right
+from agl_core.wire.operation import REFUSALS, AnyOperation, Operation, Right
 from agl_core.wire.workers import OF_WORKERS
 
 _REFERENCE = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"\{(\w+)\}")
-_SCHEMES: Mapping[Right, list[dict[str, list[str]]]] = {
+_SCHEMES: Mapping[str, list[dict[str, list[str]]]] = {
     Right.WORKER: [{"worker": []}],
     Right.OPERATOR: [{"operator": []}],
     Right.EITHER: [{"worker": []}, {"operator": []}],
     Right.LEASE: [{"lease": []}],
-    Right.APPLICATION: [{"application": []}],
-    Right.FEEDBACK: [{"feedback": []}],
 }
 
 
-def document(agents: Iterable[str], prefix: str, version: str, *, online: bool = False) -> dict[str, Any]:
+def document(
+    agents: Iterable[str],
+    prefix: str,
+    version: str,
+    further: Sequence[AnyOperation] = (),
+    rights: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """OpenAPI 3.1 of all operations, and of the model APIs at the paths `agents`, plain and below `prefix`.
 
-    Those about sessions are in it if the server is `online`.
+    `further` operations and their `rights` are those of a source of rollouts.
     """
-    operations = [*OF_WORKERS, *(OF_ONLINE if online else ())]
+    operations = [*OF_WORKERS, *further]
     models: list[type[BaseModel]] = [ErrorReply]
     for each in operations:
         models += [each.body, each.reply] if each.has_body else [each.reply]
@@ -61,8 +65,7 @@ def document(agents: Iterable[str], prefix: str, version: str, *, online: bool =
                     "operator": "AGL_OPERATOR_KEY.",
                     "lease": "The secret of an attempt's lease.",
                     "agent": "The key of an attempt, as its lease brings it.",
-                    "application": "The key of an application (agl sessions key).",
-                    "feedback": "The key for feedback on an application's sessions (agl sessions key --feedback).",
+                    **rights,
                 }.items()
             },
         },
@@ -77,7 +80,7 @@ def _described(operation: Operation[Any, Any], references: Mapping[Any, dict[str
         "operationId": operation.name,
         "summary": operation.summary,
         "tags": [str(operation.right)],
-        "security": _SCHEMES[operation.right],
+        "security": _SCHEMES.get(operation.right, [{operation.right: []}]),
         "parameters": _parameters(operation.path),
         "responses": {
             "200": {"description": "Done.", "content": _json(references[operation.reply, "validation"])},

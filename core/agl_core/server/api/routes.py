@@ -14,50 +14,39 @@ from starlette.routing import Route
 
 from agl_core.errors import AglError, StoreRefusedError
 from agl_core.server.errors import ApiError, stopping
-from agl_core.server.gateway.attribution import attempt_in_path
 from agl_core.server.keys import Keys
-from agl_core.types import AttemptKey
 from agl_core.wire.body import ErrorReply, Problem
-from agl_core.wire.operation import Answer, Asked, Operation
+from agl_core.wire.operation import Answer, Asked, Operation, Right
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Owner = TypeVar("Owner", str, AttemptKey)
+Owner = TypeVar("Owner")
 
 
 def route(
     operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[Asked], Coroutine[Any, Any, Answer]]
 ) -> Route:
     """The route of an operation; `answer` gets the checked body."""
-    return _route(operation, keys, lambda _, body: answer(body))
+    return route_of(
+        operation, lambda request: keys.check(request, Right(operation.right)), lambda _, body: answer(body)
+    )
 
 
 def route_of(
     operation: Operation[Asked, Answer],
-    keys: Keys,
-    find: Callable[[Request], Owner | None],
+    owner_of: Callable[[Request], Owner],
     answer: Callable[[Owner, Asked], Coroutine[Any, Any, Answer]],
 ) -> Route:
-    """The route of an operation whose key belongs to an attempt or an application: `answer` gets that too."""
+    """The route of an operation whose key belongs to somebody: `answer` gets that too.
 
-    def with_owner(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
-        owner = find(request)
-        assert owner is not None, "its key was checked"
-        return answer(owner, body)
+    `owner_of` raises ApiError 401 for a request without the right key.
+    """
 
-    return _route(operation, keys, with_owner)
-
-
-def _route(
-    operation: Operation[Asked, Answer],
-    keys: Keys,
-    answer: Callable[[Request, Asked], Coroutine[Any, Any, Answer]],
-) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
-            keys.check(request, operation.right, attempt_in_path(request))
-            work = answer(request, await _read(request, operation))
+            owner = owner_of(request)
+            work = answer(owner, await _read(request, operation))
             reply = await (unless_gone(request, work) if operation.waits else work)
             if reply is None:
                 raise stopping()  # No client waits for it.

@@ -8,7 +8,7 @@ from agl_core.server.errors import ApiError, attempt_closed
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt, attempt_key
 from agl_core.server.rollouts.queue import RolloutQueue
-from agl_core.server.sessions.sessions import Sessions
+from agl_core.server.source import RolloutSource
 from agl_core.types import AttemptKey
 from agl_core.wire.headers import HEADER_ROLLOUT
 
@@ -47,15 +47,15 @@ def attempt_of(request: Request, keys: Keys, queue: RolloutQueue) -> ActiveAttem
 
 
 class Attribution:
-    """Whose model calls are whose: of running attempts and, where real use is recorded, of sessions."""
+    """Whose model calls are whose: of running attempts, and of those that a source opens."""
 
-    def __init__(self, keys: Keys, queue: RolloutQueue, sessions: Sessions | None) -> None:
-        self._keys, self._queue, self._sessions = keys, queue, sessions
+    def __init__(self, keys: Keys, queue: RolloutQueue, source: RolloutSource | None) -> None:
+        self._keys, self._queue, self._source = keys, queue, source
 
     async def of(self, request: Request) -> ActiveAttempt:
-        """The attempt that a request belongs to, open or not. ApiError as of `attempt_of`, and of `Sessions.of`."""
-        session = None if self._sessions is None else await self._sessions.of(request)
-        return attempt_of(request, self._keys, self._queue) if session is None else session
+        """The attempt that a request belongs to, open or not. ApiError as of `attempt_of`, and of the source."""
+        opened = None if self._source is None else await self._source.attempt_of(request)
+        return attempt_of(request, self._keys, self._queue) if opened is None else opened
 
     async def open(self, request: Request) -> ActiveAttempt:
         """The same; ApiError 410 if it is closed and takes no calls then."""

@@ -120,12 +120,12 @@ class _ModelCall:
 
 
 class Gateway:
-    """Answers agents' model calls, by way of what `relay` forwards to; those of sessions by way of `deployed`."""
+    """Answers agents' model calls, by way of what `relay` forwards to, unless an attempt says what answers it."""
 
-    def __init__(self, attribution: Attribution, store: Store, relay: Answering, deployed: Answering) -> None:
+    def __init__(self, attribution: Attribution, store: Store, relay: Answering) -> None:
         self.counters = Counters()
         self.attribution = attribution
-        self._store, self._relay, self._deployed = store, relay, deployed
+        self._store, self._relay = store, relay
         self._budget = Budget()
         self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
         """Calls, and the requests that make them."""
@@ -139,7 +139,7 @@ class Gateway:
         return sorted(self.served(attempt).upstream.models)
 
     def _to(self, attempt: ActiveAttempt) -> Answering:
-        return self._deployed if attempt.mode is Mode.USE else self._relay
+        return attempt.answered_by or self._relay
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
         """One model call, from the agent's request to the agent's reply, and whether it arrived."""
@@ -333,8 +333,8 @@ def _this_task() -> asyncio.Task[Any]:
 def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
     """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
 
-    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl. In
-    real use it is that too, and what is not asked for is said, so that it is known.
+    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl. Of
+    rollouts that were opened from outside it is that too, and what is not asked for is said, so that it is known.
     """
     if settings is None:
         return requested

@@ -19,6 +19,7 @@ from typing import Any
 from agl_core.errors import ServerError
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
 from agl_core.server.gateway.answered import Answered
+from agl_core.server.gateway.upstream import Answering
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, RolloutState, ToolResult
 from agl_core.wire.workers import CloseRequest
@@ -94,6 +95,8 @@ class ActiveAttempt:
     """While its end is being written."""
     reported: Ending | None = None
     """The ending with which it was closed, as reported."""
+    answered_by: Answering | None = None
+    """What answers its calls; None: what answers those of the run."""
 
     @property
     def key(self) -> AttemptKey:

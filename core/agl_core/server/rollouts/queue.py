@@ -218,7 +218,7 @@ class RolloutQueue:
         records: list[Rollout | Attempt] = []
         for state in (RolloutState.QUEUED, RolloutState.RUNNING):
             for rollout in await self._store.rollouts(run=run, state=state):
-                if rollout.mode is Mode.USE:  # Sessions belong to no queue.
+                if rollout.mode is Mode.USE:  # It was opened from outside.
                     continue
                 attempts = await self._store.attempts(rollout.id)
                 records += [replace(a, ended=time.time(), ending=Ending.LOST) for a in attempts if not a.ending]

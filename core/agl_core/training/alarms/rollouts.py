@@ -145,7 +145,7 @@ def assertions_in(loaded: LoadedConfig) -> list[Check]:
     checks = list[Check]()
     if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
         checks.append(asserted_tool_results)
-    if not any(table.weight and table.scores != "sessions" for table in tables.values()):
+    if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
         checks.append(asserted_rewards)
     return checks
 

@@ -338,10 +338,7 @@ class Watch:
     @classmethod
     def of_run(cls, config: RunConfig, steps: Iterable[Numbers]) -> Watch:
         """The watch of a run with this configuration, which goes on after these steps."""
-        settings = config.alarms
-        if config.learn is not None:  # What an earlier version sampled is bound to have other log-probabilities.
-            settings = {AlarmName.LOGPROB_GAP: False, **settings}
-        return cls(settings, tuple(config.policies), [*steps])
+        return cls(config.alarms, tuple(config.policies), [*steps])
 
     def wanted(self, alarms: Iterable[Alarm]) -> list[Alarm]:
         """Those of these alarms that the run has not switched off."""

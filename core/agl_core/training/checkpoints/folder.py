@@ -147,6 +147,18 @@ class Checkpoints:
                 f"the run from the checkpoint before."
             ) from error
 
+    def meant_by(self, name: str) -> Path | None:
+        """The checkpoint of a step or of `latest`, `best` or `stable`; None: what training started from (step 0)."""
+        if name == "latest":
+            return self.latest()
+        step = (
+            min(self.stable().values(), default=None) if name == "stable" else int(name) if name.isdecimal() else None
+        )
+        found = self.best() if name == "best" else None if step is None else self.path(step)
+        if step == 0:
+            return None
+        return self.named(name if found is None else found.name)
+
     def latest(self) -> Path:
         found = self.all()
         if not found:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from agl_core.errors import PluginError
 from agl_core.learning import ScoringRule, score_all, score_groups
-from agl_core.learning.rewards import RECORDED_SOURCES
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
 from agl_core.training.alarms.stall import HEALTH_INTERVAL, StallWatch
@@ -176,5 +176,5 @@ def reward_note(episodes: Iterable[Episode]) -> str:
 
 def _given(episode: Episode) -> list[Reward]:
     """The rewards of rules (those that the agent reported are already stored)."""
-    terminal = [r for r in episode.rewards if r.source not in RECORDED_SOURCES]
+    terminal = [r for r in episode.rewards if r.source != AGENT_SOURCE]
     return terminal + [r for t in episode.transitions for r in t.rewards]

@@ -8,17 +8,16 @@ from typing import TypeVar
 from agl_core.config import ScoredConfig
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import ScoringRule, build_episode
-from agl_core.learning.feedback import users_said
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.run_hooks import RunHooks
-from agl_core.store.interface import SessionStore, Store
+from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import (
+    Annotation,
     AttemptKey,
     Call,
     DropReason,
     Ending,
     Episode,
-    Feedback,
     Mode,
     Reward,
     Rollout,
@@ -26,13 +25,13 @@ from agl_core.types import (
     TrainingRecord,
 )
 
-Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Feedback)
+Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Annotation)
 
 
 async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
     """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
 
-    It has the recorded rewards that the agent reported, and what users said; rules compute theirs again. A rollout
+    It has the recorded rewards that the agent reported, and what others said; rules compute theirs again. A rollout
     without a counted attempt (it was cancelled, or its worker was lost) is an episode dropped for its ending.
     StoreRefusedError if calls of a rollout were pruned.
     """
@@ -47,7 +46,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     calls = by_rollout(recorded)
     tool_results = by_rollout(await store.tool_results(keys))
     rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
-    feedback = by_rollout(await store.feedback(keys)) if isinstance(store, SessionStore) else {}
+    annotations = by_rollout(await store.annotations(keys)) if isinstance(store, ErasableStore) else {}
     attempts = {attempt.key: attempt for attempt in await store.attempts(*(each.id for each in rollouts))}
     episodes = []
     for rollout in rollouts:
@@ -61,28 +60,22 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
             calls.get(rollout.id, ()),
             tool_results.get(rollout.id, ()),
             rewards.get(rollout.id, ()),
-            feedback.get(rollout.id, ()),
+            annotations.get(rollout.id, ()),
         )
         episodes.append(hook.episode_built(episode))
     return episodes
 
 
 def scoring_rules(loaded: ScoredConfig) -> list[ScoringRule]:
-    """The reward rules of a run.
-
-    Of tasks that no rule scores, the reward is what the agent itself reported; of sessions, what users said.
-    """
-    sessions = frozenset({Mode.USE})
-    tasks = frozenset(Mode) - sessions
-    modes = {"tasks": tasks, "sessions": sessions, "both": tasks | sessions}
+    """The reward rules of a run. Of tasks that no rule scores, the reward is what the agent itself reported."""
     rules = [
-        ScoringRule(name, chosen.build(), section.weight, modes[section.scores], section.time_limit)
+        ScoringRule(name, chosen.build(), section.weight, frozenset(section.modes), section.time_limit)
         for name, chosen in loaded.rewards.items()
         for section in [loaded.config.rewards[name]]
     ]
-    scored = frozenset[Mode]().union(*(rule.modes for rule in rules))
-    defaults = [ScoringRule("reported", reported, modes=tasks), ScoringRule("users", users_said, modes=sessions)]
-    return [*rules, *(each for each in defaults if not each.modes & scored)]
+    tasks = frozenset(Mode) - {Mode.USE}
+    is_scored = any(rule.modes & tasks for rule in rules)
+    return rules if is_scored else [*rules, ScoringRule("reported", reported, modes=tasks)]
 
 
 def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:

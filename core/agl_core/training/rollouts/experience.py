@@ -40,6 +40,8 @@ class Drawn(Collected):
     """Groups that run during the update."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the step."""
+    note: str = ""
+    """What the line of the step says of it."""
 
 
 class Source(Protocol):

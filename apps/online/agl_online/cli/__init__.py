@@ -1,0 +1,1 @@
+"""`agl serve`, `agl learn`, `agl policy`, `agl sessions` and `agl versions`."""

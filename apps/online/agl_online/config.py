@@ -1,0 +1,303 @@
+"""The keys of `[online]` and `[learn]`, and whether what learns from sessions goes together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from agl_core.config.check import corrects_staleness, needing
+from agl_core.config.load import LoadedConfig, ServerConfig
+from agl_core.config.sections import FOLDER_NAME, PluginTable, Section
+from agl_core.errors import CapabilityError, ConfigError
+from agl_core.kinds import AnyKind, Capability
+from agl_core.types import Mode
+from agl_online.kinds import REDACTOR, RELEASE_CHECK
+
+
+class RedactorSection(PluginTable):
+    """A redactor of your own; its settings are beside this key."""
+
+    kind: ClassVar[AnyKind] = REDACTOR
+    named_by: ClassVar[str] = "redactor"
+
+    redactor: str | None = Field(None, description="The redactor plugin; by default the table's own name.")
+
+
+class OnlineSection(Section):
+    """Sessions of real use, which `agl serve` records and takes feedback on (docs/deploy-and-learn.md)."""
+
+    upstream: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s?#]+$",
+        description="The model server that answers: an OpenAI-compatible base URL, ending in /v1. With [learn] it is "
+        "absent: the run's own versions answer.",
+    )
+    upstream_key_env: str | None = Field(
+        None, min_length=1, description="The environment variable with that server's key."
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="The model there that answers, whatever the application asks for; absent: its only one, or the one "
+        "that the application asks for.",
+    )
+    applications: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        min_length=1,
+        description="The applications by name, each with the number of its keys. Another number makes other keys, and "
+        "the old ones invalid.",
+    )
+    idle_minutes: float = Field(30.0, gt=0, description="Minutes without a call after which a session has ended.")
+    redact: tuple[str, ...] = Field(
+        (),
+        description="What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', "
+        "'ip', 'secret') and regular expressions of your own.",
+    )
+    redactors: dict[str, RedactorSection] = Field(
+        {},
+        description="Redactors of your own, which texts pass through before they are stored: by plugin name, each with "
+        "its settings (docs/plugins.md).",
+    )
+    keep_days: float | None = Field(
+        None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."
+    )
+    max_store_gib: float | None = Field(
+        None, gt=0, description="No session is recorded while the store is larger, in GiB; absent: any size."
+    )
+    min_free_gib: float = Field(
+        1.0, ge=0, description="No session is recorded while the store's disk has less free space, in GiB."
+    )
+
+    @field_validator("applications")
+    @classmethod
+    def _are_named(cls, value: dict[str, int]) -> dict[str, int]:
+        for name in value:
+            if not FOLDER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot be an application's name: use letters, digits, '.', '_' and '-', and begin with "
+                    f"a letter or a digit"
+                )
+        return value
+
+    @field_validator("redact")
+    @classmethod
+    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            try:
+                found = re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
+            if found.match(""):
+                raise ValueError(f"{pattern!r} matches an empty text, and so would change every text")
+        return value
+
+
+Rise = Annotated[float, Field(ge=0, le=1)]
+"""By how much a share may rise, from 0 to 1."""
+
+
+class ReleaseCheckSection(PluginTable):
+    """A check of your own; its settings are beside this key."""
+
+    kind: ClassVar[AnyKind] = RELEASE_CHECK
+    named_by: ClassVar[str] = "check"
+
+    check: str | None = Field(None, description="The release check plugin; by default the table's own name.")
+
+
+class GateSection(Section):
+    """What a new version has to show on held-out tasks before it answers any session.
+
+    Each limit compares it with the version that is served, on the same tasks.
+    """
+
+    tolerance: float = Field(
+        0.05,
+        ge=0,
+        description="How much lower its mean reward may be: the lower end of the 95% interval of the difference has to "
+        "be above -tolerance, in each held-out set and mode.",
+    )
+    min_tasks: int = Field(20, ge=2, description="Tasks of a set that both versions need, for the interval to hold.")
+    max_kl: float = Field(
+        0.5,
+        gt=0,
+        description="How far it may be from the served version: the KL divergence in nats per token, by the served "
+        "version's sampled replies to the held-out tasks of each set.",
+    )
+    max_length: float = Field(2.0, gt=1, description="How many times as long its responses may be, in tokens.")
+    max_tool_errors: Rise = Field(0.1, description="By how much the share of tool calls that fail may rise.")
+    max_empty: Rise = Field(0.05, description="By how much the share of empty answers may rise.")
+    max_refusals: Rise = Field(0.05, description="By how much the share of answers that refuse may rise.")
+    max_questions: Rise = Field(0.2, description="By how much the share of answers that end with a question may rise.")
+    checks: dict[str, ReleaseCheckSection] = Field(
+        {}, description="Checks of your own, by plugin name, each with its settings (docs/plugins.md)."
+    )
+
+
+class CanarySection(Section):
+    """How a version that passed the gate is tried on a share of the sessions."""
+
+    share: float = Field(
+        0.1,
+        ge=0,
+        le=0.5,
+        description="The share of new sessions that it answers; 0: there is no canary, and what passes the gate "
+        "answers all new sessions.",
+    )
+    reward: tuple[float, float] = Field(
+        (0.0, 1.0), description="The smallest and the largest reward of a session; others count as these."
+    )
+    tolerance: float = Field(
+        0.1,
+        gt=0,
+        description="How much lower its live reward may be. It is promoted once the difference is above -tolerance "
+        "with confidence, and rolled back once it is below 0 with confidence.",
+    )
+    error: float = Field(
+        0.05, gt=0, le=0.5, description="The probability of a false promotion, and that of a false rollback, at most."
+    )
+    min_sessions: int = Field(10, ge=1, description="Rewarded sessions of each version before a promotion.")
+    max_sessions: int = Field(
+        2000, ge=1, description="Rewarded sessions of it without a decision, after which it is rolled back."
+    )
+    per_name: int = Field(
+        1, ge=1, description="Sessions of one name that count for each version, so that no user outweighs others."
+    )
+    max_tool_errors: Rise = Field(0.1, description="By how much the share of tool calls that fail may rise.")
+    max_empty: Rise = Field(0.05, description="By how much the share of empty answers may rise.")
+    max_lost: Rise = Field(0.05, description="By how much the share of sessions that fail may rise.")
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> Self:
+        low, high = self.reward
+        if low >= high:
+            raise ValueError(f"reward = [{low:g}, {high:g}] is no range: the first has to be below the second")
+        if self.max_sessions < self.min_sessions:
+            raise ValueError("max_sessions is below min_sessions, so that no version could be promoted")
+        return self
+
+
+class LearnSection(Section):
+    """Learning from sessions of real use, whose versions are served through a gate and a canary (`agl learn`)."""
+
+    sessions_per_step: int = Field(16, ge=1, description="Rewarded sessions that a step waits for.")
+    offline_share: float = Field(
+        0.25,
+        ge=0,
+        lt=1,
+        description="The share of a step's groups that are rollouts of [tasks.train], so that the policy does not "
+        "forget them; 0: none.",
+    )
+    max_staleness: int = Field(
+        60,
+        ge=0,
+        description="How many updates old the weights that answered a session may be. Older sessions are dropped.",
+    )
+    max_age_hours: float = Field(
+        168.0,
+        gt=0,
+        description="A session, rewarded or not, is too old to be trained on this many hours after its end.",
+    )
+    wait_minutes: float = Field(
+        0.0, ge=0, description="Minutes after its end that a session waits for more feedback before it is trained on."
+    )
+    key_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="The largest share of a step that sessions of one application weigh together: if there are more of "
+        "them, each weighs less.",
+    )
+    name_share: float = Field(
+        0.25, gt=0, le=1, description="The same for sessions of one name, so that no user outweighs the others."
+    )
+    propose_every: int = Field(20, ge=1, description="Steps after which the weights are proposed as a new version.")
+    gate: GateSection = GateSection()
+    canary: CanarySection = CanarySection()
+
+    @property
+    def groups_of_tasks(self) -> int:
+        """How many groups of a step are rollouts of tasks.
+
+        >>> LearnSection(sessions_per_step=12, offline_share=0.25).groups_of_tasks
+        4
+        """
+        exactly = self.sessions_per_step * self.offline_share / (1 - self.offline_share)
+        return max(1, round(exactly)) if self.offline_share else 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after this step are proposed as a version."""
+        return step % self.propose_every == 0
+
+
+def online_section(loaded: ServerConfig) -> OnlineSection:
+    """The table `[online]`. ConfigError if the configuration has none, or does not say who answers."""
+    online = loaded.sections.get("online")
+    if online is None:
+        raise ConfigError(
+            "There is no [online] in the configuration, so there are no sessions to record. Add it "
+            "(docs/deploy-and-learn.md). `agl train` has a server of its own."
+        )
+    section, learns = online.options, "learn" in loaded.sections
+    assert isinstance(section, OnlineSection)
+    if learns and section.upstream is not None:
+        raise ConfigError(
+            "With [learn], the run's own versions answer its sessions: leave out online.upstream, or [learn]."
+        )
+    if not learns and section.upstream is None:
+        raise ConfigError(
+            "[online] needs `upstream`, the model server that answers, or [learn]: the run's versions answer."
+        )
+    return section
+
+
+def learn_section(loaded: ServerConfig) -> LearnSection:
+    """The table `[learn]`. ConfigError if the configuration has none."""
+    learn = loaded.sections.get("learn")
+    if learn is None:
+        raise ConfigError(
+            "There is no [learn] in the configuration, so nothing is learned from sessions. Add it and [online] "
+            "(docs/deploy-and-learn.md), or train on tasks: agl train."
+        )
+    assert isinstance(learn.options, LearnSection)
+    return learn.options
+
+
+def check_learning(loaded: LoadedConfig) -> None:
+    """CapabilityError with everything that learning from sessions needs and the run does not have."""
+    if problems := list(_problems(loaded)):
+        raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
+
+
+def _problems(loaded: LoadedConfig) -> Iterator[str]:
+    config = loaded.config
+    if len(config.policies) > 1:
+        yield f"[learn] serves and tests the versions of one policy, and there are {len(config.policies)}. Keep one."
+    if config.asynchronous.max_staleness:
+        yield (
+            "[async] has no place beside [learn]: a step waits for sessions, whose age [learn] max_staleness bounds. "
+            "Leave [async] out."
+        )
+    if len(config.tasks) == 1:
+        yield "[learn] has a gate, which tests versions on held-out tasks. Add a set of them: [tasks.eval]."
+    if Mode.EVAL_SAMPLED not in config.eval.modes:
+        yield "[learn] has a gate, which needs sampled replies to held-out tasks. Add 'eval-sampled' to eval.modes."
+    if not any(Mode.USE in table.modes and table.weight for table in config.rewards.values()):
+        yield (
+            "[learn] learns from the rewards of sessions, and no rule scores any. Add one of what users say: "
+            '[rewards.users] rule = "feedback", modes = ["use"].'
+        )
+    for plan in loaded.policies.values():
+        for chosen in needing(loaded, plan, Capability.GROUPS):
+            yield (
+                f"{chosen.label} compares several rollouts of each task, but a session of real use is the only one of "
+                f"its kind ([learn]). Use an algorithm and rules that need no groups: reinforce++ or ppo, and credit "
+                f"identical."
+            )
+        if not corrects_staleness(plan):
+            yield (
+                f"[learn] trains on sessions that earlier versions answered, but {plan.algorithm.label} does not "
+                f"correct that. Set its importance_cap (2 is usual)."
+            )

@@ -1,0 +1,281 @@
+"""Training on sessions of real use: no version answers them that did not pass the gate and its canary.
+
+    sessions and tasks ──▶ updates ──▶ checkpoint, every `propose_every` steps ──▶ gate ──▶ canary ──▶ stable
+                              ▲                                                     │ rejected   │ rolled back
+                              └────────── the weights go back to the stable version ┴────────────┘
+
+Steps count on when the weights go back. What the weights come from follows from the ledger and from the run's state
+alone, so a learner that is killed at any point goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
+from agl_core.errors import ConfigError
+from agl_core.protocols import ScoringEngine
+from agl_core.store.files import is_written
+from agl_core.store.interface import ErasableStore
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
+from agl_core.training.evaluate import Evaluated
+from agl_core.training.loop import Trainer, uninterrupted
+from agl_core.training.progress import Observer
+from agl_core.training.rollouts.experience import Source
+from agl_core.training.run import train
+from agl_core.training.run_folder import make_run_dir
+from agl_core.training.summary import Summary
+from agl_core.types import AlarmName
+from agl_online import canary, gate
+from agl_online.canary import Outcome, Outcomes
+from agl_online.config import LearnSection, check_learning, learn_section
+from agl_online.deployed import DeployedVersions
+from agl_online.experience import MixedExperience, SessionSource, updates_since
+from agl_online.kinds import Release, ReleaseCheck
+from agl_online.ledger import By, Decision, Ledger, LedgerError, Standing, State
+from agl_online.sessions import sessions_of
+
+_STORE = "store.sqlite"
+_LOOK = 1.0
+"""Seconds between two looks at the canary once nothing is learned any more."""
+
+
+async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summary:
+    """Serve a run's versions and learn from their sessions; a run that was begun goes on from its last checkpoint.
+
+    A run that was never deployed begins with its last checkpoint, or with what training started from, as its stable
+    version. ConfigError without `[learn]`, or if another process has the run.
+    """
+    section = learn_section(loaded)
+    check_learning(loaded)
+    if is_written(run_dir / _STORE):
+        raise ConfigError(
+            f"Another process has the run {run_dir}: a run has one learner, which also serves it. Stop that one first, "
+            f"or give this run another name (--set name=ANOTHER)."
+        )
+    if not (run_dir / CONFIG_FILE).exists():
+        make_run_dir(run_dir, partial(store_config, loaded.config))
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=1).all()
+    step = read_state(checkpoints[-1]).step if checkpoints else 0
+    ledger = Ledger.of_run(run_dir)
+    for policy in loaded.policies:
+        ledger.begin(policy, step, "It is what the run was deployed with.")
+    share = section.canary.share
+    async with DeployedVersions(run_dir, loaded.config, share, observer.say, loaded.plugins) as deployed:
+        return await train(
+            loaded,
+            run_dir,
+            observer,
+            resume=(run_dir / _STORE).exists(),
+            source=sessions_of(loaded, run_dir, deployed, observer.say),
+            trainer_of=partial(Learner, deployed=deployed, ledger=ledger),
+        )
+
+
+class Serving(Protocol):
+    """What answers sessions."""
+
+    @property
+    def failed(self) -> Sequence[Outcome]:
+        """Sessions of which calls failed, since the start."""
+
+    async def refresh(self) -> None:
+        """Serve what the ledger says now."""
+
+
+@dataclass
+class Learner(Trainer):
+    """The training of a run whose versions answer real use."""
+
+    deployed: Serving = field(kw_only=True)
+    ledger: Ledger = field(kw_only=True)
+    _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
+    """Evaluations of this restart, by the version that they are of."""
+    _checks: Mapping[str, ReleaseCheck] = field(init=False)
+    """The user's own of the gate, by name."""
+    _outcomes: Outcomes = field(init=False)
+    _failures: int = field(default=0, init=False)
+    """Failed sessions of this restart from before the canary."""
+
+    def __post_init__(self) -> None:
+        checks = self.loaded.sections["learn"].parts.get("gate.checks", {})
+        self._checks = {name: chosen.build() for name, chosen in checks.items()}
+        # What an earlier version sampled is bound to have other log-probabilities.
+        self.watch.settings = {AlarmName.LOGPROB_GAP: False, **self.watch.settings}
+        self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
+        super().__post_init__()
+
+    @property
+    def _store(self) -> ErasableStore:
+        store = self.session.server.store
+        assert isinstance(store, ErasableStore), "it was checked"
+        return store
+
+    @property
+    def _policy(self) -> str:
+        """The only one, as the check of the configuration says."""
+        return next(iter(self.loaded.policies))
+
+    @property
+    def _section(self) -> LearnSection:
+        return learn_section(self.loaded)
+
+    @property
+    def _min_group_size(self) -> int:
+        return 1  # A session is the only one of its kind.
+
+    @property
+    def _standing(self) -> Standing:
+        return self.ledger.current(self._policy)
+
+    def _source(self) -> Source:
+        tasks, agents = self._section.groups_of_tasks, self.loaded.config.train.agents
+        sessions = SessionSource(
+            *(self._store, self.session.collector, self.session.run, self._section, agents),
+            versions=self.session.versions,
+            since=lambda version: updates_since(version, self.state.step, self.state.resets),
+            between=self._attend,
+        )
+        return MixedExperience(sessions, self._of_tasks(tasks) if tasks else None)
+
+    async def train(self) -> None:
+        """Train from where `state` is to the last step, and then answer sessions until this is cancelled.
+
+        ConfigError if the engine cannot say how far versions are from each other.
+        """
+        if not isinstance(self.session.engine, ScoringEngine):
+            raise ConfigError(
+                f"[learn] limits how far a version may be from the served one, and the engine "
+                f"'{self.loaded.config.engine.name}' cannot measure it. Use the engine torch."
+            )
+        if not self.checkpoints.all():
+            await uninterrupted(self.checkpoint())  # What the weights can go back to.
+        await self._follow()
+        if self._standing.state(self.state.step) is State.CANDIDATE:
+            await self._decide_at_gate()  # The learner was killed before the gate decided.
+        await super().train()
+        await self._serve_on()
+
+    async def _serve_on(self) -> None:
+        self.observer.say(
+            f"train.steps = {self.loaded.config.train.steps} is reached, so nothing more is learned. The versions go "
+            f"on answering sessions, and a canary is decided on, until Ctrl-C. A higher train.steps learns on."
+        )
+        while True:
+            await self._attend()
+            await asyncio.sleep(_LOOK)
+
+    async def _after_step(self) -> None:
+        await self._attend()
+        standing = self._standing
+        is_free = standing.canary is None and standing.passed is None and standing.pinned is None
+        if self._section.is_due(self.state.step) and is_free:
+            if self.saved_step != self.state.step:
+                await uninterrupted(self.checkpoint())
+            reason = f"The weights after step {self.state.step} are proposed."
+            self._decide(Decision(self._policy, self.state.step, State.CANDIDATE, By.TRAINING, reason))
+            await self._decide_at_gate()
+
+    async def _decide_at_gate(self) -> None:
+        """Have the gate decide on the weights as they are, which are those of the last checkpoint."""
+        step, stable = self.state.step, self._standing.stable
+        assert stable is not None, "the run is deployed"
+        candidate = await self._evaluation_of(step)
+        incumbent = await self._evaluation_of(stable)
+        weights = self.checkpoints.path(step) / self._policy / "model"
+        release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
+        against = await gate.objections(self._checks, release)
+        engine, agents = self.session.engine, self.loaded.config.train.agents
+        assert isinstance(engine, ScoringEngine), "it was checked"
+        apart = await gate.divergence(engine, self._policy, incumbent.episodes, agents)
+        decision = gate.decide(
+            *(self._policy, step, candidate, incumbent, self._section.gate), divergence=apart, objections=against
+        )
+        self._evaluated = {step: candidate, stable: incumbent}
+        self._decide(decision)
+        await self._attend()
+
+    async def _release(self, step: int) -> None:
+        """Let a version that passed the gate answer sessions: some of them first, if there is to be a canary."""
+        share = self._section.canary.share
+        reason, state = f"It answers {share:.0%} of the sessions.", State.CANARY
+        if not share:
+            reason, state = "It passed the gate, and there is to be no canary.", State.STABLE
+        self._decide(Decision(self._policy, step, state, By.GATE, reason))
+        self._outcomes.forget()
+        self._failures = len(self.deployed.failed)
+
+    async def _attend(self) -> None:
+        """Look at the canary, begin one, and follow what was decided, by an operator too."""
+        await self.session.engine.versions()  # EngineError if it was lost.
+        standing = self._standing
+        try:
+            if standing.pinned is None and standing.canary is not None:
+                await self._look_at(standing.canary)
+            elif standing.pinned is None and standing.passed is not None:
+                await self._release(standing.passed)
+        except LedgerError as error:  # An operator decided meanwhile.
+            self.observer.say(str(error))
+        await self._follow()
+        await self.deployed.refresh()
+
+    async def _look_at(self, tried: int) -> None:
+        """Promote the canary, or roll it back, if the sessions say so."""
+        standing = self._standing
+        assert standing.stable is not None, "the run is deployed"
+        outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
+        failed = self.deployed.failed[self._failures :]
+        look = canary.look(self._policy, tried, standing.stable, [*failed, *outcomes], self._section.canary)
+        self.ledger.note(self._policy, tried, look.figures)
+        if look.decision is not None:
+            self._decide(look.decision)
+
+    async def _follow(self) -> None:
+        """Take the weights back to the stable version if they come from one that was rejected or rolled back."""
+        standing, state = self._standing, self.state
+        given_up = (
+            step
+            for step in standing.decided
+            if standing.state(step) in (State.REJECTED, State.ROLLED_BACK)
+            and updates_since(step, state.step, state.resets) is not None
+        )
+        refused = max(given_up, default=None)
+        if refused is None or standing.stable is None:
+            return
+        await uninterrupted(self._load(standing.stable))
+        state.resets.append([state.step, standing.stable])
+        self.observer.say(
+            f"step {state.step}: version {refused} was given up; the weights are those of version {standing.stable}"
+        )
+
+    async def _load(self, version: int) -> None:
+        await self.session.engine.load(self.checkpoints.path(version))
+        self.session.versions.update(await self.session.engine.versions())
+
+    async def _evaluation_of(self, version: int) -> Evaluated:
+        """The evaluation of a version on the held-out tasks; afterwards the weights are as they were."""
+        if version not in self._evaluated:
+            now = self.state.step
+            if version == now:
+                self._evaluated[version] = await self._evaluate()
+            else:
+                await uninterrupted(self._load(version))
+                try:
+                    self._evaluated[version] = await self.session.evaluator.evaluate(version)
+                finally:
+                    await uninterrupted(self._load(now))
+        return self._evaluated[version]
+
+    async def _evaluate(self) -> Evaluated:
+        if self.state.step not in self._evaluated:
+            self._evaluated[self.state.step] = await super()._evaluate()
+        return self._evaluated[self.state.step]
+
+    def _decide(self, decision: Decision) -> None:
+        self.ledger.record(decision)
+        self.observer.say(f"{decision.policy}@{decision.step} {decision.state} (by {decision.by}): {decision.reason}")

@@ -1,0 +1,108 @@
+"""What is taken out of texts before they are stored."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agl_core.types import Call, Choice, Json, ToolResult
+from agl_online.kinds import Redactor
+
+PATTERNS: Mapping[str, str] = {
+    "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
+    "card": r"\b\d(?:[ -]?\d){12,18}\b",
+    "phone": r"(?<![\w+])(?:\+|00)?\d(?:[ ()./-]{0,2}\d){7,14}(?!\w)",
+    "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b",
+    "secret": r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abprs]|AKIA)[-_A-Za-z0-9]{12,}|(?<=Bearer )[-_.=+/A-Za-z0-9]{12,}",
+}
+"""The patterns that have a name."""
+
+
+def _is_text_part(value: Json) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("text"), str)
+
+
+class Redaction:
+    """Replaces what the patterns match (names of `PATTERNS`, and regular expressions), and then what redactors do.
+
+    >>> Redaction(["email", "order [0-9]+"]).text("ada@example.org asks for order 17")
+    '[EMAIL] asks for [REDACTED]'
+    """
+
+    def __init__(self, patterns: Sequence[str], redactors: Sequence[Redactor] = ()) -> None:
+        self._redactors = redactors
+        self._patterns = [
+            (re.compile(PATTERNS.get(each, each)), f"[{each.upper() if each in PATTERNS else 'REDACTED'}]")
+            for each in patterns
+        ]
+
+    def text(self, text: str) -> str:
+        """The text as it may be stored."""
+        for pattern, mark in self._patterns:
+            text = pattern.sub(mark, text)
+        for redactor in self._redactors:
+            text = redactor(text)
+        return text
+
+    def json(self, value: Json) -> Json:
+        """A JSON value as it may be stored: all its texts, its keys, and numbers that read like a match."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(name)): self.json(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return self._parts([self.json(each) for each in value])
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            written = str(value)
+            redacted = self.text(written)
+            return value if redacted == written else redacted
+        return value
+
+    def _parts(self, values: list[Json]) -> list[Json]:
+        """The values; where text parts beside each other match together, the first has all of their text."""
+        redacted: list[Json] = []
+        for is_text, run in itertools.groupby(values, _is_text_part):
+            parts: list[Any] = list(run)
+            whole = "".join(part["text"] for part in parts) if is_text and len(parts) > 1 else ""
+            if (text := self.text(whole)) != whole:
+                parts = [{**parts[0], "text": text}, *({**part, "text": ""} for part in parts[1:])]
+            redacted += parts
+        return redacted
+
+    def record(self, record: Call | ToolResult) -> Call | ToolResult:
+        """A call or a tool result as it may be stored."""
+        if isinstance(record, Call):
+            return self.call(record)
+        error = None if record.error is None else self.text(record.error)
+        return replace(record, arguments=self.json(record.arguments), result=self.json(record.result), error=error)
+
+    def call(self, call: Call) -> Call:
+        """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""
+        if not self._patterns and not self._redactors:
+            return call
+        request, state = self.json(call.request), self.json(call.state)
+        messages = [self.json(choice.message) for choice in call.choices]
+        errors = [self.json(choice.parse_error) for choice in call.choices]
+        names = self.json(call.agent), self.json(call.parent_span)
+        before = (
+            *(call.request, call.state, [each.message for each in call.choices]),
+            *([each.parse_error for each in call.choices], (call.agent, call.parent_span)),
+        )
+        if (request, state, messages, errors, names) == before:
+            return call
+        choices = [
+            Choice(each.index, message, each.finish_reason, parse_error=error)
+            for each, message, error in zip(call.choices, messages, errors, strict=True)
+        ]
+        return replace(
+            call,
+            request=request,
+            state=state,
+            choices=tuple(choices),
+            agent=names[0],
+            parent_span=names[1],
+            prompt_ids=None,
+        )

@@ -1,0 +1,200 @@
+"""`agl serve` with [online] and `agl sessions`, as processes: keys, kills, deletion."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tomli_w
+
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
+from agl_core.testing.upstream import ScriptedUpstream
+
+CONFIG: dict[str, Any] = {
+    "config_version": 1,
+    "name": "shop",
+    "agent": {"entry": "an_agent:solve"},
+    "tasks": {"train": {"source": "absent"}},
+    "policies": {"default": {"model": {"path": "./absent"}}},
+    "algorithm": {"name": "absent"},
+    "engine": {"name": "absent"},
+}
+AGL = (sys.executable, "-c", "from agl_core.cli import main; main()")
+
+
+@dataclass
+class Place:
+    """A folder with a configuration, and a model server for it."""
+
+    folder: Path
+    model: ScriptedUpstream
+    agl: Agl
+    """In this process; the server alone has one of its own."""
+
+    def key(self, *arguments: str) -> str:
+        found = self.agl("sessions", "key", "shop", "support", *arguments)
+        assert found.returncode == 0, found.stderr
+        return found.stdout.strip()
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        with subprocess.Popen(
+            [*AGL, "serve", "shop.toml"], cwd=self.folder, stdout=subprocess.PIPE, text=True
+        ) as server:
+            try:
+                assert server.stdout is not None
+                url = next(line for line in server.stdout if line.startswith("serving")).split()[-1]
+                yield server, url
+            finally:
+                server.send_signal(signal.SIGTERM)
+                server.communicate()
+
+    def listed(self) -> list[dict[str, Any]]:
+        found = self.agl("sessions", "list", "shop", "--json")
+        assert found.returncode == 0, found.stderr
+        sessions: list[dict[str, Any]] = json.loads(found.stdout)
+        return sessions
+
+
+@pytest.fixture
+def place(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    with ScriptedUpstream() as model:
+        online = {"upstream": model.url, "applications": {"support": 1}, "min_free_gib": 0.0}
+        (tmp_path / "shop.toml").write_text(tomli_w.dumps({**CONFIG, "online": online}))
+        yield Place(tmp_path, model, agl)
+
+
+def ask(url: str, key: str, text: str, name: str, **headers: str) -> Any:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, default_headers={"x-agl-session": name, **headers}) as client:
+        return client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}])
+
+
+def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_calls(place: Place) -> None:
+    replies = []
+    with place.serving() as (server, url):
+        key = place.key()
+        begun = httpx.post(f"{url}/agl/v1/sessions", json={}, headers={"Authorization": f"Bearer {key}"}).json()
+        replies.append(ask(url, key, "one", "talk"))
+        server.kill()
+    with place.serving() as (server, url):
+        replies.append(ask(url, key, "two", "talk"))
+        with openai.OpenAI(base_url=f"{url}{begun['path']}/v1", api_key=begun["key"]) as agent:
+            agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "begun before the kill"}])
+        server.kill()
+    with place.serving() as (server, url):
+        replies.append(ask(url, key, "three", "talk", **{"x-agl-session-end": "1"}))
+        said = httpx.post(
+            f"{url}/agl/v1/feedback",
+            json={"call": replies[0].id, "thumbs": "up", "id": "f"},
+            headers={"Authorization": f"Bearer {place.key('--feedback')}"},
+        )
+        assert said.status_code == 200, said.text
+        server.kill()
+    with place.serving() as (server, url):
+        again = httpx.post(
+            f"{url}/agl/v1/feedback",
+            json={"call": replies[0].id, "thumbs": "up", "id": "f"},
+            headers={"Authorization": f"Bearer {place.key('--feedback')}"},
+        )
+        assert again.json()["new"] is False
+    by_name = {each["name"]: each for each in place.listed()}
+    assert len(place.listed()) == 2
+    assert by_name["talk"]["calls"] == 3
+    assert [each["rewards"] for each in by_name["talk"]["feedback"]] == [{"thumbs": 1.0}]
+    assert [each["calls"] for name, each in by_name.items() if name != "talk"] == [1]
+    shown = place.agl("show", by_name["talk"]["id"], "--run", "shop")
+    assert shown.returncode == 0, shown.stderr
+    assert all(text in shown.stdout for text in ("one", "two", "three"))
+    told = place.agl("sessions", "show", "shop", by_name["talk"]["id"])
+    assert "thumbs 1" in told.stdout
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "deploy-and-learn.md"
+
+
+def test_the_page_begins_with_a_configuration_that_records(place: Place) -> None:
+    """It names no tasks and no model; what reads a run reads this one too."""
+    page = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
+    (place.folder / "shop.toml").write_text(
+        page.replace("http://127.0.0.1:8000/v1", place.model.url).replace("support", "shop", 1)
+    )
+    with place.serving() as (_, url):
+        ask(url, place.key(), "a question", "talk")
+        [session] = place.listed()
+    with place.serving():
+        assert [each["calls"] for each in place.listed()] == [1]
+    for command in (["show", session["id"], "--run", "shop"], ["rollouts", "shop", "--mode", "use"]):
+        shown = place.agl(*command)
+        assert shown.returncode == 0, shown.stderr
+        assert session["id"] in shown.stdout
+    trained = place.agl("train", "shop.toml")
+    assert (trained.returncode, "nothing to train" in trained.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("table", ["online", "learn"])
+def test_a_configuration_in_which_nothing_answers_says_so(place: Place, table: str) -> None:
+    settings = {"online": {"online": {"applications": {"support": 1}}}, "learn": {"learn": {}}}[table]
+    (place.folder / "shop.toml").write_text(tomli_w.dumps({**CONFIG, **settings}))
+    served = place.agl("serve", "shop.toml")
+    assert served.returncode == 2
+    assert "[online]" in served.stderr
+
+
+def test_sessions_are_deleted_by_the_server_or_without_one(place: Place) -> None:
+    def raw() -> bytes:
+        return b"".join(each.read_bytes() for each in (place.folder / "runs" / "shop").glob("store.sqlite*"))
+
+    with place.serving() as (_, url):
+        key = place.key()
+        for name in ("Rapunzel", "Aschenputtel", "Dornröschen"):
+            ask(url, key, name, f"talk-{name[0]}")
+        first, second, third = [each["id"] for each in place.listed()]
+        done = place.agl("sessions", "delete", "shop", first)
+        assert done.returncode == 0, done.stderr
+        assert [each["id"] for each in place.listed()] == [second, third]
+        assert b"Rapunzel" not in raw()
+        unknown = place.agl("sessions", "delete", "shop", f"use-{'0' * 24}-{'0' * 12}")
+        assert unknown.returncode == 2
+        assert "There is no session" in unknown.stderr
+    done = place.agl("sessions", "delete", "shop", second)
+    assert done.returncode == 0, done.stderr
+    assert [each["id"] for each in place.listed()] == [third]
+    assert b"Aschenputtel" not in raw()
+    unknown = place.agl("sessions", "delete", "shop", "use-nothing")
+    assert unknown.returncode == 2
+    assert "nothing was deleted" in unknown.stderr
+
+
+def test_what_is_wrong_is_said(place: Place) -> None:
+    no_key = place.agl("sessions", "key", "shop", "support")
+    assert no_key.returncode == 2
+    assert "not a run's folder" in no_key.stderr
+    for change, says in (
+        ("online.applications={}", "[online] applications"),
+        ("online.redact=['(']", "no regular expression"),
+        ("online.redact=['x*']", "matches an empty text"),
+        ("online.applications={'a/b'=1}", "cannot be an application's name"),
+        ("online.upstream='nowhere'", "[online] upstream"),
+        ("online.upstream_key_env='NO_SUCH_KEY'", "NO_SUCH_KEY is not set"),
+        ("online.upstream='http://127.0.0.1:9/v1'", "cannot be reached"),
+    ):
+        refused = place.agl("serve", "shop.toml", "--set", change)
+        assert refused.returncode == 2, change
+        assert says in refused.stderr, (change, refused.stderr)
+    assert not (place.folder / "runs" / "shop").exists()
+    with place.serving():
+        other = place.agl("sessions", "key", "shop", "nobody")
+        assert other.returncode == 2
+        assert "no application 'nobody'. Known: support" in other.stderr

@@ -1,0 +1,112 @@
+"""A server that records real use, over a real store, in front of the scripted model server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from agl_core.config.models import SamplingSection
+from agl_core.protocols import Upstream
+from agl_core.server import Keys, LightningServer
+from agl_core.server.gateway.upstream import RunSettings
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import AttemptKey, Call, Mode, Rollout
+from agl_online.config import OnlineSection
+from agl_online.feedback import Feedback, said_of
+from agl_online.keys import ApplicationKeys
+from agl_online.kinds import Redactor
+from agl_online.sessions import Sessions, fixed_upstream
+
+SAMPLED = RunSettings(SamplingSection(temperature=0.7, max_tokens=512), seed=1, timeout=30, attempts=2)
+SETTINGS: dict[str, Any] = {"upstream": "http://unused/v1", "applications": {"shop": 1, "mail": 1}, "min_free_gib": 0}
+KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
+
+
+@dataclass
+class Deployed:
+    """It, with clients of it."""
+
+    stack: Stack
+    store: SqliteStore
+    model: ScriptedUpstream
+    http: httpx.AsyncClient
+    source: Sessions
+
+    @property
+    def server(self) -> LightningServer:
+        return self.stack.server
+
+    @property
+    def keys(self) -> ApplicationKeys:
+        return self.source.keys
+
+    @property
+    def operator(self) -> str:
+        return self.server.keys.operator
+
+    def agent(self, key: str, path: str = "", **headers: str) -> openai.AsyncOpenAI:
+        """The official client, as a deployed agent has it."""
+        return self.stack.client(api_key=key, base_url=f"{self.server.base_url}{path}/v1", default_headers=headers)
+
+    async def ask(self, text: str, name: str | None = None, *, application: str = "shop", **headers: str) -> Any:
+        """One model call with an application's key."""
+        named = {} if name is None else {"x-agl-session": name}
+        client = self.agent(self.keys.of_application(application), **named, **headers)
+        return await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
+
+    async def post(self, route: str, key: str, **body: Any) -> httpx.Response:
+        """A request of the control plane."""
+        return await self.http.post(
+            f"{self.server.base_url}/agl/v1/{route}", json=body, headers={"Authorization": f"Bearer {key}"}
+        )
+
+    async def say(self, *, application: str = "shop", **body: Any) -> httpx.Response:
+        """Feedback."""
+        return await self.post("feedback", self.keys.of_feedback(application), **body)
+
+    async def sessions(self) -> list[Rollout]:
+        """What the store has."""
+        return await self.store.rollouts(mode=Mode.USE)
+
+    async def calls(self) -> list[Call]:
+        """All calls of all sessions."""
+        return await self.store.calls([AttemptKey(each.id, 0) for each in await self.sessions()])
+
+    async def numbers(self, session: str) -> dict[tuple[str, str | None], float]:
+        """The latest numbers on a session, by name and call."""
+        return {(name, each.call): value for each in await self.said(session) for name, value in each.rewards.items()}
+
+    async def said(self, session: str) -> list[Feedback]:
+        """The feedback on a session."""
+        return said_of(await self.store.annotations([AttemptKey(session, 0)]))
+
+    def counted(self, name: str) -> int:
+        """One of the counters that the server shows."""
+        return self.server._counted()[f"online_{name}"]
+
+
+@contextlib.asynccontextmanager
+async def deployed(
+    folder: Path, *, keys: Keys = KEYS, redactors: Sequence[Redactor] = (), **settings: Any
+) -> AsyncIterator[Deployed]:
+    """It, on the store in this folder; `settings` are those of `[online]`."""
+    async with (
+        SqliteStore(folder / "store.sqlite") as store,
+        ScriptedUpstream() as model,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+    ):
+        upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
+        section = OnlineSection(**{**SETTINGS, **settings})
+        answering = fixed_upstream(upstream, SAMPLED)
+        source = Sessions(section, store, keys, answering, run="run", folder=folder, redactors=redactors)
+        async with running_stack(store=store, keys=keys, source=source) as stack:
+            yield Deployed(stack, store, model, http, source)
+        answering.withdraw()

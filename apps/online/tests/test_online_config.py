@@ -1,0 +1,87 @@
+"""What a configuration that learns from sessions needs, checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from agl_core.config import load
+from agl_core.errors import CapabilityError, ConfigError
+from agl_online.config import check_learning, learn_section, online_section
+
+PLUGIN = """
+import agl_core
+from agl_core import Capability, kinds
+
+@agl_core.hookimpl
+def register_components(register):
+    built = lambda options, *context: options
+    register(kinds.ENGINE, "rich", built, provides={Capability.TOKEN_IDS, Capability.REFERENCE})
+    register(kinds.ALGORITHM, "easy", built)
+    register(kinds.ALGORITHM, "comparing", built, needs={Capability.GROUPS})
+"""
+LEARNING: dict[str, Any] = {
+    "config_version": 1,
+    "plugins": ["parts.py"],
+    "agent": {"entry": "an_agent:solve"},
+    "tasks": {name: {"source": "jsonl", "path": "tasks.jsonl"} for name in ("train", "eval")},
+    "policies": {"default": {"model": {"path": "."}}},
+    "rewards": {"users": {"rule": "feedback", "modes": ["use"]}},
+    "algorithm": {"name": "easy"},
+    "engine": {"name": "rich"},
+    "online": {"applications": {"shop": 1}},
+    "learn": {"sessions_per_step": 4},
+}
+
+
+def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
+    (folder / "parts.py").write_text(PLUGIN)
+    config = {**LEARNING, **tables}
+    (folder / "train.toml").write_text(tomli_w.dumps({name: each for name, each in config.items() if each is not None}))
+    return load(folder / "train.toml", overrides)
+
+
+def test_what_goes_together_passes(tmp_path: Path) -> None:
+    check_learning(loaded(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm": {"name": "comparing"}}, ("only one of its kind", "reinforce++ or ppo")),
+        ({"algorithm": {"name": "grpo"}}, ("earlier versions answered", "Set its importance_cap")),
+        ({"async": {"max_staleness": 2}}, ("[async] has no place beside [learn]", "Leave [async] out")),
+        ({"tasks": {"train": LEARNING["tasks"]["train"]}}, ("on held-out tasks", "[tasks.eval]")),
+        ({"eval": {"modes": ["eval-greedy"]}}, ("sampled replies", "'eval-sampled' to eval.modes")),
+        ({"policies": dict.fromkeys("ab", LEARNING["policies"]["default"])}, ("one policy, and there are 2",)),
+        ({"rewards": {}}, ("no rule scores any", '[rewards.users] rule = "feedback"')),
+    ],
+)
+def test_what_does_not_go_together_is_said(tmp_path: Path, changes: dict[str, Any], said: tuple[str, ...]) -> None:
+    if "policies" in changes:
+        changes["policies"]["a"] = {**changes["policies"]["a"], "agents": ["a"]}
+    with pytest.raises(CapabilityError) as raised:
+        check_learning(loaded(tmp_path, **changes))
+    assert all(text in str(raised.value) for text in said), raised.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"online": None}, "There is no [online]"),
+        ({"online": {"applications": {"shop": 1}, "upstream": "http://a/v1"}}, "leave out online.upstream"),
+        ({"learn": None}, "[online] needs `upstream`"),
+    ],
+)
+def test_somebody_has_to_answer(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        online_section(loaded(tmp_path, **changes))
+    assert says in str(raised.value)
+
+
+def test_without_learn_nothing_is_learned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no \[learn\] in the configuration"):
+        learn_section(loaded(tmp_path, learn=None))

@@ -1,0 +1,235 @@
+"""A learner whose engine counts updates, and whose versions are as good as a test says, live and on held-out tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
+
+from agl_core import kinds
+from agl_core.builtin.credit import identical
+from agl_core.builtin.fifo import Fifo
+from agl_core.config import PolicyPlan, RunConfig
+from agl_core.config.resolve import Chosen
+from agl_core.kinds import NoOptions
+from agl_core.learning import ScoringRule
+from agl_core.plugins import Component, Plugins
+from agl_core.protocols import Progress, UpdateResult, Upstream
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.training.checkpoints import Checkpoints, RunState, read_state
+from agl_core.training.evaluate import Evaluated, TaskScore
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Collector
+from agl_core.types import AttemptKey, Batch, CreditKind, Mode
+from agl_online.canary import Outcome
+from agl_online.config import LearnSection
+from agl_online.feedback import users_said
+from agl_online.learner import Learner
+from agl_online.ledger import Ledger
+
+from .sessions_of_use import Sessions
+
+TASKS = 30
+
+
+class KilledError(Exception):
+    """The process ends here, with nothing written after it."""
+
+
+class Weights:
+    """An engine: its weights are the steps whose updates made them."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        self.made_by: list[int] = []
+        self.batches: list[Batch] = []
+        self.drift = drift
+        """How much more probable each token of a recorded reply is."""
+
+    async def start(self) -> Upstream:
+        return Upstream((), {}, "")
+
+    async def stop(self) -> None: ...
+
+    async def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
+    ) -> UpdateResult:
+        self.batches.append(batch)
+        self.made_by.append(batch.step)
+        nothing = np.zeros(len(batch))
+        return UpdateResult(len(self.made_by), {}, nothing, nothing, (None,) * len(batch))
+
+    async def save(self, folder: Path) -> None:
+        model = folder / "default" / "model"
+        model.mkdir(parents=True)
+        (model / "made_by").write_text(json.dumps(self.made_by))
+
+    async def load(self, folder: Path) -> None:
+        self.made_by = json.loads((folder / "default" / "model" / "made_by").read_text())
+
+    async def versions(self) -> Mapping[str, int]:
+        return {"default": len(self.made_by)}
+
+    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        return batch.behaviour_logprobs_R.astype(np.float64) + self.drift
+
+    async def stats(self) -> Mapping[str, float]:
+        return {}
+
+
+@dataclass
+class World:
+    """A run's folder and store, which outlive its learners."""
+
+    run: Path
+    store: SqliteStore
+    sessions: Sessions
+    tested: Callable[[list[int]], float] = lambda made_by: 0.5
+    """The reward on held-out tasks of weights that these steps made."""
+    live: Callable[[int], float] = lambda version: 0.5
+    """The share of the sessions of a version that get a thumbs up."""
+    learn: dict[str, Any] = field(default_factory=dict)
+    checks: Mapping[str, Any] = field(default_factory=dict)
+    """What the gate asks beside the rewards."""
+    kill: Callable[[str], bool] = lambda decision: False
+    """Whether the learner is killed right after a decision was written."""
+    drift: float = 0.0
+    """Of each token's log-probability, from one version to another."""
+    serves_on: bool = False
+    """Whether sessions are answered after the last step too."""
+    ended: int = 0
+    restarts: int = 0
+    engine: Weights = field(default_factory=Weights)
+    learner: Learner = field(init=False)
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """No call fails."""
+        return []
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger.of_run(self.run)
+
+    @property
+    def decisions(self) -> list[tuple[int, str]]:
+        return [(each.step, str(each.state)) for each in self.ledger.decisions()]
+
+    async def refresh(self) -> None:
+        """Sessions end, answered by what the ledger says; every second one by the canary."""
+        serving = self.ledger.current("default").serving
+        for _ in range(4):
+            self.ended += 1
+            version = serving[self.ended % len(serving)]
+            happy = (self.ended // len(serving)) % 10 < 10 * self.live(version)
+            await self.sessions.end(version=version, thumbs=float(happy))
+
+    async def evaluate(self, step: int) -> Evaluated:
+        reward = self.tested(self.engine.made_by)
+        scores = [TaskScore("eval", "greedy", f"t{n}", (reward,)) for n in range(TASKS)]
+        ids, logprobs = np.array([1, 2, 3], dtype=np.int32), np.full(3, -0.5)
+        reply = make.transition(prompt_ids=ids, response_ids=ids, logprobs=logprobs)
+        replies = {"eval/sampled": [make.episode(reply, mode=Mode.EVAL_SAMPLED)]}
+        return Evaluated([], {"eval/greedy/reward/mean": reward}, 0, scores, [], replies)
+
+    async def train(self, steps: int) -> None:
+        """Start a learner, which goes on from the last checkpoint, and have it train to this step."""
+        folder = Checkpoints(self.run / "checkpoints", keep=2)
+        found, self.engine = folder.all(), Weights(self.drift)
+        state = RunState()
+        if found:
+            state = read_state(found[-1])
+            await self.engine.load(found[-1])
+        self.ledger.begin("default", state.step, "the start")
+        self.learner = self._made(steps, folder, state)
+        self.restarts += 1
+        await self.learner.train()
+
+    def _made(self, steps: int, checkpoints: Checkpoints, state: RunState) -> Learner:
+        config = RunConfig.model_validate(
+            {
+                "config_version": 1,
+                "agent": {"entry": "an_agent:solve"},
+                "tasks": {"train": {"source": "numbers"}, "eval": {"source": "numbers"}},
+                "policies": {"default": {"model": {"path": "."}}},
+                "train": {"steps": steps, "checkpoint_every": 3},
+                "eval": {"every": 0},
+            }
+        )
+        returns = frozenset({CreditKind.RETURN})
+        credit = Chosen(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
+        algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
+        section = Component(kinds.SECTION, "learn", lambda options: options, "", options=LearnSection)
+        learn = LearnSection(**{"sessions_per_step": 4, "offline_share": 0.0, "propose_every": 4, **self.learn})
+        loaded: Any = SimpleNamespace(
+            config=config,
+            policies={"default": PolicyPlan(algorithm, credit)},
+            plugins=Plugins(),
+            sections={"learn": Chosen(section, learn, parts={"gate.checks": self.checks})},
+        )
+        rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
+        nobody = cast(Any, None)
+
+        async def no_tokens() -> Mapping[str, float]:
+            return {}
+
+        session: Any = SimpleNamespace(
+            server=SimpleNamespace(store=self.store),
+            run="run",
+            restart=self.restarts,
+            engine=self.engine,
+            versions={"default": len(self.engine.made_by)},
+            collector=Collector(self.store, nobody, rules, {}, Plugins().hook, lambda: None),
+            evaluator=SimpleNamespace(evaluate=self.evaluate),
+            tasks={},
+            stall=None,
+        )
+        log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
+        return _Killable(
+            *(loaded, session, Fifo(), checkpoints, log, Silent()),
+            state=state,
+            saved_step=state.step,
+            deployed=self,
+            ledger=self.ledger,
+            world=self,
+        )
+
+    async def used(self) -> dict[str, list[int]]:
+        """By session, the steps that its records name."""
+        ids = [each.id for each in await self.store.rollouts(mode=Mode.USE)]
+        found: dict[str, list[int]] = {}
+        for record in await self.store.training_records([AttemptKey(id, 0) for id in ids]):
+            found.setdefault(record.rollout, []).append(record.step)
+        return found
+
+
+@dataclass
+class _Killable(Learner):
+    world: World = field(kw_only=True)
+
+    def _decide(self, decision: Any) -> None:
+        super()._decide(decision)
+        if self.world.kill(decision.state):
+            raise KilledError
+
+    async def _serve_on(self) -> None:
+        if self.world.serves_on:
+            await super()._serve_on()
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path, **changes: Any) -> AsyncIterator[World]:
+    """Such a world."""
+    run = folder / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(tomli_w.dumps({"policies": {"default": {"model": {"path": "."}}}}))
+    async with SqliteStore(run / "store.sqlite") as store:
+        yield World(run, store, Sessions(store, {}), **changes)

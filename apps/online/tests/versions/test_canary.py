@@ -1,0 +1,158 @@
+"""The canary's test: how often it errs, asked again and again, and what trips it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agl_online.canary import Outcome, look, low
+from agl_online.config import CanarySection
+from agl_online.ledger import State
+
+STABLE, CANARY = 10, 20
+SETTINGS = CanarySection(share=0.4, tolerance=0.15, max_sessions=100_000)
+LOOKS = (20, 60, 150, 400, 1000, 2500)
+"""Sessions of both arms after which the question is asked."""
+
+Draw = Callable[[np.random.Generator], float]
+
+
+def sessions(seed: int, count: int, canary: Draw, stable: Draw, share: float = 0.4) -> list[Outcome]:
+    """Sessions of both arms, in the order in which they came."""
+    rng = np.random.default_rng(seed)
+    arms = rng.random(count) < share
+    return [
+        Outcome(CANARY if is_canary else STABLE, f"user-{number}", (canary if is_canary else stable)(rng))
+        for number, is_canary in enumerate(arms)
+    ]
+
+
+def decided(
+    outcomes: Sequence[Outcome], settings: CanarySection, looks: Iterable[int] = LOOKS
+) -> tuple[State, int] | None:
+    """The first decision, and after how many sessions of both arms it fell."""
+    for count in looks:
+        seen = look("default", CANARY, STABLE, outcomes[:count], settings)
+        if seen.decision is not None:
+            assert seen.decision.step == CANARY
+            return seen.decision.state, count
+    return None
+
+
+def solved(share: float) -> Draw:
+    return lambda rng: float(rng.random() < share)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [solved(0.5), solved(0.05), lambda rng: rng.random(), lambda rng: rng.beta(0.3, 0.3), lambda rng: 0.7],
+    ids=["half", "rare", "uniform", "at the ends", "constant"],
+)
+def test_the_bounds_hold_at_all_times_at_once(draw: Draw) -> None:
+    """The running bounds err at any time if they err at the end, for they only close in."""
+    mean = float(np.mean([draw(np.random.default_rng(seed)) for seed in range(20_000)]))
+    missed = 0
+    for seed in range(200):
+        rng = np.random.default_rng([7, seed])
+        values = np.array([draw(rng) for _ in range(400)])
+        missed += low(values, 0.1) > mean + 0.01
+    assert missed <= 20, "0.1 of 200"
+    rng = np.random.default_rng(11)
+    assert low(np.array([draw(rng) for _ in range(3000)]), 0.1) > mean - 0.06, "it closes in"
+
+
+def test_a_worse_canary_is_hardly_ever_promoted() -> None:
+    worse = [decided(sessions(seed, LOOKS[-1], solved(0.45), solved(0.6)), SETTINGS) for seed in range(60)]
+    promoted = [each for each in worse if each is not None and each[0] is State.STABLE]
+    assert len(promoted) <= 3, "0.05 of 60"
+    far_worse = [decided(sessions(seed, LOOKS[-1], solved(0.2), solved(0.6)), SETTINGS) for seed in range(20)]
+    assert {each and each[0] for each in far_worse} == {State.ROLLED_BACK}
+    assert np.median([each[1] for each in far_worse if each]) <= 150
+
+
+def test_an_equal_canary_is_hardly_ever_rolled_back_and_promoted_in_the_end() -> None:
+    found = [decided(sessions(seed, LOOKS[-1], solved(0.7), solved(0.7)), SETTINGS) for seed in range(60)]
+    assert sum(each is not None and each[0] is State.ROLLED_BACK for each in found) <= 3
+    assert sum(each is not None and each[0] is State.STABLE for each in found) >= 50
+
+
+def test_a_change_that_both_versions_see_says_nothing() -> None:
+    """Users begin to want something else halfway, and both versions fail more often."""
+    found = []
+    for seed in range(60):
+        before = sessions(seed, 200, solved(0.9), solved(0.9), share=0.1)
+        after = sessions(1000 + seed, 600, solved(0.3), solved(0.3), share=0.5)
+        after = [replace(each, name=f"late-{each.name}") for each in after]
+        found.append(decided([*before, *after], CanarySection(tolerance=0.01), (200, 300, 500, 800)))
+    assert sum(each is not None and each[0] is State.ROLLED_BACK for each in found) <= 3
+
+
+def test_a_better_canary_is_promoted_soon() -> None:
+    found = [decided(sessions(seed, LOOKS[-1], solved(0.9), solved(0.5)), SETTINGS) for seed in range(20)]
+    assert {each and each[0] for each in found} == {State.STABLE}
+    assert np.median([each[1] for each in found if each]) <= 150
+
+
+def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() -> None:
+    outcomes = [replace(each, reward=10 * (each.reward or 0.0) - 5) for each in sessions(1, 600, solved(1), solved(0))]
+    settings = CanarySection(reward=(-5, 5), tolerance=0.5, min_sessions=100)
+    early = look("default", CANARY, STABLE, outcomes[:200], settings)
+    assert early.decision is None
+    assert (early.figures["canary/reward"], early.figures["stable/reward"]) == (5.0, -5.0)
+    late = look("default", CANARY, STABLE, outcomes, settings)
+    assert late.decision is not None
+    assert late.decision.state is State.STABLE
+    assert 5 < late.decision.figures["difference/low"] < 10
+
+
+def test_no_user_outweighs_others() -> None:
+    """One user floods the canary with bad sessions."""
+    fair = sessions(3, 400, solved(0.9), solved(0.7))
+    flood = [Outcome(CANARY, "angry", 0.0, empty=1.0, tool_errors=1.0, lost=True) for _ in range(500)]
+    mixed = [each for pair in zip(fair, [*flood[:400]], strict=True) for each in pair]
+    assert decided(fair, SETTINGS, [400]) == (State.STABLE, 400)
+    assert decided(mixed, SETTINGS, [800]) == (State.STABLE, 800)
+    assert look("default", CANARY, STABLE, flood, SETTINGS).figures["canary/sessions"] == 1
+    settings = SETTINGS.model_copy(update={"per_name": 400})
+    assert decided(mixed, settings, [800]) == (State.ROLLED_BACK, 800)
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [("tool_errors", "tool calls that fail"), ("empty", "empty answers"), ("lost", "sessions that fail")],
+)
+def test_a_limit_trips_after_few_sessions_whatever_the_reward(field: str, says: str) -> None:
+    outcomes: list[Outcome] = []
+    seen = look("default", CANARY, STABLE, outcomes, SETTINGS)
+    while seen.decision is None:
+        number = len(outcomes)
+        is_canary = number % 5 == 0
+        bad = {field: 1.0 if field != "lost" else True} if is_canary else {}
+        outcomes.append(Outcome(CANARY if is_canary else STABLE, f"user-{number}", None, **bad))  # type: ignore[arg-type]
+        seen = look("default", CANARY, STABLE, outcomes, SETTINGS)
+    assert seen.decision.state is State.ROLLED_BACK
+    assert says in seen.decision.reason
+    assert seen.figures["canary/sessions"] <= 12
+
+
+def test_failed_sessions_count_wherever_they_stand() -> None:
+    """Those of which nothing was recorded are known apart from the others."""
+    failed = [Outcome(CANARY, f"failed-{number}", None, lost=True) for number in range(15)]
+    others = [Outcome(STABLE, f"user-{number}", 1.0) for number in range(135)]
+    for outcomes in ([*failed, *others], [*others, *failed]):
+        seen = look("default", CANARY, STABLE, outcomes, CanarySection(share=0.1))
+        assert seen.decision is not None
+        assert "sessions that fail is 1.000 in 15 sessions, and 0.000 in 135" in seen.decision.reason
+
+
+def test_what_stays_undecided_is_rolled_back() -> None:
+    outcomes = sessions(5, 2000, solved(0.5), solved(0.5))
+    settings = CanarySection(tolerance=0.01, max_sessions=300)
+    seen = look("default", CANARY, STABLE, outcomes, settings)
+    assert seen.decision is not None
+    assert (seen.decision.state, "Nothing showed in time" in seen.decision.reason) == (State.ROLLED_BACK, True)
+    silent = [replace(each, reward=None) for each in outcomes]
+    assert look("default", CANARY, STABLE, silent, settings).decision is None, "missing feedback is missing, not 0"

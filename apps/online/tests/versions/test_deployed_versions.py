@@ -1,0 +1,311 @@
+"""Sessions answered by versions of the run's own, over real HTTP; a scripted model server stands for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agl_core.config.load import load_for_policies, load_for_server
+from agl_core.errors import EngineError
+from agl_core.plugins import Plugins
+from agl_core.protocols import PolicySpec, Upstream
+from agl_core.server import Keys, LightningServer
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.scripts import Fail, Hold, Say
+from agl_core.testing.server import running_stack
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import AttemptKey, Call, Mode
+from agl_online.config import learn_section, online_section
+from agl_online.deployed import DeployedVersions
+from agl_online.keys import ApplicationKeys
+from agl_online.ledger import By, Ledger, State
+from agl_online.policies.engines import Source
+from agl_online.sessions import Sessions
+
+from .deployed_runs import DEFAULT, decide, make_canary, make_deployed, make_stable
+
+KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
+APPLICATIONS = ApplicationKeys(KEYS, {"shop": 1})
+
+
+@dataclass
+class Engine:
+    """What an engine loaded; `url` answers in its place."""
+
+    url: str
+    loaded: dict[str, PolicySpec] = field(default_factory=dict)
+    is_lost: bool = False
+    fails: Sequence[int] = ()
+
+    async def start(self) -> Upstream:
+        return Upstream((self.url,), {}, "key")
+
+    async def stop(self) -> None:
+        self.is_lost = True
+
+    async def versions(self) -> dict[str, int]:
+        if self.is_lost:
+            raise EngineError("The engine was lost.")
+        return {}
+
+    async def publish(self, name: str, spec: PolicySpec) -> None:
+        if self.is_lost or spec.version in self.fails:
+            raise EngineError("The weights cannot be read.")
+        self.loaded[name] = spec
+
+    async def withdraw(self, name: str) -> None:
+        del self.loaded[name]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(spec.version for spec in self.loaded.values())
+
+
+@dataclass
+class Bench:
+    ledger: Ledger
+    deployed: DeployedVersions
+    server: LightningServer
+    store: SqliteStore
+    model: ScriptedUpstream
+    engines: list[Engine]
+    http: httpx.AsyncClient
+
+    async def ask(self, name: str | None, **headers: str) -> int:
+        """The version that answers a session, which is said by the scripted reply too."""
+        named = {} if name is None else {"x-agl-session": name}
+        reply = await self.http.post(
+            f"{self.server.base_url}/v1/chat/completions",
+            json={"model": "any", "messages": [{"role": "user", "content": "Which version?"}]},
+            headers={"Authorization": f"Bearer {APPLICATIONS.of_application('shop')}", **named, **headers},
+        )
+        reply.raise_for_status()
+        return int(reply.json()["choices"][0]["message"]["content"].partition("@")[2].partition("/")[0])
+
+    async def ask_many(self, names: Sequence[str]) -> dict[str, int]:
+        return dict(zip(names, await asyncio.gather(*map(self.ask, names)), strict=True))
+
+    async def calls(self) -> list[Call]:
+        rollouts = await self.store.rollouts(mode=Mode.USE)
+        return await self.store.calls([AttemptKey(each.id, 0) for each in rollouts])
+
+
+@contextlib.asynccontextmanager
+async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    loaded = load_for_server(ledger.run / "config.toml")
+    share = learn_section(loaded).canary.share
+    made: list[Engine] = []
+    async with (
+        ScriptedUpstream() as model,
+        SqliteStore(ledger.run / "store.sqlite") as store,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+    ):
+        model.answer = lambda received: Say(received.body["model"])
+
+        def engine(source: Source, folder: Path, name: str | None = None) -> Engine:
+            made.append(Engine(model.url))
+            return made[-1]
+
+        monkeypatch.setattr(Source, "engine", engine)
+        async with DeployedVersions(ledger.run, loaded.config, share) as deployed:
+            source = Sessions(online_section(loaded), store, KEYS, deployed, run="calc", folder=ledger.run)
+            async with running_stack(store=store, keys=KEYS, source=source) as stack:
+                yield Bench(ledger, deployed, stack.server, store, model, made, http)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return make_deployed(tmp_path / "calc", 10, 20, 30, 40, 50, 60, 70)
+
+
+async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_canary(ledger, 10)
+    names = [f"user-{number}" for number in range(100)]
+    async with bench(ledger, monkeypatch) as use:
+        first = await use.ask_many(names)
+        assert set(first.values()) == {0, 10}
+        assert 30 < sum(version == 10 for version in first.values()) < 70, "the share is a half"
+        assert await use.ask_many(names) == first
+        ended = await use.ask_many(names[:40])
+        for name in names[:40]:
+            await use.ask(name, **{"x-agl-session-end": "1"})
+        assert await use.ask_many(names[:40]) == ended, "the next session of a name is drawn alike"
+
+        recorded = {call.version for call in await use.calls()}
+        assert recorded == {0, 10}
+        by_session: dict[str, set[int | None]] = {}
+        for call in await use.calls():
+            by_session.setdefault(call.rollout, set()).add(call.version)
+        assert {len(versions) for versions in by_session.values()} == {1}
+
+        decide(ledger, 10, State.ROLLED_BACK, By.CANARY)
+        make_canary(ledger, 20)
+        await use.deployed.refresh()
+        others = [f"other-{number}" for number in range(60)]
+        second = await use.ask_many(others)
+        assert set(second.values()) == {0, 20}
+
+
+async def test_a_swap_drops_no_call_and_open_sessions_keep_their_version(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(ledger, monkeypatch) as use:
+        hold = Hold(Say("calc@0/held"))
+        use.model.script(hold)
+        held = asyncio.create_task(use.ask(None))
+        await asyncio.wait_for(hold.arrived.wait(), 30)
+        assert await use.ask("open") == 0
+
+        make_stable(ledger, 10)
+        await use.deployed.refresh()
+        assert (await use.ask("new"), await use.ask("open")) == (10, 0)
+        assert use.engines[0].steps == [0, 10]
+        hold.release.set()
+        assert await held == 0
+
+        assert await use.ask("open", **{"x-agl-session-end": "1"}) == 0
+        await use.deployed.refresh()
+        assert use.engines[0].steps == [10], "no open session has the old one any more"
+        assert await use.ask("open") == 10
+
+
+async def test_a_rollback_reaches_open_sessions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_canary(ledger, 10)
+    names = [f"user-{number}" for number in range(20)]
+    async with bench(ledger, monkeypatch) as use:
+        assert set((await use.ask_many(names)).values()) == {0, 10}
+        decide(ledger, 10, State.ROLLED_BACK, By.CANARY)
+        await use.deployed.refresh()
+        assert set((await use.ask_many(names)).values()) == {0}
+        assert use.engines[0].steps == [0]
+
+        make_stable(ledger, 20)
+        await use.deployed.refresh()
+        assert await use.ask("late") == 20
+        decide(ledger, 20, State.ROLLED_BACK, By.OPERATOR)
+        await use.deployed.refresh()
+        assert await use.ask("late") == 0
+
+
+async def test_a_pinned_version_answers_everybody(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_canary(ledger, 10)
+    names = [f"user-{number}" for number in range(20)]
+    async with bench(ledger, monkeypatch) as use:
+        before = await use.ask_many(names)
+        decide(ledger, 30, State.PINNED, By.OPERATOR, untested=True)
+        await use.deployed.refresh()
+        assert set((await use.ask_many(names)).values()) == {30}
+        ledger.unpin(DEFAULT, "Seen enough.")
+        await use.deployed.refresh()
+        fresh = await use.ask_many([f"fresh-{number}" for number in range(20)])
+        assert set(before.values()) == set(fresh.values()) == {0, 10}
+
+
+async def test_a_restarted_server_keeps_what_it_can(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session whose version is served again has it again; else it goes on with the stable one."""
+    make_canary(ledger, 10)
+    names = [f"user-{number}" for number in range(20)]
+    async with bench(ledger, monkeypatch) as use:
+        first = await use.ask_many(names)
+    async with bench(ledger, monkeypatch) as use:
+        assert await use.ask_many(names) == first
+    decide(ledger, 20, State.STABLE, By.OPERATOR, untested=True)
+    async with bench(ledger, monkeypatch) as use:
+        found = await use.ask_many(names)
+        assert found == {name: 10 if version == 10 else 20 for name, version in first.items()}
+        assert use.engines[0].steps == [10, 20]
+
+
+async def test_a_lost_engine_is_started_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_stable(ledger, 10)
+    async with bench(ledger, monkeypatch) as use:
+        assert await use.ask("open") == 10
+        use.engines[0].is_lost = True
+        await use.deployed.refresh()
+        assert len(use.engines) == 2
+        assert (await use.ask("open"), use.engines[1].steps) == (10, [10])
+
+
+async def test_what_cannot_be_loaded_leaves_what_is_served(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(ledger, monkeypatch) as use:
+        use.engines[0].fails = [10, 20]
+        make_canary(ledger, 10)
+        await use.deployed.refresh()
+        assert "The canary calc@10 cannot be loaded: The weights cannot be read." in caplog.text
+        assert {await use.ask(f"user-{number}") for number in range(20)} == {0}
+        decide(ledger, 10, State.ROLLED_BACK, By.CANARY)
+        make_stable(ledger, 20)
+        await use.deployed.refresh()
+        assert "Sessions are answered as before" in caplog.text
+        assert await use.ask("another") == 0
+        use.engines[0].fails = []
+        await use.deployed.refresh()
+        assert await use.ask("third") == 20
+
+
+async def test_few_old_versions_are_kept_however_long_their_sessions_last(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(ledger, monkeypatch) as use:
+        for step in (10, 20, 30, 40, 50, 60):
+            make_stable(ledger, step)
+            await use.deployed.refresh()
+            assert await use.ask(f"from-{step}") == step
+        await use.deployed.refresh()
+        assert use.engines[0].steps == [30, 40, 50, 60]
+        assert await use.ask("from-10") == 60
+        assert await use.ask("from-40") == 40
+
+
+async def test_sessions_whose_calls_fail_are_counted_for_their_version(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_canary(ledger, 10)
+    async with bench(ledger, monkeypatch) as use:
+        answer = use.model.answer
+        use.model.answer = lambda received: Fail(500) if "@10/" in received.body["model"] else answer(received)
+        for number in range(20):
+            with contextlib.suppress(httpx.HTTPStatusError):
+                assert await use.ask(f"user-{number}") == 0
+        failed = use.deployed.failed
+        assert {(each.version, each.lost, each.reward) for each in failed} == {(10, True, None)}
+        assert 0 < len(failed) < 20
+        assert len({each.name for each in failed}) == len(failed)
+        assert replace(failed[0], name="") == replace(failed[-1], name="")
+
+
+OF_A_FILE = """
+import agl_core
+
+class Engine:
+    async def start(self):
+        raise agl_core.errors.EngineError("This is the engine of the file.")
+
+    async def stop(self): ...
+
+@agl_core.hookimpl
+def register_components(register):
+    register(agl_core.kinds.ENGINE, "mine", lambda options, context: Engine(), provides={agl_core.Capability.POLICIES})
+"""
+
+
+async def test_versions_are_served_by_the_engine_that_trains_also_if_a_plugin_file_brings_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OF_A_FILE)
+    run = make_deployed(tmp_path / "calc", 10).run
+    written = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(f"plugins = [{str(file)!r}]\n" + written.replace("not-installed", "mine"))
+    config = load_for_policies(run / "config.toml").config
+    with pytest.raises(EngineError, match="the engine of the file"):
+        async with DeployedVersions(run, config, 0.1, plugins=Plugins.load([file])):
+            pass

@@ -1,0 +1,115 @@
+"""The gate: what an evaluation has to show before a version answers anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.training.evaluate import Evaluated, TaskScore
+from agl_online.config import GateSection
+from agl_online.gate import decide
+from agl_online.ledger import By, Decision, State
+
+SAME = np.random.default_rng(0).random(100) < 0.6
+NEAR = {"eval/sampled/kl": 0.02}
+
+
+def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
+    scores = [TaskScore("eval", mode, f"task-{number}", (float(each),)) for number, each in enumerate(rewards)]
+    metrics = {"reward/mean": float(np.mean(rewards)), "length/response": 20.0, **shares}
+    return Evaluated([], {f"eval/{mode}/{key}": value for key, value in metrics.items()}, 0, scores, [])
+
+
+def decision(
+    candidate: Evaluated,
+    incumbent: Evaluated,
+    objections: Sequence[str] = (),
+    divergence: Mapping[str, float] = NEAR,
+    **limits: float,
+) -> Decision:
+    settings = GateSection(**limits)
+    found = decide("default", 20, candidate, incumbent, settings, divergence=divergence, objections=objections)
+    assert (found.policy, found.step, found.by) == ("default", 20, By.GATE)
+    return found
+
+
+def test_the_reward_may_not_be_lower_with_confidence() -> None:
+    better = np.maximum(SAME, np.arange(100) < 30)
+    passed = decision(evaluated(better), evaluated(SAME))
+    assert passed.state is State.PASSED
+    assert passed.reason == f"Reward {SAME.mean():.3f} → {better.mean():.3f} on eval, greedy."
+    figures = passed.figures
+    assert (
+        figures["eval/greedy/reward/low"]
+        < figures["eval/greedy/reward/difference"]
+        < figures["eval/greedy/reward/high"]
+    )
+    assert figures["eval/greedy/reward/mean"] == pytest.approx(better.mean())
+    assert decision(evaluated(SAME), evaluated(SAME)).state is State.PASSED
+
+    worse = evaluated(np.minimum(SAME, np.arange(100) >= 12))
+    assert decision(worse, evaluated(SAME)).state is State.REJECTED
+    assert (
+        "the reward on eval, greedy may be lower by more than 0.05" in decision(worse, evaluated(SAME)).reason.lower()
+    )
+    assert decision(worse, evaluated(SAME), tolerance=0.2).state is State.PASSED
+    noisy = evaluated(np.random.default_rng(1).random(100) < SAME.mean() + 0.01)
+    assert decision(noisy, evaluated(SAME)).state is State.REJECTED, "the mean is no lower, but nothing shows it"
+
+
+def test_tasks_are_compared_one_by_one() -> None:
+    """A rise on every task shows against any spread between tasks."""
+    spread = np.linspace(0, 0.9, 40)
+    assert decision(evaluated(spread + 0.01), evaluated(spread), tolerance=0.0).state is State.PASSED
+    assert decision(evaluated(spread - 0.01), evaluated(spread), tolerance=0.0).state is State.REJECTED
+
+
+def test_few_tasks_and_other_tasks_show_nothing() -> None:
+    few = decision(evaluated([1.0] * 10), evaluated([0.0] * 10))
+    assert (few.state, "10 tasks are too few" in few.reason) == (State.REJECTED, True)
+    assert decision(evaluated([1.0] * 10), evaluated([0.0] * 10), min_tasks=5).state is State.PASSED
+    nothing = decision(evaluated(SAME), evaluated(SAME, mode="sampled"))
+    assert (nothing.state, nothing.reason) == (State.REJECTED, "No task was evaluated with both versions.")
+
+
+@pytest.mark.parametrize(
+    ("figure", "before", "now", "limit", "allowing", "says"),
+    [
+        ("tool_results/failed", 0.0, 0.2, "max_tool_errors", 0.3, "tool calls that fail rose from 0.000 to 0.200"),
+        ("answers/empty", 0.01, 0.1, "max_empty", 0.1, "empty answers rose from 0.010 to 0.100"),
+        ("answers/refused", 0.0, 0.06, "max_refusals", 0.06, "answers that refuse rose"),
+        ("answers/question", 0.1, 0.5, "max_questions", 0.5, "answers that end with a question rose"),
+        ("length/response", 20.0, 45.0, "max_length", 2.5, "responses grew from 20 to 45 tokens on eval, greedy"),
+    ],
+)
+def test_what_the_reward_does_not_see_is_limited(
+    figure: str, before: float, now: float, limit: str, allowing: float, says: str
+) -> None:
+    candidate, incumbent = evaluated(SAME, **{figure: now}), evaluated(SAME, **{figure: before})
+    found = decision(candidate, incumbent)
+    assert found.state is State.REJECTED
+    assert says in found.reason.lower()
+    assert (found.figures[f"eval/greedy/{figure}"], found.figures[f"eval/greedy/{figure}/before"]) == (now, before)
+    assert decision(candidate, incumbent, **{limit: allowing}).state is State.PASSED
+    assert decision(incumbent, candidate).state is State.PASSED, "a fall is no harm"
+
+
+def test_how_far_a_version_may_be_from_the_served_one_is_limited() -> None:
+    far = {**NEAR, "eval_other/sampled/kl": 0.7}
+    found = decision(evaluated(SAME), evaluated(SAME), divergence=far)
+    assert found.state is State.REJECTED
+    assert found.reason == "It is 0.700 nats per token from the served version on eval_other, sampled (max_kl is 0.5)."
+    assert found.figures["eval_other/sampled/kl"] == 0.7
+    assert decision(evaluated(SAME), evaluated(SAME), divergence=far, max_kl=0.8).state is State.PASSED
+    broken = decision(evaluated(SAME), evaluated(SAME), divergence={"eval/sampled/kl": float("nan")})
+    assert broken.state is State.REJECTED
+    unknown = decision(evaluated(SAME), evaluated(SAME), divergence={})
+    assert unknown.reason == "No sampled reply showed how far it is from the served version."
+
+
+def test_an_objection_of_the_users_own_checks_is_enough() -> None:
+    found = decision(evaluated(SAME), evaluated(SAME), objections=["swears: it swears", "slow: 9 s"])
+    assert (found.state, found.reason) == (State.REJECTED, "Swears: it swears; slow: 9 s.")

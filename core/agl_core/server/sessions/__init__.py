@@ -1,1 +1,0 @@
-"""Sessions of real use: rollouts of tasks whose input is unknown."""
