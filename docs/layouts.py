@@ -15,8 +15,7 @@ from first_step import first_step
 from transformers import AutoModelForCausalLM
 
 from agl_core.builtin.credit import identical
-from agl_core.config import CONFIG_FILE
-from agl_core.config.load import load_for_policies
+from agl_core.config import CONFIG_FILE, load
 from agl_core.learning.batch import PolicyCredit, make_batches
 from agl_core.types import Batch, CreditKind, Episode
 from agl_torch.models import attention
@@ -37,7 +36,7 @@ def layouts(run: Path) -> dict[str, Any]:
     its answers' rewards do not matter for that, so they are drawn, +1 or -1.
     """
     torch.set_num_threads(1)
-    weights = load_for_policies(run / CONFIG_FILE).weights("default")
+    weights = load(run / CONFIG_FILE, needs=()).weights("default")
     model = AutoModelForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
     attention.use(model.train())
     episodes = [each for each in first_step(run) if each.transitions]

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.config import check, load
-from agl_core.config.load import load_for_server
+from agl_core.config.load import SERVED
 from agl_core.errors import CapabilityError, ConfigError
 from agl_core.kinds import Capability
 from agl_core.learning import ScoringRule, score
@@ -270,4 +270,4 @@ def test_a_function_that_is_not_there_is_found_when_the_run_is_checked(configura
 
 
 def test_a_server_needs_no_function_of_the_users(configuration: Path) -> None:
-    load_for_server(configuration, ["rewards.tool_results.rules.fetch=only_where_one_trains:f"])
+    load(configuration, ["rewards.tool_results.rules.fetch=only_where_one_trains:f"], needs=SERVED)

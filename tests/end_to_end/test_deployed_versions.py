@@ -13,7 +13,7 @@ import tomli_w
 import torch
 from transformers import AutoModelForCausalLM
 
-from agl_core.config.load import load_for_server
+from agl_core.config.load import SERVED, load
 from agl_core.server import LightningServer
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.server import local_server
@@ -89,7 +89,7 @@ def difference(model: Any, call: Call) -> float:
 async def test_recorded_calls_are_those_of_the_version_that_they_name(tmp_path: Path) -> None:
     ledger = make_run(tmp_path / "run")
     decide(ledger, 1, State.PASSED, State.CANARY)
-    loaded = load_for_server(ledger.run / "config.toml")
+    loaded = load(ledger.run / "config.toml", needs=SERVED)
     async with (
         DeployedVersions(ledger.run, loaded.config, 0.5) as deployed,
         local_server(loaded, ledger.run, sessions_of(loaded, ledger.run, deployed, print)) as server,

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from agl_core.config.check import corrects_staleness, needing
-from agl_core.config.load import LoadedConfig, ServerConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import FOLDER_NAME, PluginTable, Section
 from agl_core.errors import CapabilityError, ConfigError
 from agl_core.kinds import AnyKind, Capability
@@ -232,7 +232,7 @@ class LearnSection(Section):
         return step % self.propose_every == 0
 
 
-def online_section(loaded: ServerConfig) -> OnlineSection:
+def online_section(loaded: LoadedConfig) -> OnlineSection:
     """The table `[online]`. ConfigError if the configuration has none, or does not say who answers."""
     online = loaded.sections.get("online")
     if online is None:
@@ -253,7 +253,7 @@ def online_section(loaded: ServerConfig) -> OnlineSection:
     return section
 
 
-def learn_section(loaded: ServerConfig) -> LearnSection:
+def learn_section(loaded: LoadedConfig) -> LearnSection:
     """The table `[learn]`. ConfigError if the configuration has none."""
     learn = loaded.sections.get("learn")
     if learn is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.routing import Route
 
-from agl_core.config.load import ServerConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, StoreError
 from agl_core.protocols import Upstream
 from agl_core.server.api.routes import route, route_of
@@ -489,7 +489,7 @@ def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
     return relay
 
 
-def sessions_of(loaded: ServerConfig, run_dir: Path, answering: Answering, say: Callable[[str], None]) -> SourceFactory:
+def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Answering, say: Callable[[str], None]) -> SourceFactory:
     """The sessions of a run, as its server makes them. ConfigError without `[online]`, or for another kind of store."""
     settings = online_section(loaded)
     redactors = [chosen.build() for chosen in loaded.sections["online"].parts.get("redactors", {}).values()]

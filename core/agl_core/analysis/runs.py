@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_che
 from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
 from agl_core.analysis.health import RunVerdict, verdict_of
 from agl_core.config import CONFIG_FILE
-from agl_core.config.load import load_store
+from agl_core.config.load import STORED, load
 from agl_core.errors import ConfigError, StoreError
+from agl_core.plugins import Plugins
 from agl_core.store.files import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
@@ -118,7 +119,8 @@ def find_store(folder: Path) -> Callable[[bool], Store]:
     """What `open_store` does with `read_only`, for those who open it often: finding its plugin takes a while."""
     if is_capture(folder):
         return lambda read_only: SqliteStore(folder / "store.sqlite", read_only=read_only)
-    chosen = load_store(folder / CONFIG_FILE)
+    # The run may be somebody else's: none of its plugin files is imported.
+    chosen = load(folder / CONFIG_FILE, needs=STORED, plugins=Plugins.load()).store
     return lambda read_only: cast(Store, chosen.build(folder, read_only))
 
 

@@ -113,7 +113,7 @@ class _Plan:
 def _planned(
     target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
 ) -> _Plan:
-    from agl_core.config.load import CONFIG_FILE, load_for_workers
+    from agl_core.config.load import CONFIG_FILE, read_config
     from agl_core.config.models import WorkerSection
     from agl_core.errors import ConfigError
     from agl_core.wire.keys import take_keys
@@ -127,7 +127,7 @@ def _planned(
             )
         return _Plan(_agent(entry, command), WorkerSection(), Path.cwd(), (), None, None, url, keys)
     run_dir = target if target.is_dir() else None
-    config = load_for_workers(target if run_dir is None else run_dir / CONFIG_FILE, overrides)
+    config = read_config(target if run_dir is None else run_dir / CONFIG_FILE, overrides, runs_agent=True)
     assert config.folder is not None
     agent = config.agent
     if entry is not None or command is not None:

@@ -1,7 +1,7 @@
 """How a run is described: reading its TOML file, and checking that its parts go together."""
 
 from agl_core.config.check import check
-from agl_core.config.load import CONFIG_FILE, LoadedConfig, ScoredConfig, load, store_config
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, load, store_config
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 
@@ -11,7 +11,6 @@ __all__ = [
     "LoadedConfig",
     "PolicyPlan",
     "RunConfig",
-    "ScoredConfig",
     "check",
     "load",
     "store_config",

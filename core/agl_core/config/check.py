@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from agl_core import kinds
-from agl_core.config.load import LoadedConfig, ScoredConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
 from agl_core.kinds import AnyKind, Capability
@@ -33,7 +33,7 @@ _OF_THE_ENGINE = {
 }
 
 
-def check(loaded: ScoredConfig) -> None:
+def check(loaded: LoadedConfig) -> None:
     """CapabilityError with everything that does not go together, and what to do about each.
 
     Of a configuration that was not read as a whole, what was read is checked.
@@ -68,7 +68,7 @@ def corrects_staleness(plan: PolicyPlan) -> bool:
     return getattr(plan.algorithm.options, "importance_cap", 0) is not None
 
 
-def _of(policies: Sequence[str], loaded: ScoredConfig) -> str:
+def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
     """Whose problem it is, where there are several policies."""
     if len(loaded.policies) == 1:
         return ""
@@ -76,19 +76,19 @@ def _of(policies: Sequence[str], loaded: ScoredConfig) -> str:
     return f"{'policy' if len(policies) == 1 else 'policies'} {named}: "
 
 
-def _parts(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[Chosen]:
+def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
     """Everything that takes part in training one policy."""
     yield from (plan.algorithm, plan.credit, loaded.store, *loaded.rewards.values())
-    if isinstance(loaded, LoadedConfig):
+    if loaded.is_whole:
         yield from (loaded.engine, loaded.buffer, *loaded.tasks.values(), *loaded.trackers.values())
 
 
-def needing(loaded: ScoredConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
+def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
     """What needs this, of the parts that train one policy."""
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
-def _group_sizes(loaded: ScoredConfig) -> Iterator[str]:
+def _group_sizes(loaded: LoadedConfig) -> Iterator[str]:
     train = loaded.config.train
     if train.min_group_size > train.group_size > 1:
         yield (
@@ -97,7 +97,7 @@ def _group_sizes(loaded: ScoredConfig) -> Iterator[str]:
         )
 
 
-def _asynchronous(loaded: ScoredConfig) -> Iterator[str]:
+def _asynchronous(loaded: LoadedConfig) -> Iterator[str]:
     settings, train = loaded.config.asynchronous, loaded.config.train
     if settings.max_staleness and train.deterministic:
         yield (
@@ -118,7 +118,7 @@ def _asynchronous(loaded: ScoredConfig) -> Iterator[str]:
         )
 
 
-def _groups(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+def _groups(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     train = loaded.config.train
     for chosen in needing(loaded, plan, Capability.GROUPS):
         if train.group_size == 1:
@@ -133,7 +133,7 @@ def _groups(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
             )
 
 
-def _time_axis(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+def _time_axis(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     """Either the credit rule or the algorithm adds up what came after a step: exactly one of them.
 
     A rule whose values can be read as either (`immediate`) leaves it to the algorithm.
@@ -144,15 +144,15 @@ def _time_axis(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
         yield f"{algorithm.label} {_WHY_NOT[taken].format(credit=credit.label)}. {others}, or another algorithm."
 
 
-def _tool_results(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+def _tool_results(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     """A tool result counts once in the return."""
     counting = [chosen.label for chosen in _parts(loaded, plan) if Capability.TOOL_RESULTS in chosen.component.provides]
     if len(counting) > 1:
         yield f"{' and '.join(counting)} each count tool results, so a tool result would count twice. Keep one of them."
 
 
-def _engine(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
-    if not isinstance(loaded, LoadedConfig):
+def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+    if not loaded.is_whole:
         return
     engine = loaded.engine
     for need, in_words in _OF_THE_ENGINE.items():
@@ -169,7 +169,7 @@ def _provides(need: Capability, component: Component) -> bool:
     return need in component.provides
 
 
-def _replay(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     """What is trained on again was sampled by weights of some updates ago."""
     for chosen in needing(loaded, plan, Capability.REPLAY):
         if not loaded.config.asynchronous.max_staleness:
@@ -184,7 +184,7 @@ def _replay(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
             )
 
 
-def _others(loaded: ScoredConfig, kind: AnyKind, does: str, able: Callable[[Component], bool]) -> str:
+def _others(loaded: LoadedConfig, kind: AnyKind, does: str, able: Callable[[Component], bool]) -> str:
     found = sorted(name for name, each in loaded.plugins.components(kind).items() if able(each))
     named = "a credit rule" if kind is kinds.CREDIT else f"an {kind}"
     if not found:

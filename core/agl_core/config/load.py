@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,178 +13,157 @@ import tomli_w
 
 from agl_core import kinds, private
 from agl_core.config.models import RunConfig, UntrainedConfig
-from agl_core.config.policies import ModelSection, PolicySection
 from agl_core.config.problems import Report
-from agl_core.config.resolve import Chosen, PolicyPlan, below, resolve, resolve_store
+from agl_core.config.resolve import Choices, Chosen, PolicyPlan, below, resolve
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
+from agl_core.kinds import AnyKind
 from agl_core.plugins import Plugins
 
 CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
+STORED: tuple[AnyKind, ...] = (kinds.STORE,)
+"""What reading a run's records needs."""
+SERVED: tuple[AnyKind, ...] = (kinds.STORE, kinds.SECTION)
+"""What a server without training needs."""
+SCORED: tuple[AnyKind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
+"""What rewards and credit of recorded rollouts need."""
 
 Key: TypeAlias = tuple[str, ...]
 """A dotted key, as its parts."""
 
 
 @dataclass(frozen=True, eq=False)
-class ServerConfig:
-    """A configuration as far as a server needs it."""
+class LoadedConfig:
+    """A configuration, read and resolved, with the components that it chose.
+
+    One that was loaded for a part of a run alone may lack the others: their tables are empty, and asking for the
+    `engine`, `store` or `buffer` is a ConfigError.
+    """
 
     config: RunConfig
     """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written."""
     folder: Path
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
-    store: Chosen
-    sections: Mapping[str, Chosen]
-    """Tables of plugins, by name."""
+    choices: Choices
+    is_whole: bool
+    """Whether everything that it names was needed."""
 
+    @property
+    def policies(self) -> Mapping[str, PolicyPlan]:
+        """How each policy learns."""
+        return self.choices.policies
 
-@dataclass(frozen=True, eq=False)
-class PolicyConfig:
-    """A configuration as far as the policies that a run trained need it."""
+    @property
+    def rewards(self) -> Mapping[str, Chosen]:
+        """By the name of the table, which need not be the rule's."""
+        return self.choices.rewards
 
-    config: RunConfig
-    folder: Path
-    """Where relative paths start; absolute."""
-    plugins: Plugins
-    engine: Chosen | None
-    """None: it is not installed here."""
+    @property
+    def tasks(self) -> Mapping[str, Chosen]:
+        """By the name of the set."""
+        return self.choices.tasks
+
+    @property
+    def trackers(self) -> Mapping[str, Chosen]:
+        return self.choices.trackers
+
+    @property
+    def sections(self) -> Mapping[str, Chosen]:
+        """Tables of plugins, by name."""
+        return self.choices.sections
+
+    @property
+    def engine(self) -> Chosen:
+        return self._one(kinds.ENGINE)
+
+    @property
+    def store(self) -> Chosen:
+        return self._one(kinds.STORE)
+
+    @property
+    def buffer(self) -> Chosen:
+        return self._one(kinds.BUFFER)
+
+    def _one(self, kind: AnyKind) -> Chosen:
+        chosen = self.choices.single[kind.word]
+        if chosen is None:
+            raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind.word).name)}")
+        return chosen
 
     def weights(self, policy: str) -> str:
-        """What a policy started from: a folder, absolute, or a hub name. ConfigError if that folder is gone."""
-        model = self.config.policies[policy].model
-        found = _weights(model, self.folder)
-        if found is None:
+        """What a policy starts from: a folder, absolute, or a hub name. ConfigError if that folder is gone."""
+        path = self.config.policies[policy].model.path
+        local = below(self.folder, Path(path))
+        if local.is_dir():
+            return str(local)
+        if not HUB_NAME.fullmatch(path) or local.exists():
             raise ConfigError(
-                f"The weights that the policy '{policy}' started from are gone: there is no folder "
-                f"{below(self.folder, Path(model.path))}. Put them back, or say where they are: "
+                f"[policies.{policy}.model] path: there is no folder {local}, and '{path}' is not a hub name like "
+                f"'Qwen/Qwen2.5-0.5B-Instruct'. If the weights were moved, say where they are: "
                 f"--set policies.{policy}.model.path=FOLDER."
             )
-        return found
+        return path
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredConfig(ServerConfig):
-    """A configuration as far as rewards and credit of recorded rollouts need it."""
-
-    policies: Mapping[str, PolicyPlan]
-    """How each policy learns."""
-    rewards: Mapping[str, Chosen]
-    """By the name of the table, which need not be the rule's."""
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedConfig(ScoredConfig):
-    """A configuration, read and resolved."""
-
-    weights: Mapping[str, str]
-    """What each policy starts from: a folder, absolute, or a hub name."""
-    engine: Chosen
-    buffer: Chosen
-    tasks: Mapping[str, Chosen]
-    """By the name of the set."""
-    trackers: Mapping[str, Chosen]
-
-
-def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> LoadedConfig:
+def load(
+    path: Path,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    *,
+    needs: Collection[AnyKind] = kinds.KINDS,
+    plugins: Plugins | None = None,
+) -> LoadedConfig:
     """Read a run's configuration.
 
     `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError lists everything
     that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported.
 
+    With fewer kinds in `needs`, what other kinds lack is no error (nor that weights, or the agent's folder, are gone):
+    that component is missing. Plugin files that are there are imported, unless `plugins` are given: for configurations
+    that the user trusts.
+
         loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
         tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
     config, folder, report = _validated(path, overrides, seed)
-    if isinstance(config, UntrainedConfig):
-        raise ConfigError(
-            f"{path} has nothing to train: add [tasks.train], [policies] and what else `agl init` writes."
+    is_whole = needs is kinds.KINDS
+    if is_whole:
+        if isinstance(config, UntrainedConfig):
+            raise ConfigError(
+                f"{path} has nothing to train: add [tasks.train], [policies] and what else `agl init` writes."
+            )
+        _check_folder(folder, report)
+    files = [file for file in config.plugin_files if is_whole or file.is_file()]
+    if plugins is None:
+        plugins = Plugins.load(files)
+        if missing := ", ".join(str(file) for file in config.plugin_files if file not in files):
+            report.hint = f"Plugin files that are not there: {missing}."
+    elif config.plugins:
+        report.hint = (
+            "Looking at a run does not run the plugin files that it names: it may be somebody else's. If you trust "
+            "them, install them as a package."
         )
-    _check_folder(folder, report)
-    weights = _all_weights(config.policies, folder, report)
-    plugins = Plugins.load(config.plugin_files)
-    config, chosen = resolve(config, plugins, folder, report)
-    return LoadedConfig(config=config, folder=folder, plugins=plugins, weights=weights, **_only(LoadedConfig, chosen))
-
-
-def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
-    """Read a run's configuration as far as a server needs it.
-
-    Of the plugins that it names only the store and those of its sections have to be installed, and the weights need not
-    be there. Settings of what is not installed are left out of `config`: any of them may be a secret. ConfigError says
-    what is wrong.
-    """
-    config, folder, report = _validated(path, overrides)
-    plugins = Plugins.load(config.plugin_files)
-    config, chosen = resolve(config, plugins, folder, report, (kinds.STORE, kinds.SECTION))
-    return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
-
-
-def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
-    """Read a run's configuration as far as rewards and credit of recorded rollouts need it.
-
-    Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen. Those that
-    are there are imported: for configurations that the user trusts.
-    """
-    config, folder, report = _validated(path, overrides)
-    missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
-    plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
-    required = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
-    try:
-        config, chosen = resolve(config, plugins, folder, report, required)
-    except ConfigError as error:
-        raise ConfigError(f"{error}\n  Plugin files that are not there: {missing}.") if missing else error from None
-    return ScoredConfig(config=config, folder=folder, plugins=plugins, **_only(ScoredConfig, chosen))
-
-
-def load_for_policies(path: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> PolicyConfig:
-    """Read a run's configuration as far as the policies that it trained need it.
-
-    No plugin has to be installed, and no plugin file is imported; `plugins` are those that the run itself has loaded.
-    """
-    config, folder, report = _validated(path, overrides)
-    plugins = plugins or Plugins.load()
-    config, chosen = resolve(config, plugins, folder, report, ())
-    return PolicyConfig(config, folder, plugins, chosen["engine"])
-
-
-def load_store(path: Path) -> Chosen:
-    """The store of a run's configuration, for those who only read what it has.
-
-    No plugin file is imported: the run may be somebody else's. ConfigError if no installed plugin brings the store.
-    """
-    config, folder, report = _validated(path, ())
-    plugins = Plugins.load()
-    if config.store.name not in plugins.components(kinds.STORE) and config.plugins:
-        report.add(
-            ("store", "name"),
-            f"no installed plugin brings the store '{config.store.name}'. Looking at a run does not run the plugin "
-            f"files that it names: it may be somebody else's. If you trust them, install them as a package.",
-        )
+    resolved, choices = resolve(config, plugins, folder, report, needs)
+    loaded = LoadedConfig(resolved, folder, plugins, choices, is_whole)
+    for policy in config.policies if is_whole else ():
+        try:
+            loaded.weights(policy)
+        except ConfigError as error:
+            report.add(("policies", policy, "model", "path"), str(error).partition("path: ")[2])
     report.raise_if_any()
-    return resolve_store(config, plugins, folder, report)
+    return loaded
 
 
-def _only(model: type[ServerConfig], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts among the chosen ones that such a configuration has."""
-    return {each.name: chosen[each.name] for each in fields(model) if each.name in chosen}
+def read_config(path: Path, overrides: Sequence[str] = (), *, runs_agent: bool = False) -> RunConfig:
+    """Read a run's configuration, with `folder` absolute; none of the plugins that it names is looked for or imported.
 
-
-def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's configuration, with `folder` absolute; none of what it names is looked for or imported."""
-    return _validated(path, overrides)[0]
-
-
-def load_for_workers(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's configuration as far as those who run its agent need it, with `folder` absolute.
-
-    The plugins that it names are not looked for, nor are the weights: where agents run there need be no engine, no
-    algorithm and no reward. ConfigError says what is wrong apart from these.
+    It is all that those need who run its agent, whose folder has to be there.
     """
     config, folder, report = _validated(path, overrides)
-    _check_folder(folder, report)
+    if runs_agent:
+        _check_folder(folder, report)
     return config
 
 
@@ -236,28 +215,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"The configuration {path} cannot be read: {error}.") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-
-
-def _all_weights(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, str]:
-    found = {}
-    for name, policy in policies.items():
-        weights = _weights(policy.model, folder)
-        if weights is not None:
-            found[name] = weights
-            continue
-        report.add(
-            ("policies", name, "model", "path"),
-            f"there is no folder {below(folder, Path(policy.model.path))}, and '{policy.model.path}' is not a "
-            f"hub name like 'Qwen/Qwen2.5-0.5B-Instruct'.",
-        )
-    return found
-
-
-def _weights(model: ModelSection, folder: Path) -> str | None:
-    local = below(folder, Path(model.path))
-    if local.is_dir():
-        return str(local)
-    return model.path if HUB_NAME.fullmatch(model.path) and not local.exists() else None
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:

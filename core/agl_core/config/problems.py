@@ -54,6 +54,8 @@ class Report:
     def __init__(self, path: Path, overridden: Collection[Place] = ()) -> None:
         self._path, self._overridden = path, overridden
         self._problems: list[Problem] = []
+        self.hint = ""
+        """What else may explain the problems."""
 
     def add(self, place: Place, text: str) -> None:
         self._problems.append(Problem(place, text))
@@ -77,10 +79,11 @@ class Report:
     def raise_if_any(self) -> None:
         """ConfigError with one line per problem, if there is one."""
         lines = [f"{problem}{self._source(problem.place)}" for problem in self._problems]
+        hint = [self.hint] if self.hint else []
         if len(lines) == 1:
-            raise ConfigError(f"{self._path}: {lines[0]}")
+            raise ConfigError("\n  ".join([f"{self._path}: {lines[0]}", *hint]))
         if lines:
-            raise ConfigError("\n  ".join([f"{self._path} has {len(lines)} problems:", *lines]))
+            raise ConfigError("\n  ".join([f"{self._path} has {len(lines)} problems:", *lines, *hint]))
 
     def _source(self, place: Place) -> str:
         is_override = any(place[: len(key)] == key for key in self._overridden)

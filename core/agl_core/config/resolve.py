@@ -78,28 +78,43 @@ def label(component: Component) -> str:
     return f"{component.kind} '{component.name}' ({component.origin})"
 
 
-def resolve(
-    config: RunConfig, plugins: Plugins, folder: Path, report: Report, required: Collection[AnyKind] = kinds.KINDS
-) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration with every setting filled in, and what it chose, by the name of the table.
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What a configuration chose; what is not installed, and need not be, is missing."""
 
-    ConfigError with what the report has by then. What is not installed is missing; for the kinds that are `required`
-    that is an error.
+    single: Mapping[str, Chosen | None]
+    """Of the kinds of which a run has one, by the name of their table."""
+    policies: Mapping[str, PolicyPlan]
+    tasks: Mapping[str, Chosen]
+    rewards: Mapping[str, Chosen]
+    trackers: Mapping[str, Chosen]
+    sections: Mapping[str, Chosen]
+
+
+def resolve(
+    config: RunConfig, plugins: Plugins, folder: Path, report: Report, needs: Collection[AnyKind]
+) -> tuple[RunConfig, Choices]:
+    """The configuration with every setting filled in, and what it chose.
+
+    What is wrong goes to the report, if it is of a kind that is needed; that component is missing from both.
     """
-    find = _Resolver(plugins, folder, report, required)
-    parts: dict[str, tuple[Any, Any]] = {
+    find = _Resolver(plugins, folder, report, needs)
+    single = {
         kind.word: find.choice(kind, (kind.word,), getattr(config, kind.word))
         for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.ENGINE, kinds.STORE, kinds.BUFFER)
     }
-    parts["policies"] = find.policies(config.policies, parts["algorithm"][1], parts["credit"][1])
-    parts["tasks"] = find.tables(("tasks",), config.tasks)
-    parts["rewards"] = find.tables(("rewards",), config.rewards)
-    parts["trackers"] = find.trackers(config.trackers)
+    policies, plans = find.policies(config.policies, single["algorithm"][1], single["credit"][1])
+    tasks, chosen_tasks = find.tables(("tasks",), config.tasks)
+    rewards, chosen_rewards = find.tables(("rewards",), config.rewards)
+    trackers, chosen_trackers = find.trackers(config.trackers)
     sections = find.sections(config.tables_of_plugins)
-    report.raise_if_any()
-    own = config.model_copy(update={name: table for name, (table, _) in parts.items()})
-    resolved = _with_tables(own, {name: dict(each.settings) for name, each in sections.items()})
-    return resolved, {**{name: chosen for name, (_, chosen) in parts.items()}, "sections": sections}
+    tables = {"policies": policies, "tasks": tasks, "rewards": rewards, "trackers": trackers}
+    resolved = config.model_copy(update={**{name: table for name, (table, _) in single.items()}, **tables})
+    choices = Choices(
+        {name: chosen for name, (_, chosen) in single.items()},
+        *(plans, chosen_tasks, chosen_rewards, chosen_trackers, sections),
+    )
+    return _with_tables(resolved, {name: dict(chosen.settings) for name, chosen in sections.items()}), choices
 
 
 def _with_tables(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
@@ -107,14 +122,6 @@ def _with_tables(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
     copy = config.model_copy()
     object.__setattr__(copy, "__pydantic_extra__", dict(tables))
     return copy
-
-
-def resolve_store(config: RunConfig, plugins: Plugins, folder: Path, report: Report) -> Chosen:
-    """What the configuration chose as its store."""
-    _, store = _Resolver(plugins, folder, report, (kinds.STORE,)).choice(kinds.STORE, ("store",), config.store)
-    report.raise_if_any()
-    assert store is not None
-    return store
 
 
 class _Resolver:
@@ -125,8 +132,13 @@ class _Resolver:
     of plugins that are not installed.
     """
 
-    def __init__(self, plugins: Plugins, folder: Path, report: Report, required: Collection[AnyKind]) -> None:
-        self._plugins, self._folder, self._report, self._required = plugins, folder, report, required
+    def __init__(self, plugins: Plugins, folder: Path, report: Report, needs: Collection[AnyKind]) -> None:
+        self._plugins, self._folder, self._needed, self._needs = plugins, folder, report, needs
+
+    def _report(self, kind: AnyKind) -> Report:
+        """Where problems with components of a kind go: nowhere, if none is needed."""
+        is_needed = kind in self._needs or (kind not in kinds.KINDS and kinds.SECTION in self._needs)
+        return self._needed if is_needed else Report(Path())
 
     def choice(self, kind: AnyKind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
@@ -134,7 +146,7 @@ class _Resolver:
         tables = {key_inside: value for key_inside, value in section.tables.items() if isinstance(value, dict)}
         for stray in section.tables.keys() - tables.keys():
             table = ".".join(map(str, (*place, section.name)))
-            self._report.add((*place, stray), f"there is no such key here; settings stand in [{table}].")
+            self._report(kind).add((*place, stray), f"there is no such key here; settings stand in [{table}].")
         if section.name in known:
             tables.setdefault(section.name, {})
         else:
@@ -186,12 +198,10 @@ class _Resolver:
         known, sections = self._plugins.components(kinds.SECTION), {}
         for name, settings in tables.items():
             if name not in known:
-                if kinds.SECTION in self._required or not isinstance(settings, dict):
-                    self._report.add(
-                        (name,), f"there is no such key. {nearest(name, [*names_at(RunConfig, ()), *known])}"
-                    )
+                report = self._report(kinds.SECTION) if isinstance(settings, dict) else self._needed
+                report.add((name,), f"there is no such key. {nearest(name, [*names_at(RunConfig, ()), *known])}")
             elif not isinstance(settings, dict):
-                self._report.add((name,), "must be a table.")
+                self._needed.add((name,), "must be a table.")
             elif chosen := self._chosen(kinds.SECTION, name, settings, (name,)):
                 options, parts = self._inside(chosen.options, (name,))
                 sections[name] = Chosen(chosen.component, options, settings_of(options), parts)
@@ -242,16 +252,17 @@ class _Resolver:
             return None
         clash = set(reserved.model_fields) & set(component.options.model_fields) if reserved else set()
         if clash:
-            self._report.add(place, f"{label(component)} calls a setting {clash}, which means something else here.")
+            self._report(kind).add(
+                place, f"{label(component)} calls a setting {clash}, which means something else here."
+            )
             return None
-        options = self._report.validated(component.options, settings, place, label(component))
+        options = self._report(kind).validated(component.options, settings, place, label(component))
         if options is None:
             return None
         return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
 
     def _unknown(self, kind: AnyKind, name: str, place: Place) -> None:
-        if kind in self._required or (kind not in kinds.KINDS and kinds.SECTION in self._required):
-            self._report.add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
+        self._report(kind).add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
 
 
 def below(folder: Path, path: Path) -> Path:

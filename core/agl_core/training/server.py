@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agl_core.config.load import ServerConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import ConfigError, ServerError, StoreError
 from agl_core.server import Keys, LightningServer
@@ -22,7 +22,7 @@ from agl_core.wire.keys import SERVER_FILE, ServerFile, problem_of_key, take_key
 
 @asynccontextmanager
 async def local_server(
-    loaded: ServerConfig, run_dir: Path, source_of: SourceFactory | None = None
+    loaded: LoadedConfig, run_dir: Path, source_of: SourceFactory | None = None
 ) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, in this process; they end with it.
 
@@ -75,7 +75,7 @@ async def _has_begun(store: Store, file: Path) -> bool:
 
 
 async def _started(
-    loaded: ServerConfig, store: Store, keys: Keys, file: Path, source: RolloutSource | None
+    loaded: LoadedConfig, store: Store, keys: Keys, file: Path, source: RolloutSource | None
 ) -> LightningServer:
     """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
     wanted = loaded.config.server.port
@@ -87,7 +87,7 @@ async def _started(
 
 
 async def _listening(
-    loaded: ServerConfig, store: Store, keys: Keys, port: int, source: RolloutSource | None
+    loaded: LoadedConfig, store: Store, keys: Keys, port: int, source: RolloutSource | None
 ) -> LightningServer:
     server = LightningServer(
         store,

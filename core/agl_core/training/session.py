@@ -133,7 +133,7 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
         seed=config.seed,
         policies={
             name: PolicySpec(
-                model=loaded.weights[name],
+                model=loaded.weights(name),
                 dtype=policy.model.dtype,
                 trust_remote_code=policy.model.trust_remote_code,
                 lora=policy.model.lora.model_dump() if policy.model.lora else None,

@@ -12,6 +12,7 @@ import pytest
 from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
 from agl_core.config.load import apply_overrides, load_for_policies
 from agl_core.errors import ConfigError, PluginError
+from agl_core.plugins import Plugins
 from agl_core.types import Ending
 
 Load = Callable[..., LoadedConfig]
@@ -68,7 +69,7 @@ def test_paths_are_resolved_against_the_file(
     run = loaded(minimal)
 
     assert run.folder == folder.resolve()
-    assert run.weights["default"] == str(folder / "weights")
+    assert run.weights("default") == str(folder / "weights")
     assert run.config.plugin_files[1] == folder / "mine.py"
 
 
@@ -131,7 +132,7 @@ def test_a_narrow_pattern_may_stand_before_a_wide_one(minimal: dict[str, Any], l
 def test_a_model_that_is_no_folder_is_a_hub_name(minimal: dict[str, Any], loaded: Load) -> None:
     change(minimal, "policies.default.model.path", "Qwen/Qwen2.5-0.5B-Instruct")
 
-    assert loaded(minimal).weights["default"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert loaded(minimal).weights("default") == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def test_the_folder_can_be_given(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
@@ -142,7 +143,7 @@ def test_the_folder_can_be_given(minimal: dict[str, Any], loaded: Load, folder: 
     run = loaded(minimal)
 
     assert run.folder == folder / "inside"
-    assert run.weights["default"] == str(folder / "inside" / "other")
+    assert run.weights("default") == str(folder / "inside" / "other")
 
 
 def test_endings_that_are_not_named_keep_their_default(minimal: dict[str, Any], loaded: Load) -> None:
@@ -429,5 +430,5 @@ def test_tables_of_plugins_are_checked_and_resolved(
         with pytest.raises(ConfigError, match=re.escape(says)):
             loaded({**minimal, "garden": garden})
     loaded({**minimal, "garden": {"rows": 4}})
-    policies = load_for_policies(folder / "train.toml")
+    policies = load(folder / "train.toml", needs=(), plugins=Plugins.load())
     assert policies.config.tables_of_plugins == {}, "that plugin file is not imported, and its settings may be secrets"

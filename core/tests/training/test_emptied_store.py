@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from agl_core.config.load import ServerConfig, load_for_server
+from agl_core.config.load import SERVED, LoadedConfig, load
 from agl_core.errors import StoreError
 from agl_core.training.server import begin_restart, local_server
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> ServerConfig:
+def loaded(tmp_path: Path) -> LoadedConfig:
     file = tmp_path / "train.toml"
     file.write_text(
         tomli_w.dumps(
@@ -26,7 +26,7 @@ def loaded(tmp_path: Path) -> ServerConfig:
             }
         )
     )
-    return load_for_server(file)
+    return load(file, needs=SERVED)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("fault", [Path.unlink, lambda store: store.write_bytes(b"")])
 async def test_an_empty_store_is_not_served_where_a_run_was_begun(
-    loaded: ServerConfig, run_dir: Path, fault: Callable[[Path], None]
+    loaded: LoadedConfig, run_dir: Path, fault: Callable[[Path], None]
 ) -> None:
     async with local_server(loaded, run_dir) as server:
         await begin_restart(server, loaded.config, run_dir, None)
@@ -55,7 +55,7 @@ async def test_an_empty_store_is_not_served_where_a_run_was_begun(
         assert [run.id for run in await server.store.runs()] == ["run"]
 
 
-async def test_before_a_run_is_begun_there_is_nothing_to_lose(loaded: ServerConfig, run_dir: Path) -> None:
+async def test_before_a_run_is_begun_there_is_nothing_to_lose(loaded: LoadedConfig, run_dir: Path) -> None:
     async with local_server(loaded, run_dir):
         pass
     (run_dir / "store.sqlite").unlink()

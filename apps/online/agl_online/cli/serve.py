@@ -15,7 +15,7 @@ from agl_core.cli.shared.options import Set
 
 if TYPE_CHECKING:
     from agl_core.cli.shared.screen import Screen
-    from agl_core.config.load import ServerConfig
+    from agl_core.config.load import LoadedConfig
     from agl_core.protocols import Upstream
     from agl_online.config import OnlineSection
 
@@ -45,13 +45,13 @@ def serve(
     the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
     from agl_core.cli.shared.screen import Screen
-    from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
+    from agl_core.config.load import CONFIG_FILE, SERVED, load, store_config
     from agl_core.server.listening import run
     from agl_core.training.run_folder import make_run_dir, removed_unless_begun
 
     changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
     file = target / CONFIG_FILE if target.is_dir() else target
-    loaded = load_for_server(file, [*set_, *changes])
+    loaded = load(file, [*set_, *changes], needs=SERVED)
     run_dir = target if target.is_dir() else loaded.config.runs / loaded.config.name
     is_new = not run_dir.exists()
     if not (run_dir / CONFIG_FILE).exists():
@@ -60,7 +60,7 @@ def serve(
         run(_serve(loaded, run_dir, Screen(), begun))
 
 
-async def _serve(loaded: ServerConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
+async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
     from agl_core.cli.shared.viewing import shown
     from agl_core.errors import ConfigError
     from agl_core.training.server import local_server, run_settings

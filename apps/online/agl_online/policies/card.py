@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.analysis.text.words import one_line
-from agl_core.config.load import PolicyConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import HUB_NAME
 from agl_core.engines.hub import downloaded
 from agl_core.errors import ConfigError
@@ -27,7 +27,7 @@ _WHAT = {
 }
 
 
-def model_card(version: Version, loaded: PolicyConfig, form: Form) -> str:
+def model_card(version: Version, loaded: LoadedConfig, form: Form) -> str:
     """The folder's README.md, with the front matter that the Hugging Face hub reads."""
     base = loaded.config.policies[version.policy].model.path
     try:
@@ -74,7 +74,7 @@ def licence_of(weights: str) -> str | None:
     return found[1] if found else None
 
 
-def _facts(version: Version, loaded: PolicyConfig) -> Iterator[tuple[str, str]]:
+def _facts(version: Version, loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     """What made the version; the configuration is that of the checkpoint's own step."""
     config: Mapping[str, Any] = read_state(version.checkpoint).config if version.checkpoint is not None else {}
     config = config or loaded.config.model_dump(mode="json")

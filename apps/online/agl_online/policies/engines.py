@@ -14,8 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from agl_core import kinds
-from agl_core.config import CONFIG_FILE
-from agl_core.config.load import PolicyConfig, load_for_policies
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.kinds import Capability
 from agl_core.plugins import Plugins
@@ -40,12 +39,12 @@ def log_folder() -> Iterator[Path]:
 class Source:
     """The run that a version comes from, as far as its policies need it."""
 
-    loaded: PolicyConfig
+    loaded: LoadedConfig
 
     @classmethod
     def of(cls, run: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> Source:
-        """Read the run's configuration, with `KEY=VALUE` texts that override it; see `load_for_policies`."""
-        return cls(load_for_policies(run / CONFIG_FILE, overrides, plugins))
+        """Read the run's configuration, with `KEY=VALUE` texts that override it."""
+        return cls(load(run / CONFIG_FILE, overrides, needs=(), plugins=plugins or Plugins.load()))
 
     def spec(self, version: Version) -> PolicySpec:
         """What to load. ConfigError if the weights below an adapter are gone."""
@@ -65,7 +64,7 @@ class Source:
 
         `folder` is for its log. ConfigError if there is none that serves and merges policies.
         """
-        chosen = self.loaded.engine
+        chosen = self.loaded.choices.single["engine"]
         if name is not None or chosen is None or Capability.POLICIES not in chosen.component.provides:
             build, options = self._other(name)
         else:

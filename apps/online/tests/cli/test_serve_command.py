@@ -13,7 +13,7 @@ import tomli_w
 
 from agl_core.cli.doctor import SERVER_MODULES
 from agl_core.client import BlockingClient
-from agl_core.config.load import load_for_server
+from agl_core.config.load import SERVED, load
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.wire.keys import WORKER_KEY
@@ -55,7 +55,7 @@ def test_a_server_needs_its_store_and_nothing_that_trains(tmp_path: Path) -> Non
     run = tmp_path / "runs" / "run"
     written = (run / "config.toml").read_text()
     assert "secret" not in written, "which settings of an absent plugin are secrets is not known"
-    again = load_for_server(run / "config.toml").config
+    again = load(run / "config.toml", needs=SERVED).config
     assert (again.engine.name, again.algorithm.name, again.credit.name) == ("absent", "absent", "identical")
     assert (again.rewards["right"].rule, again.rewards["right"].weight) == ("absent", 0.5)
     assert again.tasks["train"].source == "absent"

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agl_core.config.load import load_for_policies, load_for_server
+from agl_core.config.load import SERVED, load
 from agl_core.errors import EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec, Upstream
@@ -98,7 +98,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    loaded = load_for_server(ledger.run / "config.toml")
+    loaded = load(ledger.run / "config.toml", needs=SERVED)
     share = learn_section(loaded).canary.share
     made: list[Engine] = []
     async with (
@@ -305,7 +305,7 @@ async def test_versions_are_served_by_the_engine_that_trains_also_if_a_plugin_fi
     run = make_deployed(tmp_path / "calc", 10).run
     written = (run / "config.toml").read_text()
     (run / "config.toml").write_text(f"plugins = [{str(file)!r}]\n" + written.replace("not-installed", "mine"))
-    config = load_for_policies(run / "config.toml").config
+    config = load(run / "config.toml", needs=()).config
     with pytest.raises(EngineError, match="the engine of the file"):
         async with DeployedVersions(run, config, 0.1, plugins=Plugins.load([file])):
             pass

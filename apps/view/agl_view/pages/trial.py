@@ -11,7 +11,7 @@ from agl_core import kinds
 from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.analysis.trials.trial import Trial, try_run
 from agl_core.config import CONFIG_FILE, check
-from agl_core.config.load import load_for_scoring, read_config
+from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -36,7 +36,7 @@ async def try_page(pages: Pages, request: Request) -> Response:
         problem = "Trying runs the code of the run's rules and plugin files, with your rights. Tick that you trust it."
     elif changes:
         try:
-            loaded = load_for_scoring(folder / CONFIG_FILE, changes)
+            loaded = load(folder / CONFIG_FILE, changes, needs=SCORED)
             check(loaded)
             ids = [rollout] if rollout else []
             trial = await try_run(folder, pages.folders.open_store(folder), loaded, ids, None if rollout else step)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agl_core.analysis.rollouts import superseded
 from agl_core.capture import load_episodes
-from agl_core.config import CONFIG_FILE, ScoredConfig
+from agl_core.config import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, StoreRefusedError, nearest
 from agl_core.store.interface import Store
 from agl_core.types import Ending, Episode, Mode, Rollout, RolloutState
@@ -33,7 +33,7 @@ def chosen_episodes(file: Path, ids: Sequence[str], step: int | None) -> list[Ep
     return chosen
 
 
-def run_of(file: Path, loaded: ScoredConfig) -> Path:
+def run_of(file: Path, loaded: LoadedConfig) -> Path:
     """The run that has this file as its configuration, else the newest of the configuration's name."""
     runs, name = loaded.config.runs, loaded.config.name
     if file.name == CONFIG_FILE and any((file.parent / made).exists() for made in ("store.sqlite", SERVER_FILE)):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from agl_core.analysis.rollouts import GroupCredit, reward_weights, terminal_reward
 from agl_core.analysis.runs import find_run, open_store
 from agl_core.analysis.trials.choosing import chosen_episodes, chosen_rollouts, run_of
-from agl_core.config import ScoredConfig
+from agl_core.config import LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
@@ -118,7 +118,7 @@ class Trial:
 
 
 def try_rewards(
-    loaded: ScoredConfig, config: Path, run: Path | None, ids: Sequence[str] = (), step: int | None = None
+    loaded: LoadedConfig, config: Path, run: Path | None, ids: Sequence[str] = (), step: int | None = None
 ) -> Coroutine[Any, Any, Trial]:
     """Score recorded rollouts as `loaded`, the configuration in the file `config`, says, and credit those of training.
 
@@ -134,14 +134,14 @@ def try_rewards(
 
 
 async def try_run(
-    folder: Path, opened: Store, loaded: ScoredConfig, ids: Sequence[str] = (), step: int | None = None
+    folder: Path, opened: Store, loaded: LoadedConfig, ids: Sequence[str] = (), step: int | None = None
 ) -> Trial:
     """`try_rewards` on the run in this folder, by its store."""
     async with opened as store:
         return await _try_rollouts(folder, store, loaded, await chosen_rollouts(store, folder, ids, step))
 
 
-async def _try_rollouts(folder: Path, store: Store, loaded: ScoredConfig, rollouts: Sequence[Rollout]) -> Trial:
+async def _try_rollouts(folder: Path, store: Store, loaded: LoadedConfig, rollouts: Sequence[Rollout]) -> Trial:
     groups: list[list[Rollout]] = []
     incomplete = {}
     by_group: dict[tuple[str, str], list[Rollout]] = {(r.group, r.run): [] for r in rollouts if r.mode.trains}
@@ -171,7 +171,7 @@ async def _try_rollouts(folder: Path, store: Store, loaded: ScoredConfig, rollou
     return _trial(folder, changes, failures, incomplete)
 
 
-async def _try_episodes(file: Path, loaded: ScoredConfig, episodes: Sequence[Episode]) -> Trial:
+async def _try_episodes(file: Path, loaded: LoadedConfig, episodes: Sequence[Episode]) -> Trial:
     """The same for episodes that no store has (`agl_core.load_episodes`); those of one group are credited together."""
     unscored = [loaded.plugins.hook.episode_built(_without_rules(episode)) for episode in episodes]
     scored, failures = await _scored(loaded, unscored)
@@ -194,7 +194,7 @@ def _trial(
     return Trial(run, changes, mean, incomplete, failures)
 
 
-def _credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
+def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
     """The credit of each transition by the configured rules, as training records it, or the reason for none."""
     train = loaded.config.train
     unknown = {t.policy for group in groups for e in group for t in e.transitions} - loaded.policies.keys()
@@ -216,7 +216,7 @@ def _credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict
     return found
 
 
-async def _scored(loaded: ScoredConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], tuple[str, ...]]:
+async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], tuple[str, ...]]:
     """The episodes with their rewards, and what rules raised."""
     rules, endings = scoring_rules(loaded), loaded.config.train.endings
     scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)

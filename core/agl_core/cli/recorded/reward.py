@@ -75,13 +75,13 @@ def try_(
     from agl_core.analysis.trials.trial import try_rewards
     from agl_core.cli.shared.screen import Screen
     from agl_core.config import check
-    from agl_core.config.load import load_for_scoring, read_config
+    from agl_core.config.load import SCORED, load, read_config
 
     if rollout and step is not None:
         raise ConfigError("Name either rollouts (--rollout) or a step (--step), not both.")
     if not yes:
         _ask(config, read_config(config, set_))
-    loaded = load_for_scoring(config, set_)
+    loaded = load(config, set_, needs=SCORED)
     check(loaded)
     trial = asyncio.run(try_rewards(loaded, config, run, rollout, step))
     if as_json:

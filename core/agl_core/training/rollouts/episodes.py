@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from agl_core.config import ScoredConfig
+from agl_core.config import LoadedConfig
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import ScoringRule, build_episode
 from agl_core.learning.rewards import AGENT_SOURCE, reported
@@ -66,7 +66,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     return episodes
 
 
-def scoring_rules(loaded: ScoredConfig) -> list[ScoringRule]:
+def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
     """The reward rules of a run. Of tasks that no rule scores, the reward is what the agent itself reported."""
     rules = [
         ScoringRule(name, chosen.build(), section.weight, frozenset(section.modes), section.time_limit)
