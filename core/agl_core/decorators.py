@@ -14,10 +14,10 @@ run's folder or seed, or state of its own, is registered by a hook instead (`agl
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -55,37 +55,30 @@ def options_of(thing: Callable[..., Any]) -> type[BaseModel]:
     return create_model(f"{thing.__name__}_options", __config__=ConfigDict(extra="forbid"), **fields)
 
 
-def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the rule of a run: the function with its settings filled in."""
-    return lambda **settings: functools.partial(function, **settings)
-
-
 def component(
     function: Any,
     kind: AnyKind,
     name: str | None = None,
-    make: Callable[[Any], Callable[..., Any]] = _filled,
+    make: Callable[..., Any] = partial,
     options: type[BaseModel] | None = None,
     **declared: Any,
 ) -> Any:
     """What a decorator of a kind returns: the decorated function, or without one, as in `@decorator(name=…)`, itself.
 
-    `make(function)` makes the component, called with the context of its kind and the settings as keywords. With
-    `options`, the decorated thing is the builder.
+    `make(function, *context, **settings)` makes the component; by default it is the function with its settings filled
+    in. With `options`, the decorated thing is the builder.
     """
 
     def decorate(thing: Any) -> Any:
-        product = make(thing)
-
         def build(options: BaseModel, *context: Any) -> Any:
-            return product(*context, **{setting: getattr(options, setting) for setting in type(options).model_fields})
+            return make(
+                thing, *context, **{setting: getattr(options, setting) for setting in type(options).model_fields}
+            )
 
         def bring(register: Register) -> None:
-            named, doc = name or thing.__name__, inspect.getdoc(thing)
-            if options is not None:
-                register(kind, named, thing, options=options, doc=doc, **declared)
-            else:  # Only now: annotations of settings may name what the module defines below the function.
-                register(kind, named, build, options=options_of(thing), doc=doc, **declared)
+            # Only now: annotations of settings may name what the module defines below the function.
+            builder, settings = (build, options_of(thing)) if options is None else (thing, options)
+            register(kind, name or thing.__name__, builder, options=settings, doc=inspect.getdoc(thing), **declared)
 
         setattr(thing, DECORATED, bring)
         return thing
@@ -107,39 +100,38 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     `isolated`: a run calls it in a process without keys, files of the run or network, with limits of time and memory
     (docs/security.md). It must be a function of a module, and not async.
     """
-    return component(function, kinds.REWARD, name, _isolated if isolated else _filled)
+    if not isolated:
+        return component(function, kinds.REWARD, name)
+
+    def decorate(function: Any) -> Any:
+        if "<locals>" in function.__qualname__ or inspect.iscoroutinefunction(function):
+            raise PluginError(
+                f"The isolated reward rule '{function.__name__}' cannot be called in another process. Make it a "
+                "function of its module, not one inside another function, and not async."
+            )
+        return component(function, kinds.REWARD, name, _isolated)
+
+    return decorate
 
 
-def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
-    if "<locals>" in function.__qualname__ or inspect.iscoroutinefunction(function):
-        raise PluginError(
-            f"The isolated reward rule '{function.__name__}' cannot be called in another process. Make it a function "
-            "of its module, not one inside another function, and not async."
-        )
+def _isolated(function: Callable[..., Any], **settings: Any) -> Any:
+    from agl_core.sandbox import IsolatedFunction  # Agents' processes need no rules.
 
-    def isolated(**settings: Any) -> Any:
-        from agl_core.sandbox import IsolatedFunction  # Agents' processes need no rules.
-
-        return IsolatedFunction(function, settings)
-
-    return isolated
+    return IsolatedFunction(function, settings)
 
 
-@overload
-def group_reward_rule(function: GroupRewardFunction) -> GroupRewardFunction: ...
-@overload
-def group_reward_rule(*, name: str) -> Callable[[GroupRewardFunction], GroupRewardFunction]: ...
-def group_reward_rule(function: Any = None, *, name: str | None = None) -> Any:
+def group_reward_rule(function: GroupRewardFunction) -> GroupRewardFunction:
     """Make `function(episodes, *, settings…)` a reward rule that sees all episodes of a group; it may be async.
 
     It returns a list with what a reward rule returns, one for each episode in their order. It gets the episodes that
     the other rules had rewards for, not those that were dropped or have a fixed reward for their ending.
     """
 
-    def make(function: GroupRewardFunction) -> Callable[..., GroupRewardRule]:
-        return lambda **settings: GroupRewardRule(functools.partial(function, **settings))
+    def make(function: GroupRewardFunction, **settings: Any) -> GroupRewardRule:
+        return GroupRewardRule(partial(function, **settings))
 
-    return component(function, kinds.REWARD, name, make, needs={Capability.GROUPS})
+    decorated: GroupRewardFunction = component(function, kinds.REWARD, None, make, needs={Capability.GROUPS})
+    return decorated
 
 
 def credit_rule(
@@ -175,9 +167,23 @@ def algorithm(
     credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
     """
     decorate: Callable[[AlgorithmClass], AlgorithmClass] = component(
-        None, kinds.ALGORITHM, name, lambda algorithm: algorithm, options=options, takes=takes, needs=needs
+        None,
+        kinds.ALGORITHM,
+        name,
+        lambda algorithm, **settings: algorithm(**settings),
+        options,
+        takes=takes,
+        needs=needs,
     )
     return decorate
+
+
+@dataclass
+class _FunctionAdapter:
+    """An adapter of one function."""
+
+    framework: str
+    attach: AttachFunction
 
 
 def adapter(
@@ -214,14 +220,7 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
 
     Settings of type `Path` are relative to the configuration file.
     """
-
-    def make(function: TaskListFunction) -> Callable[..., _ListedTasks]:
-        def listed(folder: Path, seed: int, **settings: Any) -> _ListedTasks:
-            return _ListedTasks.checked(function.__name__, function(**settings))
-
-        return listed
-
-    return component(function, kinds.TASK_SOURCE, name, make)
+    return component(function, kinds.TASK_SOURCE, name, _listed)
 
 
 def endless_task_source(
@@ -235,91 +234,65 @@ def endless_task_source(
     relative to the configuration file.
     """
 
-    def make(function: TaskFunction) -> Callable[..., _DrawnTasks]:
-        if held_out is not None and "split" not in options_of(function).model_fields:
+    def make(function: TaskFunction, folder: Path, seed: int, **settings: Any) -> _Tasks:
+        if held_out is None or settings["split"] == "train":
+            return _Tasks(None, partial(_drawn, function, seed, settings))
+        return _Tasks(held_out, partial(_drawn, function, 0, settings))
+
+    def decorate(function: TaskFunction) -> TaskFunction:
+        if held_out is not None and "split" not in inspect.signature(function).parameters:
             raise PluginError(
                 f"The task source '{function.__name__}' has held-out tasks, but no setting that says which are wanted. "
                 "Give the function the keyword-only parameter 'split'."
             )
+        decorated: TaskFunction = component(function, kinds.TASK_SOURCE, name, make)
+        return decorated
 
-        def drawn(folder: Path, seed: int, **settings: Any) -> _DrawnTasks:
-            trained = held_out is None or settings["split"] == "train"
-            size = None if trained else held_out
-            return _DrawnTasks(function, seed if trained else 0, size, settings)
-
-        return drawn
-
-    decorate: Callable[[TaskFunction], TaskFunction] = component(None, kinds.TASK_SOURCE, name, make)
     return decorate
 
 
-@overload
-def tracker(function: LogFunction) -> LogFunction: ...
-@overload
-def tracker(*, name: str) -> Callable[[LogFunction], LogFunction]: ...
-def tracker(function: Any = None, *, name: str | None = None) -> Any:
+@dataclass(frozen=True)
+class _Tasks:
+    size: int | None
+    task: Callable[[int], Task]
+
+
+def _listed(function: Callable[..., Iterable[Task]], folder: Path, seed: int, **settings: Any) -> _Tasks:
+    tasks = tuple(function(**settings))
+    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
+    if wrong or not tasks:
+        what = f"a {wrong[0]}" if wrong else "nothing"
+        raise PluginError(
+            f"The task source '{function.__name__}' listed {what}. It must list one agl_core.Task or more."
+        )
+    if len({task.id for task in tasks}) < len(tasks):
+        raise PluginError(f"The task source '{function.__name__}' listed two tasks with one id. Each needs its own.")
+    return _Tasks(len(tasks), tasks.__getitem__)
+
+
+def _drawn(function: Callable[..., Any], seed: int, settings: Mapping[str, Any], index: int) -> Task:
+    task = function(index, seed, **settings)
+    if isinstance(task, Task):
+        return task
+    raise PluginError(
+        f"The task source '{function.__name__}' made a {type(task).__name__} for index {index}. "
+        "It must make an agl_core.Task."
+    )
+
+
+def tracker(function: LogFunction) -> LogFunction:
     """Make `function(step, metrics, *, settings…)` a tracker; it is called with the metrics of each step."""
 
-    def make(function: LogFunction) -> Callable[..., _CalledTracker]:
-        return lambda run_dir, **settings: _CalledTracker(functools.partial(function, **settings))
+    def make(function: LogFunction, run_dir: Path, **settings: Any) -> _CalledTracker:
+        return _CalledTracker(partial(function, **settings))
 
-    return component(function, kinds.TRACKER, name, make)
-
-
-@dataclass
-class _FunctionAdapter:
-    """An adapter of one function."""
-
-    framework: str
-    attach: AttachFunction
-
-
-@dataclass(frozen=True)
-class _ListedTasks:
-    tasks: tuple[Task, ...]
-
-    @classmethod
-    def checked(cls, name: str, listed: Iterable[Task]) -> _ListedTasks:
-        tasks = tuple(listed)
-        wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
-        if wrong or not tasks:
-            what = f"a {wrong[0]}" if wrong else "nothing"
-            raise PluginError(f"The task source '{name}' listed {what}. It must list one agl_core.Task or more.")
-        if len({task.id for task in tasks}) < len(tasks):
-            raise PluginError(f"The task source '{name}' listed two tasks with one id. Give each an id of its own.")
-        return cls(tasks)
-
-    @property
-    def size(self) -> int:
-        return len(self.tasks)
-
-    def task(self, index: int) -> Task:
-        return self.tasks[index]
-
-
-@dataclass(frozen=True)
-class _DrawnTasks:
-    function: Callable[..., Any]
-    seed: int
-    size: int | None
-    settings: Mapping[str, Any]
-
-    def task(self, index: int) -> Task:
-        task = self.function(index, self.seed, **self.settings)
-        if isinstance(task, Task):
-            return task
-        raise PluginError(
-            f"The task source '{self.function.__name__}' made a {type(task).__name__} for index {index}. "
-            "It must make an agl_core.Task."
-        )
+    decorated: LogFunction = component(function, kinds.TRACKER, None, make)
+    return decorated
 
 
 @dataclass(frozen=True)
 class _CalledTracker:
-    function: Callable[[int, Mapping[str, float]], None]
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.function(step, metrics)
+    log: Callable[[int, Mapping[str, float]], None]
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,10 +40,10 @@ class Capability(StrEnum):
     OWN_ALGORITHMS = "own algorithms"
     """An engine that computes the algorithm by itself, by its name there."""
     POLICIES = "saved policies"
-    """An engine that serves and merges what was saved, without a run (`agl_core.protocols.PolicyEngine`)."""
+    """An engine that serves and merges what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"
     """An engine that tokenises recorded replies, and trains on them without knowing the log-probabilities that they
-    were sampled with (`agl_core.protocols.TokenizingEngine`)."""
+    were sampled with (`agl_core.protocols.Engine.tokenize`)."""
     IMAGES = "images"
     """An engine whose models take images in messages, and that trains on replies to them."""
     GROUPS = "groups"
@@ -61,7 +61,7 @@ class Kind(Generic[Context, Product]):
     word: str
     """The word for it in configurations and messages."""
     declares: frozenset[str] = frozenset()
-    """What may be said of its components beside name, builder, options, needs and doc; see `Register`."""
+    """Which of `Declared` may be said of its components beside `doc` and `needs`."""
 
     def __str__(self) -> str:
         return self.word
@@ -95,16 +95,27 @@ class NoOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Declared(TypedDict, total=False):
+    """What a plugin says of a component beside its name, builder and options; `Kind.declares` has what its kind may."""
+
+    doc: str | None
+    """By default the first line of the builder's docstring."""
+    needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]]
+    """Of the rest of the run, fixed or computed from the settings."""
+    provides: Iterable[Capability]
+    """What an engine, a reward or a credit rule offers the rest of the run."""
+    takes: CreditKind | Callable[[Any], CreditKind | None] | None
+    """Which credited values an algorithm takes, fixed or computed from the settings; by default either."""
+    yields: CreditKind | Collection[CreditKind]
+    """What the values of a credit rule are, or both if they can be read as either; required."""
+    status_rules: Iterable[Any]
+    """The words in which an adapter's framework tells a model that a tool failed, see `agl_core.adapter`."""
+
+
 class Register(Protocol):
     """What `register_components` is called with; call it for each component.
 
-    `options` is a pydantic model of the settings, which the builder gets. `needs` is what the component needs of the
-    rest of the run, fixed or computed from the settings. `doc` is by default the first line of the builder's docstring.
-
-    `provides` is what an engine, a reward or a credit rule offers the rest of the run. `takes` says which credited
-    values an algorithm takes, by default either. `yields` says what the values of a credit rule are, or both if they
-    can be read as either; it is required. `status_rules` are the words in which the framework of an adapter tells a
-    model that a tool failed, see `agl_core.adapter`.
+    `options` is a pydantic model of the settings, which the builder gets.
     """
 
     @overload
@@ -113,13 +124,7 @@ class Register(Protocol):
         kind: Kind[Context, Product],
         name: str,
         build: Callable[Concatenate[NoOptions, Context], Product],
-        *,
-        needs: Iterable[Capability] = (),
-        provides: Iterable[Capability] = (),
-        takes: CreditKind | None = None,
-        yields: CreditKind | Collection[CreditKind] = (),
-        status_rules: Iterable[Any] = (),
-        doc: str | None = None,
+        **declared: Unpack[Declared],
     ) -> None: ...
 
     @overload
@@ -130,10 +135,5 @@ class Register(Protocol):
         build: Callable[Concatenate[Options, Context], Product],
         *,
         options: type[Options],
-        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
-        provides: Iterable[Capability] = (),
-        takes: CreditKind | Callable[[Options], CreditKind] | None = None,
-        yields: CreditKind | Collection[CreditKind] = (),
-        status_rules: Iterable[Any] = (),
-        doc: str | None = None,
+        **declared: Unpack[Declared],
     ) -> None: ...

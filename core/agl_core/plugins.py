@@ -6,19 +6,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import pluggy
 from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import KINDS, AnyKind, Capability, NoOptions, Register
+from agl_core.kinds import KINDS, AnyKind, Capability, Declared, NoOptions, Register
 from agl_core.protocols import RunPages
 from agl_core.run_hooks import RunHooks
 from agl_core.types import CreditKind
@@ -59,7 +59,7 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class Component:
-    """One thing that a plugin brought."""
+    """One thing that a plugin brought, with what it declares (`agl_core.kinds.Declared`)."""
 
     kind: AnyKind
     name: str
@@ -73,11 +73,8 @@ class Component:
     needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
     provides: frozenset[Capability] = frozenset()
     yields: frozenset[CreditKind] = frozenset()
-    """Of a credit rule: what its values can be read as."""
     takes: Callable[[Any], CreditKind | None] = lambda options: None
-    """Of an algorithm: which credited values it takes; None: either."""
     status_rules: tuple[Any, ...] = ()
-    """Of an adapter: the words in which its framework tells a model that a tool failed."""
 
 
 class Plugins:
@@ -271,32 +268,26 @@ def _component(
     name: str,
     build: Callable[..., Any],
     origin: str,
-    *,
     options: type[BaseModel] = NoOptions,
-    needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
-    provides: Iterable[Capability] = (),
-    takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
-    yields: CreditKind | Collection[CreditKind] = (),
-    status_rules: Iterable[Any] = (),
-    doc: str | None = None,
+    **declared: Unpack[Declared],
 ) -> Component:
     """A component, from what `register` was called with. TypeError for what its kind cannot declare."""
-    declared = {"provides": provides, "takes": takes, "yields": yields, "status_rules": status_rules}
-    if wrong := [key for key, value in declared.items() if value and key not in kind.declares]:
-        raise TypeError(f"{kind} '{name}' cannot declare {', '.join(wrong)}")
-    if "yields" in kind.declares and not yields:
+    said = {key for key, value in declared.items() if value}
+    if wrong := ", ".join(sorted(said - kind.declares - {"doc", "needs"})):
+        raise TypeError(f"{kind} '{name}' cannot declare {wrong}")
+    if "yields" in kind.declares - said:
         raise TypeError(f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD")
-    fixed_needs = frozenset() if callable(needs) else frozenset(needs)
+    needs, takes, yields = declared.get("needs", ()), declared.get("takes"), declared.get("yields", ())
     return Component(
         kind=kind,
         name=name,
         build=build,
         origin=origin,
-        doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
+        doc=(declared.get("doc") or build.__doc__ or "").strip().split("\n", 1)[0],
         options=options,
-        needs=lambda chosen: frozenset(needs(chosen)) if callable(needs) else fixed_needs,
-        provides=frozenset(provides),
+        needs=lambda chosen: frozenset(needs(chosen) if callable(needs) else needs),
+        provides=frozenset(declared.get("provides", ())),
         yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
-        takes=takes if callable(takes) else lambda chosen: takes,
-        status_rules=tuple(status_rules),
+        takes=lambda chosen: takes(chosen) if callable(takes) else takes,
+        status_rules=tuple(declared.get("status_rules", ())),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from agl_core.errors import EngineError
 from agl_core.types import Batch, Episode, Identity, Json, Reward, Task, TransitionKey
 from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, RecordedRollout, TokenizedReply
@@ -247,7 +249,7 @@ StageReport: TypeAlias = Callable[[str, float], None]
 """Called with the stage of a start that begins, and the seconds since the start began."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Holds the weights: serves the current policy and applies updates. It knows nothing of agents.
 
     What a run relies on, and `agl_core.testing.engines` checks of a real engine:
@@ -284,97 +286,92 @@ class Engine(Protocol):
     An engine in a process of its own derives from `agl_core.engines.host.ProcessEngine`.
     """
 
+    @abstractmethod
     async def start(self) -> Upstream:
         """Load the weights, start serving, return where. Once for each engine."""
 
+    @abstractmethod
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
         """Train on a batch; the new version is served, whole, when this returns."""
 
+    @abstractmethod
     async def save(self, folder: Path) -> None:
         """Write weights, optimiser and random state of every policy below `folder`.
 
         `folder/POLICY/model` has the weights as transformers loads them.
         """
 
+    @abstractmethod
     async def load(self, folder: Path) -> None:
         """Restore exactly what `save` wrote."""
 
+    @abstractmethod
     async def versions(self) -> Mapping[str, int]:
         """The version being served of each policy."""
 
+    @abstractmethod
     async def stats(self) -> Mapping[str, float]:
         """Counters since the start: `tokens_prefilled`, `tokens_reused`, `tokens_decoded`, and others of the engine.
 
         The memory of its process is `peak_rss_bytes`. They may be asked during an update.
         """
 
+    @abstractmethod
     async def stop(self) -> None:
         """End all its processes; calling it again changes nothing."""
 
-
-@runtime_checkable
-class StagedEngine(Protocol):
-    """An engine that says what it is doing while it starts. Every `ProcessEngine` does."""
+    def supports(self, method: str) -> bool:
+        """Whether it has this optional method, one of those below."""
+        return getattr(type(self), method) is not getattr(Engine, method)
 
     def report_stages(self, report: StageReport) -> None:
-        """Call `report` at the beginning of each stage of `start`, which comes afterwards."""
-
-
-@runtime_checkable
-class DescribedEngine(Protocol):
-    """An engine that can describe what it would start: `agl train --dry-run`."""
+        """Call `report` at the beginning of each stage of `start`, which comes afterwards; few engines do."""
+        return
 
     def describe(self, *, whole: bool = False) -> str:
-        """Its resolved configuration and the resources that it would take; nothing is started.
+        """Its resolved configuration and the resources that it would take; nothing is started (`agl train --dry-run`).
 
         Unless `whole`, the configuration without what is left at its defaults.
         """
+        raise self._not_supported("describe")
 
-
-class PolicyEngine(Engine, Protocol):
-    """An engine that serves and merges versions that were saved, without a run.
-
-    It declares `Capability.POLICIES`. Its context may name no policies; then it serves those that are published.
-    Mistakes are errors as for every engine: an adapter of other weights than those of the spec is an EngineError.
-    """
-
-    async def publish(self, name: str, spec: PolicySpec) -> None:
-        """Load a policy and serve it by this name. Meanwhile the others are answered; adapters share their bases."""
-
-    async def withdraw(self, name: str) -> None:
-        """Serve a policy no longer; what it is answering now is answered, and its memory is then free."""
-
-    async def merge(self, spec: PolicySpec, folder: Path) -> None:
-        """Write the model with its adapter merged into it, and the tokenizer, as transformers loads them."""
-
-
-@runtime_checkable
-class TokenizingEngine(Engine, Protocol):
-    """An engine that trains on recorded texts. It declares `Capability.RECORDED_TEXTS`.
-
-    In an update it takes the policy's own log-probabilities for those of a batch that are not known.
-    """
+    async def estimate(self, work: Workload) -> Needs:
+        """What a run would take (`agl doctor CONFIG`); asked of a running engine, before it trains."""
+        raise self._not_supported("estimate")
 
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
-        """The token ids of each reply; None where the chat template cannot write it."""
+        """The token ids of each recorded reply; None where the chat template cannot write it.
 
-
-@runtime_checkable
-class ScoringEngine(Engine, Protocol):
-    """An engine that says how probable recorded replies are now."""
+        An engine that has it trains on recorded texts and declares `Capability.RECORDED_TEXTS`: in an update it takes
+        the policy's own log-probabilities for those of a batch that are not known.
+        """
+        raise self._not_supported("tokenize")
 
     async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
         """[R] the log-probability of each response token under the current weights, at the transition's temperature.
 
         It changes nothing. The batch has only what the engine could train on.
         """
+        raise self._not_supported("logprobs")
 
+    async def publish(self, name: str, spec: PolicySpec) -> None:
+        """Load a saved policy and serve it by this name. Meanwhile the others are answered; adapters share their bases.
 
-@runtime_checkable
-class EstimatingEngine(Protocol):
-    """An engine that can say what a run would take: `agl doctor CONFIG`."""
+        An engine that has this, `withdraw` and `merge` works without a run and declares `Capability.POLICIES`: its
+        context may name no policies, then it serves those that are published. Mistakes are errors as for every engine:
+        an adapter of other weights than those of the spec is an EngineError.
+        """
+        raise self._not_supported("publish")
 
-    async def estimate(self, work: Workload) -> Needs:
-        """Asked of a running engine, before it trains."""
+    async def withdraw(self, name: str) -> None:
+        """Serve a policy no longer; what it is answering now is answered, and its memory is then free."""
+        raise self._not_supported("withdraw")
+
+    async def merge(self, spec: PolicySpec, folder: Path) -> None:
+        """Write the model with its adapter merged into it, and the tokenizer, as transformers loads them."""
+        raise self._not_supported("merge")
+
+    def _not_supported(self, method: str) -> EngineError:
+        return EngineError(f"The engine {type(self).__name__} does not support '{method}'.")

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 import agl_core
 from agl_core import Capability, kinds
 from agl_core.kinds import Register
-from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.testing.scripts import Raw, Received
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AlarmName, Batch, Episode
@@ -67,7 +67,7 @@ class Options(BaseModel, extra="forbid"):
     """The alarm that it should raise."""
 
 
-class AilingEngine:
+class AilingEngine(Engine):
     """Serves a scripted policy; an update measures what the ailment wants."""
 
     def __init__(self, options: Options, context: EngineContext) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 import agl_core
 from agl_core import kinds
 from agl_core.kinds import Register
-from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Logprobs, Task, Tokens
@@ -45,7 +45,7 @@ class LedgerOptions(BaseModel):
     """The share of the connections to it that break."""
 
 
-class LedgerEngine:
+class LedgerEngine(Engine):
     """Serves a scripted upstream; an update writes its batch into the ledger."""
 
     def __init__(self, options: LedgerOptions, context: EngineContext) -> None:

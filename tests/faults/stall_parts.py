@@ -13,13 +13,13 @@ import numpy as np
 import agl_core
 from agl_core import kinds
 from agl_core.kinds import NoOptions, Register
-from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.types import Batch
 
 SERVER = Path(__file__).with_name("stall_upstream.py")
 
 
-class ApartEngine:
+class ApartEngine(Engine):
     """Its model server is a process; updates change nothing."""
 
     def __init__(self, options: NoOptions, context: EngineContext) -> None:

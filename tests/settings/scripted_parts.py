@@ -16,7 +16,7 @@ import agl_online
 from agl_core import Capability, kinds
 from agl_core.builtin.fifo import Fifo
 from agl_core.kinds import NoOptions, Register
-from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import DrawContext, DrawnGroup, Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Task
@@ -29,7 +29,7 @@ MEASURED = {"loss": 0.5, "prob_gap_mean": 0.05, "prob_sampled_mean": 0.9, "prob_
 """The metrics of every update."""
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Serves a scripted upstream; an update changes nothing but the version."""
 
     def __init__(self, name: str, options: NoOptions, context: EngineContext) -> None:

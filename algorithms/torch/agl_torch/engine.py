@@ -27,7 +27,7 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
 
-    # An `EstimatingEngine`, a `TokenizingEngine` and a `ScoringEngine`: its process does all that these ask for.
+    # Its process does all that these ask for.
     estimate, tokenize, logprobs = ProcessEngine._estimate, ProcessEngine._tokenize, ProcessEngine._logprobs
 
     @property

@@ -15,7 +15,7 @@ from agl_core import private
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.plugins import Plugins
-from agl_core.protocols import PolicyEngine, Upstream
+from agl_core.protocols import Engine, Upstream
 from agl_core.server.errors import ApiError, no_upstream
 from agl_core.server.gateway.upstream import Destination, UpstreamClient
 from agl_core.server.rollouts.attempt import ActiveAttempt
@@ -67,7 +67,7 @@ class DeployedVersions:
         self._sessions: dict[str, ActiveSession] = {}
         """Those that have a version."""
         self._failed: dict[str, Outcome] = {}
-        self._engine: PolicyEngine | None = None
+        self._engine: Engine | None = None
         self._shelf: Shelf | None = None
         self._destination: Destination | None = None
         self._refreshing = asyncio.Lock()

@@ -10,7 +10,7 @@ import numpy as np
 
 from agl_core.analysis.comparisons.repeated import Comparison, compare
 from agl_core.learning.batch import PolicyCredit, make_batches
-from agl_core.protocols import ScoringEngine
+from agl_core.protocols import Engine
 from agl_core.training.evaluate import Evaluated
 from agl_core.types import CreditKind, Episode
 from agl_online.config import GateSection
@@ -77,7 +77,7 @@ def decide(
 
 
 async def divergence(
-    engine: ScoringEngine, policy: str, episodes: Mapping[str, Sequence[Episode]], agents: Sequence[str]
+    engine: Engine, policy: str, episodes: Mapping[str, Sequence[Episode]], agents: Sequence[str]
 ) -> dict[str, float]:
     """KL(served ‖ new) in nats per token, by held-out set and mode: `eval/sampled/kl`.
 

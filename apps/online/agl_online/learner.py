@@ -19,7 +19,6 @@ from typing import Protocol
 
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
-from agl_core.protocols import ScoringEngine
 from agl_core.store.files import is_written
 from agl_core.store.interface import ErasableStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
@@ -148,7 +147,7 @@ class Learner(Trainer):
 
         ConfigError if the engine cannot say how far versions are from each other.
         """
-        if not isinstance(self.session.engine, ScoringEngine):
+        if not self.session.engine.supports("logprobs"):
             raise ConfigError(
                 f"[learn] limits how far a version may be from the served one, and the engine "
                 f"'{self.loaded.config.engine.name}' cannot measure it. Use the engine torch."
@@ -191,7 +190,6 @@ class Learner(Trainer):
         release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
         against = await gate.objections(self._checks, release)
         engine, agents = self.session.engine, self.loaded.config.train.agents
-        assert isinstance(engine, ScoringEngine), "it was checked"
         apart = await gate.divergence(engine, self._policy, incumbent.episodes, agents)
         decision = gate.decide(
             *(self._policy, step, candidate, incumbent, self._section.gate), divergence=apart, objections=against

@@ -218,7 +218,7 @@ def _tasks(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
 def _engine(loaded: LoadedConfig, asked: list[Workload], can_run: bool) -> Iterator[Finding]:
     """What the engine needs and returns and, if the agent can be run, one rollout of it."""
     from agl_core.cli.shared.upstreams import open_upstream
-    from agl_core.protocols import EstimatingEngine, RecordedTasks
+    from agl_core.protocols import RecordedTasks
     from agl_core.training.preflight import first_look
     from agl_core.training.progress import Silent
     from agl_core.training.server import local_server
@@ -233,7 +233,7 @@ def _engine(loaded: LoadedConfig, asked: list[Workload], can_run: bool) -> Itera
             (policy, (await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name))[1])
             for policy, name in served.models.items()
         ]
-        return probes, [await engine.estimate(w) for w in asked if isinstance(engine, EstimatingEngine)]
+        return probes, [await engine.estimate(w) for w in asked if engine.supports("estimate")]
 
     async def look(folder: Path) -> tuple[list[tuple[str, Probe]], list[Needs], Look | None]:
         here = loaded.config.model_copy(update={"workers": loaded.config.workers.model_copy(update={"embedded": True})})

@@ -131,11 +131,11 @@ def trained(
 
 def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
     """What the engine of this configuration would start."""
-    from agl_core.protocols import DescribedEngine
+    from agl_core.protocols import Engine
     from agl_core.training.session import engine_context
 
-    engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
-    if isinstance(engine, DescribedEngine):
+    engine: Engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
+    if engine.supports("describe"):
         return engine.describe(whole=whole)
     return f"{loaded.engine.label} starts one process on this machine.\n"
 

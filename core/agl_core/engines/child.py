@@ -68,7 +68,7 @@ class Served(Protocol):
 
 @runtime_checkable
 class ServedVersions(Served, Protocol):
-    """An engine whose policies come and go, for `agl_core.protocols.PolicyEngine`; on the main thread too."""
+    """An engine whose policies come and go, for `agl_core.protocols.Engine.publish`; on the main thread too."""
 
     def publish(self, name: str, spec: PolicySpec) -> None: ...
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +24,7 @@ from agl_core import private
 from agl_core.engines import wire
 from agl_core.engines.hub import check_models
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
+from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
 from agl_core.types import Batch
 from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
@@ -37,7 +37,7 @@ _LONGEST_LINE = 2**30
 """A result has numbers for every transition."""
 
 
-class ProcessEngine(ABC, Generic[wire.Options]):
+class ProcessEngine(Engine, Generic[wire.Options]):
     """An engine in a process of its own; see `agl_core.protocols.Engine`. A subclass says what the process runs:
 
     class MyEngine(ProcessEngine[MyOptions]):
@@ -92,7 +92,7 @@ class ProcessEngine(ABC, Generic[wire.Options]):
         return None if self._process is None else self._process.pid
 
     def report_stages(self, report: StageReport) -> None:
-        """Say what the start does; see `agl_core.protocols.StagedEngine`."""
+        """Say what the start does; see `agl_core.protocols.Engine`."""
         self._report = report
 
     async def start(self) -> Upstream:
@@ -136,15 +136,15 @@ class ProcessEngine(ABC, Generic[wire.Options]):
         return stats
 
     async def _estimate(self, work: Workload) -> Needs:
-        """What the process says that a run would take, for a subclass that is an `EstimatingEngine`."""
+        """What the process says that a run would take, for a subclass that supports `estimate`."""
         return Needs(**await self._ask("estimate", json.dumps(asdict(work)).encode()))
 
     async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
-        """What the process makes of recorded replies, for a subclass that is a `TokenizingEngine`."""
+        """What the process makes of recorded replies, for a subclass that supports `tokenize`."""
         return wire.decode_tokens(await self._ask("tokenize", wire.encode_replies(replies), policy=policy))
 
     async def _logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        """What the process says of recorded replies, for a subclass that is a `ScoringEngine`."""
+        """What the process says of recorded replies, for a subclass that supports `logprobs`."""
         body = UpdateRequest(policy, "", {}, batch).encode()
         return np.array(await self._ask("logprobs", body), dtype=np.float64)
 

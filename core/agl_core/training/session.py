@@ -15,7 +15,7 @@ from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import EngineError
 from agl_core.learning import ScoringRule
-from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, StagedEngine, TaskSource
+from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
 from agl_core.server import LightningServer
 from agl_core.training.alarms.stall import StallWatch
 from agl_core.training.checkpoints import verify
@@ -87,8 +87,7 @@ async def open_session(
         observer.say("starting the engine")
         engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
         stack.push_async_callback(engine.stop)
-        if isinstance(engine, StagedEngine):
-            engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
+        engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
         upstream = await engine.start()
         observer.serving(upstream)
         if weights is not None:

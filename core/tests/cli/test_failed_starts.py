@@ -19,8 +19,9 @@ from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
 PLUGIN = """
 import agl_core
+from agl_core.protocols import Engine
 
-class Broken:
+class Broken(Engine):
     def __init__(self, log):
         self._log = log
 
@@ -30,6 +31,8 @@ class Broken:
         raise agl_core.errors.EngineError("The engine cannot start: it is broken.")
 
     async def stop(self): ...
+
+    update = save = load = versions = stats = None
 
 @agl_core.hookimpl
 def register_components(register):

@@ -22,11 +22,11 @@ PLUGIN = """
     import os
 
     import agl_core
-    from agl_core.protocols import Upstream
+    from agl_core.protocols import Engine, Upstream
     from agl_core.types.estimates import Needs
     from agl_core.types import Identity
 
-    class Elsewhere:
+    class Elsewhere(Engine):
         "A model server that runs already; it notes each start and stop."
 
         def __init__(self, context):
@@ -49,6 +49,8 @@ PLUGIN = """
 
         async def stop(self):
             self.note("stopped")
+
+        update = save = load = stats = None
 
     class Mine:
         framework = "my_framework"

@@ -121,7 +121,7 @@ def test_an_unknown_component_gets_the_nearest_name() -> None:
         (kinds.CREDIT, {}, r"credit 'mine' must say what its values are: yields="),
         (kinds.REWARD, {"takes": CreditKind.RETURN}, "reward 'mine' cannot declare takes"),
         (kinds.TRACKER, {"provides": {Capability.CRITIC}, "status_rules": [1]}, "declare provides, status_rules"),
-        (kinds.ENGINE, {"colour": "red"}, "unexpected keyword argument 'colour'"),
+        (kinds.ENGINE, {"colour": "red"}, "engine 'mine' cannot declare colour"),
     ],
 )
 def test_what_a_kind_cannot_declare_or_has_to_is_said(

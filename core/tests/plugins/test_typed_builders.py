@@ -25,7 +25,6 @@ class Options(BaseModel):
     size: int = 1
 
 def need(options: Options) -> set[agl_core.Capability]: return set()
-def fixed(options: NoOptions) -> set[agl_core.Capability]: return set()
 def brevity(episode: Episode) -> float: return 0.0
 def credit(episodes: Sequence[Episode]) -> list[list[float]]: return []
 def group(episodes: Sequence[Episode]) -> list[float]: return []
@@ -51,7 +50,6 @@ def wrong(register: Register) -> None:
     register(kinds.ENGINE, "a", tracker)  # no context
     register(kinds.ENGINE, "a", engine)  # its options are not named
     register(kinds.ENGINE, "a", engine, options=NoOptions)  # other options
-    register(kinds.ENGINE, "a", engine, options=Options, needs=fixed)  # needs of other options
     register(kinds.STORE, "a", tracker)  # no `read_only`
     register(kinds.TASK_SOURCE, "a", store)  # not a source
     register(kinds.TRACKER, "a", number)  # no folder

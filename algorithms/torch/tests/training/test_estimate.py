@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from agl_core.protocols import EngineContext, EstimatingEngine, PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types.estimates import Needs, Workload
 from agl_torch.engine import TorchEngine
 from agl_torch.models import estimate
@@ -90,7 +90,7 @@ async def test_the_engine_is_asked_for_it(checkpoint: Path, tmp_path: Path) -> N
     engine = TorchEngine(
         TorchOptions(cache_mib=16, device="cpu"), EngineContext(tmp_path, 0, {"default": spec}, False, (), "key")
     )
-    assert isinstance(engine, EstimatingEngine)
+    assert engine.supports("estimate")
     try:
         await engine.start()
         found = await engine.estimate(WORK)

@@ -18,7 +18,7 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.kinds import Capability
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext, PolicyEngine, PolicySpec
+from agl_core.protocols import Engine, EngineContext, PolicySpec
 from agl_online.policies.naming import Version
 
 
@@ -59,7 +59,7 @@ class Source:
             weights, model.dtype, model.trust_remote_code, name=model.path, adapter=adapter, version=version.step
         )
 
-    def engine(self, folder: Path, name: str | None = None) -> PolicyEngine:
+    def engine(self, folder: Path, name: str | None = None) -> Engine:
         """An engine without policies: the one of this name, else the run's, else any that is installed.
 
         `folder` is for its log. ConfigError if there is none that serves and merges policies.
@@ -70,7 +70,7 @@ class Source:
         else:
             build, options = chosen.component.build, chosen.options
         context = EngineContext(folder, self.loaded.config.seed, {}, False, (), api_key=os.urandom(16).hex())
-        engine: PolicyEngine = build(options, context)
+        engine: Engine = build(options, context)
         return engine
 
     def _other(self, name: str | None) -> tuple[Callable[..., Any], BaseModel]:

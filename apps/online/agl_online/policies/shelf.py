@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agl_core.errors import AglError, ConfigError, did_you_mean
-from agl_core.protocols import PolicyEngine
+from agl_core.protocols import Engine
 from agl_core.server.errors import ApiError
 from agl_core.training.checkpoints import verify
 from agl_online.policies.engines import Source
@@ -76,7 +76,7 @@ class Shelf:
     `say` gets a line whenever what is served changes.
     """
 
-    engine: PolicyEngine
+    engine: Engine
     wanted: Sequence[Wanted]
     sources: Mapping[Path, Source]
     """By the run's folder."""

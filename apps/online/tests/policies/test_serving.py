@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from agl_core.errors import AglError, CheckpointError, ConfigError, EngineError, ServerError
-from agl_core.protocols import PolicyEngine, PolicySpec, Upstream
+from agl_core.protocols import Engine, PolicySpec, Upstream
 from agl_core.server.listening import Listening
 from agl_core.testing.scripts import Fail, Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
@@ -81,7 +81,7 @@ async def serving(*names: str, key: str | None = None) -> AsyncIterator[Bench]:
         wanted = wanted_of(names)
         sources = {each.reference.run: Source.of(each.reference.run) for each in wanted}
         engine = Loading()
-        shelf = Shelf(cast(PolicyEngine, engine), wanted, sources, said.append)
+        shelf = Shelf(cast(Engine, engine), wanted, sources, said.append)
         await shelf.refresh()
         listening = Listening("127.0.0.1", 0)
         server = PolicyServer(shelf, Upstream((upstream.url,), {}, "key"), listening, key)

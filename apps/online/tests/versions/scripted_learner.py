@@ -22,7 +22,7 @@ from agl_core.config.resolve import Chosen
 from agl_core.kinds import NoOptions
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Component, Plugins
-from agl_core.protocols import Progress, UpdateResult, Upstream
+from agl_core.protocols import Engine, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
@@ -45,7 +45,7 @@ class KilledError(Exception):
     """The process ends here, with nothing written after it."""
 
 
-class Weights:
+class Weights(Engine):
     """An engine: its weights are the steps whose updates made them."""
 
     def __init__(self, drift: float = 0.0) -> None:

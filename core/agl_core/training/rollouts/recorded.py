@@ -12,7 +12,7 @@ from agl_core.config.policies import policy_of
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.learning.tool_results import messages_of, tools_of
-from agl_core.protocols import Engine, RecordedTasks, TokenizingEngine
+from agl_core.protocols import Engine, RecordedTasks
 from agl_core.store.interface import Store
 from agl_core.training.rollouts.plan import train_index
 from agl_core.types import Call, Choice, Episode, Rollout, RolloutState
@@ -30,7 +30,7 @@ class RecordedQueue:
     def __init__(self, source: RecordedTasks, config: RunConfig, store: Store, engine: Engine) -> None:
         self._source, self._config, self._store = source, config, store
         self._agents = {name: policy.agents for name, policy in config.policies.items()}
-        tokenizing = engine if isinstance(engine, TokenizingEngine) else None
+        tokenizing = engine if engine.supports("tokenize") else None
         self._tokens = _Tokens(tokenizing, without_logprobs=source.without_logprobs)
         self._done: dict[str, Rollout] = {}
         self._terminal: dict[str, float | None] = {}
@@ -93,7 +93,7 @@ class RecordedQueue:
 class _Tokens:
     """Completes recorded calls with the token ids that their policies' tokenizers make of them."""
 
-    def __init__(self, engine: TokenizingEngine | None, *, without_logprobs: bool) -> None:
+    def __init__(self, engine: Engine | None, *, without_logprobs: bool) -> None:
         self._engine, self._without_logprobs = engine, without_logprobs
         self._are_own: dict[str, bool] = {}
         """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
@@ -122,7 +122,7 @@ class _Tokens:
             choices=tuple(_tokenized(choice, each) for choice, each in zip(call.choices, made, strict=True)),
         )
 
-    async def _fit(self, engine: TokenizingEngine, call: Call) -> bool:
+    async def _fit(self, engine: Engine, call: Call) -> bool:
         """Whether the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
         if call.policy not in self._are_own:
             messages, request = messages_of(call), call.request

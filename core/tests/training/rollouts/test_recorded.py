@@ -17,6 +17,7 @@ from agl_core.builtin.recorded import RecordedOptions, recorded
 from agl_core.config import RunConfig
 from agl_core.errors import ConfigError
 from agl_core.learning import PolicyCredit, ScoringRule, build_episode, make_batches
+from agl_core.protocols import Engine
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
@@ -34,7 +35,7 @@ MINE = np.array([7, 8], np.int32)
 LOGPROBS = np.array([-0.25, -0.5], np.float32)
 
 
-class Tokenizing:
+class Tokenizing(Engine):
     """An engine that tokenises: a token for each character."""
 
     def __init__(self, prompt: Sequence[int] = PROMPT) -> None:
