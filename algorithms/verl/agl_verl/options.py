@@ -64,11 +64,6 @@ class VerlOptions(BaseModel):
         description="GPUs that training spreads each transition's tokens over, which may then have as many times "
         "`tokens_per_micro_batch`.",
     )
-    model_engine: Literal["fsdp", "megatron", "veomni"] = Field(
-        "fsdp",
-        description="What of veRL's shards and computes training; it has to be installed on every node. Its own "
-        "settings, as tensor and pipeline parallel sizes, are `overrides`.",
-    )
     offload: bool = Field(
         False, description="Keep weights and optimizer state in the nodes' memory while they are not in use."
     )
@@ -91,7 +86,8 @@ class VerlOptions(BaseModel):
     overrides: tuple[str, ...] = Field(
         (),
         description="Hydra overrides of veRL's own configuration, as on veRL's command line: KEY=VALUE, or +KEY=VALUE "
-        "for a key that it does not have. What agl decides itself is refused.",
+        "for a key that it does not have. What agl decides itself is refused. `model_engine=megatron` and others: see "
+        "the README.",
     )
 
     @model_validator(mode="after")

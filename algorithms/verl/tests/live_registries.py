@@ -142,16 +142,18 @@ def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: 
     assert "remax" not in done.stderr.partition("ConfigError")[2]
 
 
-@pytest.mark.parametrize(("name", "place"), [("fsdp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
+@pytest.mark.parametrize(("name", "place"), [("dp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
 def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, place: str) -> None:
     optimizer = {"learning_rate": 1e-4, "schedule": "cosine"}
     policy = PolicySpec(str(POLICY), "bfloat16", optimizer=optimizer)
     context = EngineContext(Path("unused"), 3, {"default": policy}, False, (), "key", 10)
-    options = VerlOptions(device="cuda", model_engine=name, gpus_per_node=4, sequence_parallel=2, offload=True)
+    offload = [f"{role}.{place}.param_offload=True" for role in ("actor_rollout_ref.actor", "critic")]
+    overrides = {"dp": [], "megatron": ["model_engine=megatron", *offload], "veomni": ["model_engine=veomni", *offload]}
+    options = VerlOptions(device="cuda", gpus_per_node=4, overrides=overrides[name])
     algorithm = ChosenAlgorithm.of("grpo", {"beta": 0.1}).build()
     config = compose(options, context, algorithm=algorithm, cpu=False)
     actor, critic = (omega_conf_to_dataclass(each) for each in (config.actor_rollout_ref.actor, config.critic))
-    assert actor.engine.param_offload is critic.engine.param_offload is True
+    assert actor.engine.param_offload is critic.engine.param_offload is (name != "dp")
     assert actor.optim.lr == 1e-4
     assert type(actor.engine) is type(critic.engine)
     shown = OmegaConf.to_container(differences(config))

@@ -55,7 +55,7 @@ def test_only_what_the_settings_need_is_looked_for(machine: Any) -> None:
     machine()
     assert missing(attention="sdpa") == ""
     assert "a critic" in missing(attention="sdpa", critic=True)
-    assert missing(model_engine="megatron") == "", "it brings attention of its own"
+    assert missing(overrides=["model_engine=megatron"]) == "", "it brings attention of its own"
     assert missing(attention="sdpa", serving_gpus=1, exchange="mooncake") == ""
     machine(gpus=0)
     assert missing(attention="sdpa", address="auto") == "", "the cluster's GPUs are on other nodes"

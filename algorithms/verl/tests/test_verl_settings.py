@@ -54,7 +54,6 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "serving_memory": (0.3, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.3),
     "tokens_per_micro_batch": (99, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 99),
     "tokens_per_scoring_pass": (20000, "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", 20000),
-    "model_engine": ("megatron", "model_engine", "megatron"),
     "offload": (True, "actor_rollout_ref.actor.fsdp_config.param_offload", True),
     "gradient_checkpointing": (False, "actor_rollout_ref.model.enable_gradient_checkpointing", False),
     "attention": ("sdpa", "actor_rollout_ref.model.override_config.attn_implementation", "sdpa"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agl_core.errors import EngineError
+from agl_verl.config.mapping import model_engine
 from agl_verl.options import VerlOptions
 
 GIB = 2**30
@@ -35,7 +36,7 @@ def exchange_of(config: Any) -> str:
 
 def _packages(options: VerlOptions, *, critic: bool, exchange: str) -> Iterator[str]:
     by_flash = options.attention in ("auto", "flash_attention_2")
-    if options.model_engine != "megatron" and (by_flash or critic) and not _installed("flash_attn"):
+    if model_engine(options) != "megatron" and (by_flash or critic) and not _installed("flash_attn"):
         remedy = "" if critic else ", or set engine.verl.attention = 'sdpa'"
         yield (
             f"flash-attn is not installed, with which {'a critic' if critic else 'training'} computes attention on "

@@ -20,8 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from agl_core.errors import ConfigError, EngineError, nearest
 from agl_core.protocols import EngineContext
 from agl_verl.config.chosen import BuiltAlgorithm
-from agl_verl.config.mapping import mapped, refuse_decided
-from agl_verl.config.model_engines import engine_of
+from agl_verl.config.mapping import mapped, model_engine, refuse_decided
 from agl_verl.options import VerlOptions
 
 
@@ -33,12 +32,9 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
     overrides = options.overrides
     for override in overrides:
         refuse_decided(override)
-    own = [
-        f"{_new(key)}{key}={value if key == 'model_engine' else _hydra(value)}"  # One that names a file has no quotes.
-        for key, value in mapped(options, context, algorithm, cpu)
-    ]
+    own = [f"{_new(key)}{key}={_hydra(value)}" for key, value in mapped(options, context, algorithm, cpu)]
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
-        plain = _defaults(engine_of(options).group)
+        plain = _defaults(model_engine(options))
         try:
             composed = hydra_compose("ppo_trainer", overrides=[*own, *overrides])
         except (HydraException, OmegaConfBaseException) as error:

@@ -10,9 +10,7 @@ from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import LoraSection, OptimizerSection
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
-from agl_verl.config import model_engines
 from agl_verl.config.chosen import BuiltAlgorithm
-from agl_verl.config.model_engines import ModelEngine, Training, engine_of, packs
 from agl_verl.config.native import NativeOptions
 from agl_verl.cpu.mending import WEIGHTS as CPU_WEIGHTS
 from agl_verl.cpu.mending import WEIGHTS_MODULE as CPU_WEIGHTS_MODULE
@@ -28,7 +26,6 @@ SHARED, SEPARATE = "agl", "agl_separate"
 DECIDED = {
     "data": "[tasks] and [train]",
     "actor_rollout_ref.hybrid_engine": "[engine.verl] serving_gpus",
-    "model_engine": "[engine.verl] model_engine",
     "reward": "[rewards]",
     "reward_model": "[rewards]",
     "custom_reward_function": "[rewards]",
@@ -87,6 +84,7 @@ LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
 VALUE_LAYER = "score"
 """The last layer of a critic. It starts at zero (`agl_verl.workers.value_head`): frozen, it would remain there."""
+ENGINE = "model_engine"
 _A = "actor_rollout_ref"
 
 
@@ -148,6 +146,64 @@ class Resources:
         )
 
 
+def model_engine(options: VerlOptions) -> str:
+    """veRL's name of what shards and computes training: FSDP2 ("dp"), unless an override names another."""
+    named = [value for key, _, value in (override.partition("=") for override in options.overrides) if key == ENGINE]
+    return named[-1].strip() if named else "dp"
+
+
+def packs(options: VerlOptions, *, cpu: bool) -> bool:
+    """Whether rows are computed without pads; the attentions that cannot do it get rectangles."""
+    return options.attention == "flash_attention_2" or (options.attention == "auto" and not cpu)
+
+
+def _check_engine(options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool) -> None:
+    """ConfigError for settings that the model engine does not go with."""
+    (spec,) = context.policies.values()
+    engine = model_engine(options)
+    if engine == "dp":
+        if options.sequence_parallel > 1 and not packs(options, cpu=cpu):
+            raise ConfigError(
+                "[engine.verl] sequence_parallel: veRL spreads the tokens of a sequence over GPUs only with "
+                "flash-attention: set attention to 'auto', or sequence_parallel to 1."
+            )
+        return
+    own_critic = algorithm.needs_critic and not isinstance(algorithm, NativeOptions)
+    for wrong, what in (
+        (cpu, "it needs GPUs"),
+        (options.offload or options.sequence_parallel > 1, "offload and sequence_parallel are FSDP's"),
+        (options.attention != "auto", "it chooses its attention by keys of its own"),
+        (spec.lora is not None, "agl reads only the LoRA adapters that FSDP writes"),
+        (own_critic, "its critics start at random, and those of agl's algorithms at zero"),
+        (context.deterministic, "agl can make FSDP alone deterministic"),
+    ):
+        if wrong:
+            raise ConfigError(f"[engine.verl] overrides: {ENGINE}={engine} does not go with these settings: {what}.")
+
+
+def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -> Iterator[tuple[str, Any]]:
+    """How policy, reference and critic are sharded and computed: alike."""
+    precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    for role, place in ((f"{_A}.actor", "fsdp_config"), (f"{_A}.ref", "fsdp_config"), ("critic", "fsdp")):
+        yield f"{role}.{place}.strategy", "fsdp2"
+        yield f"{role}.{place}.model_dtype", "fp32"
+        yield (
+            f"{role}.{place}.mixed_precision",
+            {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        )
+        yield f"{role}.{place}.param_offload", options.offload
+        yield f"{role}.{place}.optimizer_offload", options.offload
+        yield f"{role}.{place}.use_torch_compile", not cpu
+        yield f"{role}.{place}.ulysses_sequence_parallel_size", options.sequence_parallel
+        if context.deterministic:
+            yield f"{role}.{place}.full_determinism", True
+    yield from {
+        f"{_A}.actor.fsdp_config.seed": context.seed,
+        f"{_A}.actor.strategy": "fsdp2",
+        "critic.strategy": "fsdp2",
+    }.items()
+
+
 def mapped(
     options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool
 ) -> Iterator[tuple[str, Any]]:
@@ -156,12 +212,10 @@ def mapped(
     dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
     attention = "sdpa" if cpu and options.attention == "auto" else options.attention
     packed = packs(options, cpu=cpu)
-    training = Training(options, dtype, context.seed, context.deterministic, cpu)
-    model_engines.check(training, spec, algorithm)
-    engine = engine_of(options)
+    _check_engine(options, context, algorithm, cpu)
     scored = options.tokens_per_scoring_pass or options.tokens_per_micro_batch
-    yield "model_engine", engine.group
-    yield from engine.workers(training)
+    if model_engine(options) == "dp":
+        yield from _fsdp(options, context, dtype, cpu)
     yield from {
         f"{_A}.model.path": spec.model,
         f"{_A}.model.trust_remote_code": spec.trust_remote_code,
@@ -211,10 +265,10 @@ def mapped(
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     steps = algorithm.epochs * algorithm.minibatches
     rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
-    yield from _optimizer(f"{_A}.actor.optim", engine, optimizer, rate, steps)
+    yield from _optimizer(f"{_A}.actor.optim", options, optimizer, rate, steps)
     if algorithm.needs_critic:
         critic = cast("CriticAlgorithm | NativeOptions", algorithm)
-        yield from _optimizer("critic.optim", engine, optimizer, critic.critic_learning_rate, steps)
+        yield from _optimizer("critic.optim", options, optimizer, critic.critic_learning_rate, steps)
     yield from _algorithm(algorithm)
     if context.deterministic:
         yield from _deterministic(cpu)
@@ -237,16 +291,16 @@ def mapped(
 
 
 def _optimizer(
-    place: str, engine: ModelEngine, settings: OptimizerSection, rate: float, steps: int
+    place: str, options: VerlOptions, settings: OptimizerSection, rate: float, steps: int
 ) -> Iterator[tuple[str, Any]]:
+    schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
     yield from {
+        f"{place}.{schedule}": settings.schedule,
         f"{place}.lr": rate,
         f"{place}.lr_warmup_steps": -(-settings.warmup_steps // steps),
         f"{place}.weight_decay": settings.weight_decay,
         f"{place}.clip_grad": settings.max_grad_norm,
     }.items()
-    for name, value in engine.optimizer(settings).items():
-        yield f"{place}.{name}", value
 
 
 def _algorithm(algorithm: BuiltAlgorithm) -> Iterator[tuple[str, Any]]:
