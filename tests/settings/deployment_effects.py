@@ -87,19 +87,11 @@ def _canary(bench: Bench, given: Given) -> CanarySection:
 
 EQUAL, BETTER = {"here": 0.7, "there": 0.7}, {"here": 0.9, "there": 0.4}
 ON: Given = {"learn.canary.tolerance": 0.1, "learn.canary.share": 0.5}
-GATE: Given = {"learn.gate.min_tasks": 20}
+GATE: Given = {"learn.propose_every": 20}
 
 EFFECTS: Mapping[str, Effect] = {
     "learn.gate.tolerance": Effect(at_the_gate(worse=4), {"learn.gate.tolerance": 0.5}, GATE),
-    "learn.gate.min_tasks": Effect(at_the_gate(), {"learn.gate.min_tasks": 31}, GATE),
     "learn.gate.max_kl": Effect(at_the_gate(nats=0.7), {"learn.gate.max_kl": 0.8}, GATE),
-    "learn.gate.max_length": Effect(at_the_gate("length/response", 45.0), {"learn.gate.max_length": 3.0}, GATE),
-    "learn.gate.max_tool_errors": Effect(
-        at_the_gate("tool_results/failed", 0.2), {"learn.gate.max_tool_errors": 0.3}, GATE
-    ),
-    "learn.gate.max_empty": Effect(at_the_gate("answers/empty", 0.2), {"learn.gate.max_empty": 0.3}, GATE),
-    "learn.gate.max_refusals": Effect(at_the_gate("answers/refused", 0.2), {"learn.gate.max_refusals": 0.3}, GATE),
-    "learn.gate.max_questions": Effect(at_the_gate("answers/question", 0.3), {"learn.gate.max_questions": 0.4}, GATE),
     "learn.gate.checks": Effect(objected, {"learn.gate.checks": {"even": {}}}, GATE),
     "learn.gate.checks.NAME.check": Effect(
         objected, {"learn.gate.checks": {"even": {"check": "odd"}}}, {"learn.gate.checks": {"even": {}}}
@@ -110,12 +102,4 @@ EFFECTS: Mapping[str, Effect] = {
     "learn.canary.error": Effect(with_sessions(*arms(40, here=0.7, there=0.4)), {"learn.canary.error": 0.5}, ON),
     "learn.canary.min_sessions": Effect(with_sessions(*arms(60, **BETTER)), {"learn.canary.min_sessions": 61}, ON),
     "learn.canary.max_sessions": Effect(with_sessions(*arms(60, **EQUAL)), {"learn.canary.max_sessions": 50}, ON),
-    "learn.canary.per_name": Effect(with_sessions(*arms(60, **BETTER, names=3)), {"learn.canary.per_name": 50}, ON),
-    "learn.canary.max_tool_errors": Effect(
-        with_sessions(*arms(150, **EQUAL, tool_errors=1.0)), {"learn.canary.max_tool_errors": 0.9}, ON
-    ),
-    "learn.canary.max_empty": Effect(
-        with_sessions(*arms(150, **EQUAL, empty=1.0)), {"learn.canary.max_empty": 0.9}, ON
-    ),
-    "learn.canary.max_lost": Effect(with_sessions(*arms(150, **EQUAL, lost=True)), {"learn.canary.max_lost": 0.9}, ON),
 }

@@ -78,10 +78,6 @@ def decided(taken: Taken | None) -> list[tuple[str, str | None]]:
     return [] if taken is None else [(each.rollout.id, each.episode.dropped) for each in taken.scored]
 
 
-def weights(taken: Taken | None) -> list[float]:
-    return [] if taken is None else taken.weights
-
-
 def groups_of_tasks(bench: Bench, given: Given) -> int:
     learn = learn_section(bench.load(given))
     return learn.groups_of_tasks
@@ -132,8 +128,6 @@ EFFECTS: Mapping[str, Effect] = {
     "learn.max_staleness": Effect(taking(decided), _with(max_staleness=UPDATES - 1), GIVEN),
     "learn.max_age_hours": Effect(taking(decided), _with(max_age_hours=OLD_HOURS / 2), GIVEN),
     "learn.wait_minutes": Effect(taking(decided), _with(wait_minutes=RECENT_MINUTES * 2), GIVEN),
-    "learn.key_share": Effect(taking(weights), _with(key_share=0.25), _with(name_share=1.0)),
-    "learn.name_share": Effect(taking(weights), _with(name_share=0.5), GIVEN),
     "learn.propose_every": Effect(proposals, _with(propose_every=7), GIVEN),
     "rewards.NAME.modes": Effect(who_is_scored, {"rewards.exact_match.modes": ["train", "use"]}),
     "reward.feedback.weights": Effect(

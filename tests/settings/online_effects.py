@@ -174,6 +174,5 @@ EFFECTS: Mapping[str, Effect] = {
         {**GIVEN, "online.redactors": {"shouted": {}}},
     ),
     "online.keep_days": Effect(using(is_removed, restarted=True), {"online.keep_days": 1.0}, OFTEN),
-    "online.max_store_gib": Effect(WHAT_IS_STORED, {"online.max_store_gib": 1e-9}, GIVEN),
     "online.min_free_gib": Effect(WHAT_IS_STORED, {"online.min_free_gib": 1e9}, GIVEN),
 }

@@ -9,7 +9,7 @@ that ended beside each other, so that a change of what users want, which both se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,7 @@ def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], set
     `tolerance` or more is promoted with a probability of at most `error`. One that is as good in every respect is
     rolled back with a probability of at most `error`, apart from those that `max_sessions` ends.
     """
-    counted = list(_counted(outcomes, settings.per_name))
+    counted = list(_counted(outcomes))
     arms = [[each for each in counted if each.version == version] for version in (canary, stable)]
     rewards = [[each.reward for each in arm if each.reward is not None] for arm in arms]
     figures = {**_figures("canary", arms[0], rewards[0]), **_figures("stable", arms[1], rewards[1])}
@@ -75,10 +75,10 @@ def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], set
     def rolled_back(reason: str) -> Look:
         return Look(Decision(policy, canary, State.ROLLED_BACK, By.CANARY, reason, figures), figures)
 
-    for name, what, setting, value in _LIMITS:
+    for name, what, limit, value in _LIMITS:
         values = [[value(each) for each in arm] for arm in arms]
         excess = _excess(values[0], values[1], settings.share)
-        if low(excess, settings.error / _REASONS, -1.0) > getattr(settings, setting):
+        if low(excess, settings.error / _REASONS, -1.0) > limit:
             here, there = figures[f"canary/{name}"], figures[f"stable/{name}"]
             return rolled_back(
                 f"The share of {what} is {here:.3f} in {len(arms[0])} sessions, and {there:.3f} in {len(arms[1])} with "
@@ -108,12 +108,12 @@ def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], set
     return Look(None, figures)
 
 
-_LIMITS: Sequence[tuple[str, str, str, Callable[[Outcome], float]]] = (
-    ("tool_errors", "tool calls that fail", "max_tool_errors", lambda each: each.tool_errors),
-    ("empty", "empty answers", "max_empty", lambda each: each.empty),
-    ("lost", "sessions that fail", "max_lost", lambda each: float(each.lost)),
+_LIMITS: Sequence[tuple[str, str, float, Callable[[Outcome], float]]] = (
+    ("tool_errors", "tool calls that fail", 0.1, lambda each: each.tool_errors),
+    ("empty", "empty answers", 0.05, lambda each: each.empty),
+    ("lost", "sessions that fail", 0.05, lambda each: float(each.lost)),
 )
-"""Name, words, setting and value of each limit."""
+"""Name and words of each share, by how much it may rise, and what a session adds to it."""
 
 
 def differences(
@@ -172,13 +172,12 @@ def low(values: NDArray[np.float64], error: float, smallest: float = 0.0) -> flo
     return smallest + (1 - smallest) * share
 
 
-def _counted(outcomes: Iterable[Outcome], per_name: int) -> Iterator[Outcome]:
-    """The first sessions of each name and version."""
-    seen: Counter[tuple[str, int]] = Counter()
-    for each in outcomes:
-        seen[each.name, each.version] += 1
-        if seen[each.name, each.version] <= per_name:
-            yield each
+def _counted(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
+    """The first session of each name and version, so that no user outweighs others."""
+    first: dict[tuple[str, int], Outcome] = {}
+    for outcome in outcomes:
+        first.setdefault((outcome.name, outcome.version), outcome)
+    return first.values()
 
 
 def _figures(arm: str, outcomes: Sequence[Outcome], rewards: Sequence[float]) -> dict[str, float]:

@@ -63,9 +63,6 @@ class OnlineSection(Section):
     keep_days: float | None = Field(
         None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."
     )
-    max_store_gib: float | None = Field(
-        None, gt=0, description="No session is recorded while the store is larger, in GiB; absent: any size."
-    )
     min_free_gib: float = Field(
         1.0, ge=0, description="No session is recorded while the store's disk has less free space, in GiB."
     )
@@ -94,10 +91,6 @@ class OnlineSection(Section):
         return value
 
 
-Rise = Annotated[float, Field(ge=0, le=1)]
-"""By how much a share may rise, from 0 to 1."""
-
-
 class ReleaseCheckSection(PluginTable):
     """A check of your own; its settings are beside this key."""
 
@@ -110,7 +103,8 @@ class ReleaseCheckSection(PluginTable):
 class GateSection(Section):
     """What a new version has to show on held-out tasks before it answers any session.
 
-    Each limit compares it with the version that is served, on the same tasks.
+    Each limit compares it with the version that is served, on the same tasks; docs/deploy-and-learn.md has those that
+    are fixed.
     """
 
     tolerance: float = Field(
@@ -119,18 +113,12 @@ class GateSection(Section):
         description="How much lower its mean reward may be: the lower end of the 95% interval of the difference has to "
         "be above -tolerance, in each held-out set and mode.",
     )
-    min_tasks: int = Field(20, ge=2, description="Tasks of a set that both versions need, for the interval to hold.")
     max_kl: float = Field(
         0.5,
         gt=0,
         description="How far it may be from the served version: the KL divergence in nats per token, by the served "
         "version's sampled replies to the held-out tasks of each set.",
     )
-    max_length: float = Field(2.0, gt=1, description="How many times as long its responses may be, in tokens.")
-    max_tool_errors: Rise = Field(0.1, description="By how much the share of tool calls that fail may rise.")
-    max_empty: Rise = Field(0.05, description="By how much the share of empty answers may rise.")
-    max_refusals: Rise = Field(0.05, description="By how much the share of answers that refuse may rise.")
-    max_questions: Rise = Field(0.2, description="By how much the share of answers that end with a question may rise.")
     checks: dict[str, ReleaseCheckSection] = Field(
         {}, description="Checks of your own, by plugin name, each with its settings (docs/plugins.md)."
     )
@@ -162,12 +150,6 @@ class CanarySection(Section):
     max_sessions: int = Field(
         2000, ge=1, description="Rewarded sessions of it without a decision, after which it is rolled back."
     )
-    per_name: int = Field(
-        1, ge=1, description="Sessions of one name that count for each version, so that no user outweighs others."
-    )
-    max_tool_errors: Rise = Field(0.1, description="By how much the share of tool calls that fail may rise.")
-    max_empty: Rise = Field(0.05, description="By how much the share of empty answers may rise.")
-    max_lost: Rise = Field(0.05, description="By how much the share of sessions that fail may rise.")
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
@@ -202,16 +184,6 @@ class LearnSection(Section):
     )
     wait_minutes: float = Field(
         0.0, ge=0, description="Minutes after its end that a session waits for more feedback before it is trained on."
-    )
-    key_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="The largest share of a step that sessions of one application weigh together: if there are more of "
-        "them, each weighs less.",
-    )
-    name_share: float = Field(
-        0.25, gt=0, le=1, description="The same for sessions of one name, so that no user outweighs the others."
     )
     propose_every: int = Field(20, ge=1, description="Steps after which the weights are proposed as a new version.")
     gate: GateSection = GateSection()

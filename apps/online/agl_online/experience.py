@@ -28,6 +28,8 @@ from agl_core.training.rollouts.experience import Drawn, Experience
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition
 from agl_online.config import LearnSection
 
+_NAME_SHARE = 0.25
+"""Of the weight of a step: what sessions of one name may have together."""
 _AT_ONCE = 256
 """Sessions that one step drops for their age, at most."""
 _LATEST = 4096
@@ -176,8 +178,8 @@ class SessionSource:
                 seen.found, seen.said = None, -1
         usable = [each for each in scored if self._is_usable(each.episode)]
         usable.sort(key=lambda each: self._seen[each.rollout.id].ended)
-        keys = [(str(each.rollout.task.metadata.get("application")), each.rollout.group) for each in usable]
-        weights = capped_weights(keys, self._settings.key_share, self._settings.name_share)
+        names = [(str(each.rollout.task.metadata.get("application")), each.rollout.group) for each in usable]
+        weights = capped_weights(names)
         useless = [each for each in scored if not self._is_usable(each.episode)]
         metrics = {
             "sessions/trained": float(len(usable)),
@@ -190,23 +192,18 @@ class SessionSource:
         return Taken([*usable, *useless], [*weights, *(1.0 for _ in useless)], metrics)
 
 
-def capped_weights(sessions: Sequence[tuple[str, str]], key_share: float, name_share: float) -> list[float]:
+def capped_weights(names: Sequence[tuple[str, str]]) -> list[float]:
     """The weight of each session of a step, at most 1, by its application and its name.
 
-    Sessions of one name weigh together at most `name_share` of the number of sessions, and those of one application
-    `key_share`; a single session may always weigh 1.
+    Sessions of one name weigh together at most a quarter of the number of sessions, so that no user outweighs the
+    others; a single session may always weigh 1.
 
-    >>> capped_weights([("a", "x"), ("a", "x"), ("a", "y"), ("b", "z")], key_share=0.5, name_share=0.25)
+    >>> capped_weights([("a", "x"), ("a", "x"), ("a", "y"), ("b", "z")])
     [0.5, 0.5, 1.0, 1.0]
     """
-    of_name = Counter(sessions)
-    most = max(1.0, name_share * len(sessions))
-    weights = [min(1.0, most / of_name[each]) for each in sessions]
-    of_key: dict[str, float] = {}
-    for (key, _), weight in zip(sessions, weights, strict=True):
-        of_key[key] = of_key.get(key, 0.0) + weight
-    most = max(1.0, key_share * len(sessions))
-    return [weight * min(1.0, most / of_key[key]) for (key, _), weight in zip(sessions, weights, strict=True)]
+    of_name = Counter(names)
+    most = max(1.0, _NAME_SHARE * len(names))
+    return [min(1.0, most / of_name[name]) for name in names]
 
 
 class MixedExperience:

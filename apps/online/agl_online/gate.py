@@ -19,6 +19,17 @@ from agl_online.ledger import By, Decision, State
 
 _SOLVED = 1.0
 """Nothing here depends on which rollouts count as solved."""
+_MIN_TASKS = 20
+"""Tasks of a set that both versions need: the interval of the difference takes means for normal."""
+_MAX_LENGTH = 2.0
+"""How many times as long responses may be."""
+_MAX_RISES = (
+    ("tool_results/failed", 0.1, "tool calls that fail"),
+    ("answers/empty", 0.05, "empty answers"),
+    ("answers/refused", 0.05, "answers that refuse"),
+    ("answers/question", 0.2, "answers that end with a question"),
+)
+"""By how much shares may rise that a policy may learn to raise in order to raise the reward."""
 _NO_CREDIT = PolicyCredit(
     "none", lambda group: [[0.0] * len(each.transitions) for each in group], kind=CreditKind.RETURN
 )
@@ -56,12 +67,7 @@ def decide(
                 f"it is {nats:.3f} nats per token from the served version on {_place(key, 'kl')} (max_kl is "
                 f"{settings.max_kl:g})"
             )
-    for name, limit, what in (
-        ("tool_results/failed", settings.max_tool_errors, "tool calls that fail"),
-        ("answers/empty", settings.max_empty, "empty answers"),
-        ("answers/refused", settings.max_refusals, "answers that refuse"),
-        ("answers/question", settings.max_questions, "answers that end with a question"),
-    ):
+    for name, limit, what in _MAX_RISES:
         for key, now in _of(candidate, name):
             before = incumbent.metrics.get(key, 0.0)
             figures |= {key: now, f"{key}/before": before}
@@ -70,7 +76,7 @@ def decide(
     for key, now in _of(candidate, "length/response"):
         length = incumbent.metrics.get(key, math.nan)
         figures |= {key: now, f"{key}/before": length}
-        if now > settings.max_length * max(length, 1.0):
+        if now > _MAX_LENGTH * max(length, 1.0):
             reasons.append(f"responses grew from {length:.0f} to {now:.0f} tokens on {_place(key, 'length/response')}")
     state = State.REJECTED if reasons else State.PASSED
     return Decision(policy, step, state, By.GATE, _sentence(reasons or list(_gains(figures))), figures)
@@ -114,8 +120,8 @@ async def objections(checks: Mapping[str, ReleaseCheck], release: Release) -> li
 def _rewards(comparisons: Sequence[Comparison], settings: GateSection) -> Iterator[str]:
     for each in comparisons:
         place, found = f"{each.set}, {each.mode}", each.difference
-        if each.tasks < settings.min_tasks:
-            yield f"{each.tasks} tasks are too few to compare rewards on {place} (min_tasks is {settings.min_tasks})"
+        if each.tasks < _MIN_TASKS:
+            yield f"{each.tasks} tasks are too few to compare rewards on {place} ({_MIN_TASKS} are enough)"
         elif not found.low > -settings.tolerance:
             yield (
                 f"the reward on {place} may be lower by more than {settings.tolerance:g} ({found.value:+.3f}, 95% "

@@ -76,12 +76,10 @@ _BETWEEN_REMOVALS = 600.0
 
 @dataclass(slots=True)
 class Room:
-    """What sessions may fill; the limits are in GiB."""
+    """What sessions may fill; the limit is in GiB."""
 
     folder: Path
     """Of the store."""
-    largest: float | None
-    """The size of the store from which on there is no room; None for any size."""
     least: float
     """The free space of the disk below which there is none."""
     _was_there: bool = True
@@ -95,9 +93,6 @@ class Room:
         return there
 
     def _look(self) -> bool:
-        size = sum(each.stat().st_size for each in self.folder.glob("store.sqlite*"))
-        if self.largest is not None and size >= self.largest * _GIB:
-            return False
         return shutil.disk_usage(self.folder).free >= self.least * _GIB
 
 
@@ -127,7 +122,7 @@ class Sessions:
         self.keys = ApplicationKeys(keys, settings.applications)
         self.redaction = Redaction(settings.redact, redactors)
         self._settings, self._run, self._say = settings, run, say
-        self._room = Room(folder, settings.max_store_gib, settings.min_free_gib)
+        self._room = Room(folder, settings.min_free_gib)
         self._store, self._operator = store, keys
         self._recorder = Recorder(store, self.redaction, self.counted)
         self._maker = SessionMaker(store, run, self._recorder, answering, self.end)

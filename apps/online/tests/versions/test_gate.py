@@ -70,30 +70,29 @@ def test_tasks_are_compared_one_by_one() -> None:
 def test_few_tasks_and_other_tasks_show_nothing() -> None:
     few = decision(evaluated([1.0] * 10), evaluated([0.0] * 10))
     assert (few.state, "10 tasks are too few" in few.reason) == (State.REJECTED, True)
-    assert decision(evaluated([1.0] * 10), evaluated([0.0] * 10), min_tasks=5).state is State.PASSED
     nothing = decision(evaluated(SAME), evaluated(SAME, mode="sampled"))
     assert (nothing.state, nothing.reason) == (State.REJECTED, "No task was evaluated with both versions.")
 
 
 @pytest.mark.parametrize(
-    ("figure", "before", "now", "limit", "allowing", "says"),
+    ("figure", "before", "now", "allowed", "says"),
     [
-        ("tool_results/failed", 0.0, 0.2, "max_tool_errors", 0.3, "tool calls that fail rose from 0.000 to 0.200"),
-        ("answers/empty", 0.01, 0.1, "max_empty", 0.1, "empty answers rose from 0.010 to 0.100"),
-        ("answers/refused", 0.0, 0.06, "max_refusals", 0.06, "answers that refuse rose"),
-        ("answers/question", 0.1, 0.5, "max_questions", 0.5, "answers that end with a question rose"),
-        ("length/response", 20.0, 45.0, "max_length", 2.5, "responses grew from 20 to 45 tokens on eval, greedy"),
+        ("tool_results/failed", 0.0, 0.2, 0.1, "tool calls that fail rose from 0.000 to 0.200"),
+        ("answers/empty", 0.01, 0.1, 0.05, "empty answers rose from 0.010 to 0.100"),
+        ("answers/refused", 0.0, 0.06, 0.05, "answers that refuse rose"),
+        ("answers/question", 0.1, 0.5, 0.25, "answers that end with a question rose"),
+        ("length/response", 20.0, 45.0, 40.0, "responses grew from 20 to 45 tokens on eval, greedy"),
     ],
 )
 def test_what_the_reward_does_not_see_is_limited(
-    figure: str, before: float, now: float, limit: str, allowing: float, says: str
+    figure: str, before: float, now: float, allowed: float, says: str
 ) -> None:
     candidate, incumbent = evaluated(SAME, **{figure: now}), evaluated(SAME, **{figure: before})
     found = decision(candidate, incumbent)
     assert found.state is State.REJECTED
     assert says in found.reason.lower()
     assert (found.figures[f"eval/greedy/{figure}"], found.figures[f"eval/greedy/{figure}/before"]) == (now, before)
-    assert decision(candidate, incumbent, **{limit: allowing}).state is State.PASSED
+    assert decision(evaluated(SAME, **{figure: allowed}), incumbent).state is State.PASSED
     assert decision(incumbent, candidate).state is State.PASSED, "a fall is no harm"
 
 

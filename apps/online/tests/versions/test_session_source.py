@@ -101,14 +101,11 @@ async def test_sessions_wait_for_more_feedback(tmp_path: Path) -> None:
         assert await use.train(await use.take()) == [settled]
 
 
-async def test_a_user_and_an_application_weigh_no_more_than_their_share(tmp_path: Path) -> None:
-    async with sessions(tmp_path, sessions_per_step=8, name_share=0.25, key_share=0.5) as use:
+async def test_a_user_weighs_no_more_than_a_quarter(tmp_path: Path) -> None:
+    async with sessions(tmp_path, sessions_per_step=8) as use:
         for number in range(8):
-            await use.end(
-                name="a-user-who-floods" if number < 4 else None, application="shop" if number < 7 else "mail"
-            )
-        weights = (await use.take()).weights
-        assert weights == pytest.approx([0.4] * 4 + [0.8] * 3 + [1.0]), "2 + 3 sessions weigh 4; mail's is its own"
+            await use.end(name="a-user-who-floods" if number < 4 else None)
+        assert (await use.take()).weights == pytest.approx([0.5] * 4 + [1.0] * 4)
 
 
 async def test_deleted_sessions_are_not_trained_on(tmp_path: Path) -> None:
