@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import RunConfig
-from agl_core.config.sections import PluginChoice, Section
-from agl_core.plugins import Plugins
+from agl_core.config.sections import PluginChoice
+from agl_core.plugins import Component, Plugins
 
 OUT = Path(__file__).with_name("configuration.md")
 HEAD = """# The configuration file
@@ -41,11 +41,16 @@ sources and reward rules have their settings beside `source` and `rule`. `agl pl
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field holds, through optionals and tables of tables."""
+    """The tables that a field holds, through optionals and tables of tables."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in getattr(annotation, "__args__", ()):
         yield from models_in(argument)
+
+
+def is_table(field: FieldInfo) -> bool:
+    """Whether it is no key but a table, which has a part of the page of its own."""
+    return any(not issubclass(model, PluginChoice) for model in models_in(field.annotation))
 
 
 def default_of(field: FieldInfo) -> str:
@@ -56,61 +61,68 @@ def default_of(field: FieldInfo) -> str:
         return ""
     if isinstance(value, PluginChoice):
         return f"`{value.name}`"
-    if isinstance(value, BaseModel):
-        return ""
     plain = to_jsonable_python(value)
     return "absent" if plain is None else f"`{json.dumps(plain)}`"
 
 
-def escaped(text: str) -> str:
+def rows_of(model: type[BaseModel]) -> dict[str, str]:
+    """One row per key."""
+    return {
+        (key := field.alias or name): f"| `{key}` | {default_of(field)} | {_cell(field.description or '')} |"
+        for name, field in model.model_fields.items()
+        if not is_table(field)
+    }
+
+
+def _cell(text: str) -> str:
     """Text that may stand in a cell of a table."""
     return text.replace("|", "\\|")
 
 
-def table(model: type[BaseModel]) -> list[str]:
-    """One row per key."""
-    rows = [
-        f"| `{field.alias or name}` | {default_of(field)} | {escaped(field.description or '')} |"
-        for name, field in model.model_fields.items()
-        if not any(issubclass(found, Section) for found in models_in(field.annotation)) or field.description
-    ]
-    return ["| key | default | |", "|---|---|---|", *rows, ""] if rows else []
+def _table(rows: Mapping[str, str]) -> list[str]:
+    return ["| key | default | |", "|---|---|---|", *rows.values(), ""] if rows else []
 
 
-def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every table of the file, by its dotted name."""
-    yield path, model
+def tables(model: type[BaseModel], path: str = "", about: str = "") -> Iterator[str]:
+    """The lines of a table of the file and of those inside it."""
+    rows = rows_of(model)
+    if rows:
+        yield from (f"## `[{path}]`" if path else "## At the top of the file", "", (model.__doc__ or "").strip(), "")
+        if about:
+            yield from (about, "")
+        yield from _table(rows)
     for name, field in model.model_fields.items():
-        many = "dict[" in str(field.annotation)
-        for found in models_in(field.annotation):
-            key = field.alias or name
-            below = f"{path}.{key}" if path else key
-            yield from sections(found, f"{below}.NAME" if many else below)
+        key = f"{path}.{field.alias or name}".removeprefix(".")
+        for inside in models_in(field.annotation) if is_table(field) else ():
+            is_named = "dict[" in str(field.annotation)
+            yield from tables(inside, f"{key}.NAME" if is_named else key, field.description or "")
+
+
+def settings(component: Component, shown: dict[str, str]) -> Iterator[str]:
+    """A component's settings; those that one of its kind above has too are only named. `shown` says whose they are."""
+    rows = rows_of(component.options)
+    common = [key for key, row in rows.items() if row in shown]
+    yield from (f"### {component.kind} `{component.name}` ({component.origin.split()[0]})", "", component.doc, "")
+    yield from _table({key: row for key, row in rows.items() if key not in common})
+    if common:
+        owner = shown[rows[common[0]]]
+        yield from (f"Also, as of `{owner}`: {', '.join(f'`{key}`' for key in common)}.", "")
+    for row in rows.values():
+        shown.setdefault(row, component.name)
 
 
 def render() -> str:
     """The whole page."""
-    lines = [HEAD]
     plugins = Plugins.load()
-    of_plugins = plugins.components(kinds.SECTION).items()
-    tables = [*sections(RunConfig, ""), *(each for name, found in of_plugins for each in sections(found.options, name))]
-    for path, model in tables:
-        rows = table(model)
-        if rows and path not in ("credit", "algorithm", "buffer", "engine", "store"):
-            lines += [f"## `[{path}]`" if path else "## At the top of the file", "", (model.__doc__ or "").strip(), ""]
-            lines += rows
+    lines = [HEAD, *tables(RunConfig)]
+    for name, section in plugins.components(kinds.SECTION).items():
+        lines += tables(section.options, name)
     lines.append(PLUGINS_HEAD)
-    for kind in (kind for kind in plugins.kinds if kind is not kinds.SECTION):
-        for component in sorted(plugins.components(kind).values(), key=lambda each: each.name):
-            if component.origin.startswith("agl-"):
-                package = component.origin.split()[0]
-                lines += [
-                    f"### {kind} `{component.name}` ({package})",
-                    "",
-                    component.doc,
-                    "",
-                    *table(component.options),
-                ]
+    for kind in plugins.kinds:
+        shown: dict[str, str] = {}
+        for component in sorted(plugins.components(kind).values(), key=lambda component: component.name):
+            if component.origin.startswith("agl-") and kind is not kinds.SECTION:
+                lines += settings(component, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -32,7 +32,6 @@ def exact_match(
     episode: Episode,
     *,
     field: AnswerField = "result",
-    ignore_case: Annotated[bool, Field(description="Upper and lower case are the same.")] = False,
 ) -> float:
     """1 if the agent returned exactly the expected answer; spaces around it do not count.
 
@@ -44,7 +43,7 @@ def exact_match(
     >>> exact_match(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=" Paris\\n"))
     1.0
     """
-    expected, found = (_comparable(each, ignore_case) for each in (expected_answer(episode, field), episode.result))
+    expected, found = (_comparable(each) for each in (expected_answer(episode, field), episode.result))
     return float(expected == found and isinstance(expected, bool) == isinstance(found, bool))
 
 
@@ -120,7 +119,7 @@ def text_of(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _comparable(value: Json, ignore_case: bool) -> Json:
+def _comparable(value: Json) -> Json:
     if not isinstance(value, str):
         return value
-    return value.strip().casefold() if ignore_case else value.strip()
+    return value.strip()

@@ -21,6 +21,8 @@ from agl_core.types import Episode
 from agl_rewards.evaluators import expected_answer
 
 _SCALE = 10
+_AT_ONCE = 8
+"""Requests under way at a time; hosted models allow more, a small local one is busy with these."""
 _REPLY_SECONDS = 300.0
 """Beyond what a model needs that reasons first; the rule's `time_limit` is shorter where one is set."""
 _SCORE = re.compile(r'"score"\s*:')
@@ -64,7 +66,6 @@ class JudgeOptions(BaseModel):
     cache: Path | None = Field(
         None, description="A folder that keeps scores between runs, relative to the configuration; none: memory."
     )
-    max_concurrent: int = Field(8, ge=1, description="Requests under way at a time; others wait.")
 
 
 class Judge:
@@ -105,9 +106,7 @@ class Judge:
 
     async def _shared(self, key: str, material: str) -> float:
         """The score of one request, for all episodes that need it at the same time."""
-        under_way = self._under_way.setdefault(
-            asyncio.get_running_loop(), _UnderWay(asyncio.Semaphore(self._options.max_concurrent))
-        )
+        under_way = self._under_way.setdefault(asyncio.get_running_loop(), _UnderWay(asyncio.Semaphore(_AT_ONCE)))
         request = under_way.requests.get(key)
         if request is None:
             request = under_way.requests[key] = asyncio.create_task(self._ask(key, material, under_way.turns))

@@ -11,9 +11,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 import agl_core
 from agl_core.capture.status import message_text
@@ -35,15 +33,11 @@ _CORRECTION = re.compile(
 @agl_core.reward_rule
 def asked_again(
     episode: Episode,
-    *,
-    correction: Annotated[
-        re.Pattern[str], Field(description="How a request that corrects the answer before it begins.")
-    ] = _CORRECTION,
 ) -> Mapping[TransitionKey, float] | None:
     """1 for a reply after which the user repeats or corrects the request, seen in the messages of the next call.
 
     The next call has one user message more than the call of the reply. It repeats if it is nearly the same text as the
-    user message before it, and corrects if it begins like `correction`.
+    user message before it, and corrects if it begins like an English correction.
     """
     found: dict[TransitionKey, float] = {}
     last = {each.turn: each for each in episode.transitions}
@@ -53,7 +47,7 @@ def asked_again(
         if not earlier or len(later) <= len(earlier):
             continue
         new = later[len(earlier)]
-        if _likeness(_plain(earlier[-1]), _plain(new)) >= _REPEATED or correction.search(new):
+        if _likeness(_plain(earlier[-1]), _plain(new)) >= _REPEATED or _CORRECTION.search(new):
             found[before.key] = 1.0
     return found or None
 

@@ -34,12 +34,10 @@ async def test_the_budget_is_never_exceeded(make: Any, endpoint: Any) -> None:
     assert len(endpoint.requests) == 5
 
 
-@pytest.mark.parametrize(("settings", "most"), [({}, 8), ({"max_concurrent": 3}, 3), ({"max_concurrent": 1}, 1)])
-async def test_no_more_requests_than_allowed_are_under_way(
-    make: Any, endpoint: Any, settings: dict[str, Any], most: int
-) -> None:
+async def test_no_more_requests_than_eight_are_under_way(make: Any, endpoint: Any) -> None:
+    most = 8
     endpoint.may_answer.clear()
-    rule = endpoint.judge(make, **settings)
+    rule = endpoint.judge(make)
     judging = asyncio.gather(*(rule(make.episode(result=n)) for n in range(2 * most + 2)))
     for _ in range(most):
         assert await asyncio.to_thread(endpoint.came.acquire, timeout=30)
@@ -89,8 +87,11 @@ async def test_a_failure_that_nobody_waits_for_any_more_is_silent(make: Any, end
     assert complaints == []
 
 
-def test_a_judge_can_be_used_again_after_its_loop_was_ended_amid_requests(make: Any, endpoint: Any) -> None:
-    rule = endpoint.judge(make, max_concurrent=1)
+def test_a_judge_can_be_used_again_after_its_loop_was_ended_amid_requests(
+    make: Any, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_rewards.judge._AT_ONCE", 1)
+    rule = endpoint.judge(make)
     endpoint.delay = 0.2
 
     async def asked(number: int, seconds: float) -> list[Any]:

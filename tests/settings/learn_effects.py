@@ -12,7 +12,7 @@ from agl_core.testing import episodes as make
 from agl_core.training.progress import Silent
 from agl_core.training.rollouts.collect import Collector
 from agl_core.training.rollouts.episodes import scoring_rules
-from agl_core.types import Attempt, Ending, Episode, Mode, Rollout, RolloutState, Task, Transition
+from agl_core.types import Attempt, Ending, Episode, Mode, Rollout, RolloutState, Task
 from agl_online.config import learn_section
 from agl_online.experience import SessionSource, Taken
 from agl_online.feedback import Feedback
@@ -94,16 +94,6 @@ def what_users_said(bench: Bench, given: Given) -> Any:
     return rule(make.episode(make.transition(), mode=Mode.USE, annotations=(said,)))  # type: ignore[operator]
 
 
-def asked_again(bench: Bench, given: Given) -> Any:
-    rule = bench.load(given).rewards["asked_again"].build()
-    texts = "Book a flight", "Book the flights", "Stop it"
-
-    def reply(turn: int) -> Transition:
-        return make.transition(turn, messages=tuple({"role": "user", "content": each} for each in texts[: turn + 1]))
-
-    return rule(make.episode(*map(reply, range(3)), mode=Mode.USE))  # type: ignore[operator]
-
-
 async def who_is_scored(bench: Bench, given: Given) -> list[bool]:
     """Whether the rule says anything of a task's rollout, and of a session."""
     [rule] = [each for each in scoring_rules(bench.load(given)) if each.name == "exact_match"]
@@ -132,8 +122,5 @@ EFFECTS: Mapping[str, Effect] = {
     "rewards.NAME.modes": Effect(who_is_scored, {"rewards.exact_match.modes": ["train", "use"]}),
     "reward.feedback.weights": Effect(
         what_users_said, {"rewards.users.weights": {"helpful": 3.0}}, {"rewards.users": {"rule": "feedback"}}
-    ),
-    "reward.asked_again.correction": Effect(
-        asked_again, {"rewards.asked_again.correction": "^Stop"}, {"rewards.asked_again": {}}
     ),
 }

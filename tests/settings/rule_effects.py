@@ -188,7 +188,6 @@ def _tasks(source: str, **settings: Any) -> Given:
 
 RULES: Mapping[str, tuple[Any, Given, Given]] = {
     "exact_match.field": (reward("exact_match", "nothing"), {}, {"field": "also"}),
-    "exact_match.ignore_case": (reward("exact_match", "ann 5.001"), {}, {"ignore_case": True}),
     "numeric_match.field": (ran(mean_rewards), {}, {"field": "also"}),
     "numeric_match.tolerance": (reward("numeric_match"), {}, {"tolerance": 0.1}),
     "regex_format.pattern": (reward("regex_format"), {"pattern": "5$"}, {"pattern": "^5"}),
@@ -200,7 +199,7 @@ RULES: Mapping[str, tuple[Any, Given, Given]] = {
 """For a rule's setting: how it is observed, and the rule's settings before and after."""
 JUDGE = {
     "base_url": "http://another/v1", "model": "another", "rubric": "Short.", "field": "result", "max_calls": 1,
-    "api_key_env": "JUDGE_KEY", "cache": "judgements", "max_concurrent": 1,
+    "api_key_env": "JUDGE_KEY", "cache": "judgements",
 }  # fmt: skip
 GYM = {"dataset": "basic_arithmetic", "split": "eval", "size": 2, "settings": {"max_terms": 2}}
 RECORDED = {"run": "second", "split": "other", "without_logprobs": True}

@@ -103,11 +103,6 @@ EFFECTS: Mapping[str, Effect] = {
     "tasks": Effect(ran(evaluated), {"tasks.second": {"source": "jsonl", "path": "tasks.jsonl"}}),
     "tasks.NAME.source": Effect(train_tasks, {"tasks.train": {"source": "counting"}}),
     "sampling.temperature": Effect(ran(lambda run: run.requested("temperature")), {"sampling.temperature": 0.7}),
-    "sampling.eval_temperature": Effect(
-        ran(lambda run: run.requested("temperature")),
-        {"sampling.eval_temperature": 0.7},
-        {"eval.modes": ["eval-sampled"]},
-    ),
     "sampling.max_tokens": Effect(ran(lambda run: run.requested("max_tokens")), {"sampling.max_tokens": 32}),
     "rewards": Effect(ran(lambda run: run.summary.state.train_rewards), {"rewards": {"token_f1": {}}}),
     "engine.name": Effect(ran(lambda run: run.seen["engine"]), {"engine.name": "scripted-too"}),

@@ -44,9 +44,7 @@ WANDB = {"wandb": mock.MagicMock()}
 MLFLOW = {"mlflow": mock.MagicMock(), "mlflow.entities": mock.MagicMock()}
 
 EFFECTS = {
-    "tracker.wandb.project": Effect(asked("wandb", WANDB), {"tracker.wandb.project": "another"}),
     "tracker.wandb.checkpoints": Effect(asked("wandb", WANDB), {"tracker.wandb.checkpoints": False}),
     "tracker.mlflow.uri": Effect(asked("mlflow", MLFLOW), {"tracker.mlflow.uri": "http://127.0.0.1:5000"}),
-    "tracker.mlflow.experiment": Effect(asked("mlflow", MLFLOW), {"tracker.mlflow.experiment": "another"}),
     "tracker.mlflow.checkpoints": Effect(asked("mlflow", MLFLOW), {"tracker.mlflow.checkpoints": False}),
 }

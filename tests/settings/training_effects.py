@@ -180,7 +180,6 @@ EFFECTS: Mapping[str, Effect] = {
     "async.in_flight": Effect(ran(in_flight), {"async.in_flight": 3}, {"async.max_staleness": 1}),
     "buffer.prioritised.ratio": Effect(ran(replayed), {"buffer.prioritised.ratio": 0.5}, REPLAY),
     "buffer.prioritised.capacity": Effect(ran(replayed), {"buffer.prioritised.capacity": 1}, REPLAY),
-    "buffer.prioritised.alpha": Effect(ran(replayed), {"buffer.prioritised.alpha": 0.0}, REPLAY),
     "buffer.name": Effect(ran(groups_and_rollouts), {"buffer.name": "half"}),
     "eval.every": Effect(ran(evaluations), {"eval.every": 1}),
     "eval.tasks": Effect(ran(evaluations), {"eval.tasks": 3}),

@@ -16,7 +16,7 @@ def register_components(register: Register) -> None:
     """Buffers, the store that needs no server, tasks of files and of other runs, and trackers that are extras."""
     from agl_core.builtin.fifo import Fifo
     from agl_core.builtin.recorded import RecordedOptions, recorded, recorded_needs
-    from agl_core.builtin.replay import Prioritised, PrioritisedOptions, prioritised_needs
+    from agl_core.builtin.replay import PRIORITISED_NEEDS, Prioritised, PrioritisedOptions
     from agl_core.builtin.tasks import (
         DatasetOptions,
         FileOptions,
@@ -30,7 +30,7 @@ def register_components(register: Register) -> None:
     from agl_core.store.sqlite import SqliteOptions, build
 
     register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
-    register(kinds.BUFFER, "prioritised", Prioritised, options=PrioritisedOptions, needs=prioritised_needs)
+    register(kinds.BUFFER, "prioritised", Prioritised, options=PrioritisedOptions, needs=PRIORITISED_NEEDS)
     register(kinds.STORE, "sqlite", build, options=SqliteOptions)
     register(kinds.TASK_SOURCE, "jsonl", jsonl_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "csv", csv_tasks, options=FileOptions)

@@ -10,7 +10,7 @@ over the N groups that could be drawn. The paper's priority is what a transition
 error; p_i is the mean size of the advantages that the members of a group have (GRPO's, not divided by their
 deviation). It stands for the size of the group's gradient, and drawing in proportion to that is what makes the estimate
 of the mean gradient least noisy (Alain et al. 2015, arXiv 1511.06481). A group whose returns are equal has nothing to
-compare, and is not drawn unless α = 0. The paper gives new transitions the highest priority, so that each is seen once;
+compare, and is not drawn. The paper gives new transitions the highest priority, so that each is seen once;
 here an update gets every new group as "fifo" gives them, with weight 1, and the replays beside them.
 
 k groups of one update are drawn together and are k different ones: k · P(i) is the probability that group i is among
@@ -36,6 +36,9 @@ from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.returns import are_equal, episode_return
 from agl_core.types import Episode
 
+_ALPHA = 0.6
+"""How much the priority counts in what is drawn: the paper's value for proportional priorities."""
+
 
 class PrioritisedOptions(BaseModel):
     """Settings of prioritised replay."""
@@ -46,9 +49,6 @@ class PrioritisedOptions(BaseModel):
         1.0, gt=0, le=100, description="Groups replayed in an update for each new one, if there are enough."
     )
     capacity: int = Field(256, ge=1, description="Groups kept to be replayed; the oldest leave first.")
-    alpha: float = Field(
-        0.6, ge=0, le=1, description="How much the priority counts in what is drawn; 0: every group counts the same."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Prioritised:
 
     def _replays(self, count: int, context: DrawContext) -> list[DrawnGroup]:
         self._kept = [each for each in self._kept if not each.too_old(context)]
-        shares = np.array([each.priority for each in self._kept]) ** self._options.alpha
+        shares = np.array([each.priority for each in self._kept]) ** _ALPHA
         places = np.flatnonzero(shares)
         chances = inclusion_probabilities(shares[places], count)
         chosen = systematic_sample(chances, np.random.default_rng([context.seed, context.step]))
@@ -106,9 +106,8 @@ class Prioritised:
         return [DrawnGroup(self._kept[places[i]].episodes, float(weights[i])) for i in chosen]
 
 
-def prioritised_needs(options: PrioritisedOptions) -> set[Capability]:
-    """Old experience, corrected; and several rollouts of each task, unless the priority does not count."""
-    return {Capability.REPLAY, Capability.GROUPS} if options.alpha > 0 else {Capability.REPLAY}
+PRIORITISED_NEEDS = frozenset({Capability.REPLAY, Capability.GROUPS})
+"""Old experience, corrected; and several rollouts of each task, whose returns make the priority."""
 
 
 def spread(group: Sequence[Episode]) -> float:

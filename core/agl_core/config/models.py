@@ -65,9 +65,8 @@ class TaskSection(PluginTable):
 class SamplingSection(Section):
     """How replies are sampled; the rollout's mode decides, not the agent's code."""
 
-    temperature: float = Field(1.0, gt=0, description="In training.")
-    eval_temperature: float = Field(
-        1.0, gt=0, description="In eval-sampled; eval-greedy takes the most probable token."
+    temperature: float = Field(
+        1.0, gt=0, description="In training and in eval-sampled; eval-greedy takes the most probable token."
     )
     max_tokens: int = Field(1024, ge=1, description="Limit of a response if the agent sets none.")
 

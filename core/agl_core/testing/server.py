@@ -151,7 +151,7 @@ async def running_stack(
     async with ScriptedUpstream() as scripted:
         served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key")
         served = replace(served, **(upstream_fields(scripted) if upstream_fields else {}))
-        sampling = SamplingSection(temperature=0.7, eval_temperature=0.5, max_tokens=512)
+        sampling = SamplingSection(temperature=0.7, max_tokens=512)
         tried: dict[str, Any] = {"sampling": sampling, "seed": 1, "timeout": 30, "attempts": 2}
         settings = RunSettings(**tried | _taken(options, RunSettings.__slots__))
         listen = ServerSection.model_validate(_taken(options, ServerSection.model_fields))

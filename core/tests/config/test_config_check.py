@@ -37,7 +37,6 @@ REPLAYING_UNCORRECTED = ("buffer.name=prioritised", "async.max_staleness=4", "al
         ("async.max_staleness=0", "async.in_flight=16", "train.deterministic=true"),
         ("buffer.name=prioritised", "async.max_staleness=1"),
         (*REPLAYING_UNCORRECTED, "algorithm.grpo.importance_cap=2.0"),
-        (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1", "buffer.prioritised.alpha=0"),
     ],
 )
 def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overrides: tuple[str, ...]) -> None:

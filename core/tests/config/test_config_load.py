@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
-from agl_core.config.load import apply_overrides, load_for_policies
+from agl_core.config.load import apply_overrides
 from agl_core.errors import ConfigError, PluginError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending

@@ -22,7 +22,7 @@ _STRANGE = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowOptions(BaseModel):
-    """Where the run goes. User, password and token are MLflow's own settings: MLFLOW_TRACKING_USERNAME and others."""
+    """Where the run goes. Experiment, user and token are MLflow's own: MLFLOW_EXPERIMENT_NAME, …"""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,7 +31,6 @@ class MlflowOptions(BaseModel):
         description="The tracking server (http://HOST:PORT) or file (sqlite:////PATH); absent: as MLFLOW_TRACKING_URI "
         "says, else mlflow.db in the run's folder.",
     )
-    experiment: str = Field("agl", min_length=1, description="The experiment; it is made if there is none.")
     checkpoints: bool = Field(True, description="Whether the weights of checkpoints are kept as artifacts.")
 
 
@@ -60,9 +59,10 @@ class MlflowTracker(OpenedLate[_Run]):
         if id is not None:
             client.update_run(id, status="RUNNING")
             return _Run(client, id)
-        found = client.get_experiment_by_name(self._options.experiment)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "agl")
+        found = client.get_experiment_by_name(name)
         where = None if uri else (self.run_dir.resolve() / "mlflow").as_uri()
-        experiment = found.experiment_id if found else client.create_experiment(self._options.experiment, where)
+        experiment = found.experiment_id if found else client.create_experiment(name, where)
         run = client.create_run(experiment, run_name=self.run_dir.name)
         id = str(run.info.run_id)
         remember(file, id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +19,10 @@ RUN_FILE = "wandb-run"
 
 
 class WandbOptions(BaseModel):
-    """Where the run goes. Key, server and mode are W&B's own settings: WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE."""
+    """Where the run goes. Project, key, server and mode are W&B's own: WANDB_PROJECT, WANDB_API_KEY, …"""
 
     model_config = ConfigDict(extra="forbid")
 
-    project: str = Field("agl", min_length=1, description="The project.")
     checkpoints: bool = Field(True, description="Whether the weights of checkpoints are kept as artifacts.")
 
 
@@ -42,7 +42,7 @@ class WandbTracker(OpenedLate[Any]):
         run = wandb.init(
             id=id,
             resume="allow",
-            project=self._options.project,
+            project=os.environ.get("WANDB_PROJECT", "agl"),
             name=self.run_dir.name,
             dir=str(self.run_dir),
             config=self.config,

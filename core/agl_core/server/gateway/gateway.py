@@ -347,7 +347,7 @@ def effective_sampling(rollout: Rollout, requested: Sampling, settings: Sampling
         )
     temperature = {
         Mode.TRAIN: settings.temperature,
-        Mode.EVAL_SAMPLED: settings.eval_temperature,
+        Mode.EVAL_SAMPLED: settings.temperature,
         Mode.EVAL_GREEDY: 0.0,
     }[rollout.mode]
     limit = settings.max_tokens if requested.max_tokens is None else min(requested.max_tokens, settings.max_tokens)
