@@ -91,15 +91,10 @@ GATE: Given = {"learn.propose_every": 20}
 
 EFFECTS: Mapping[str, Effect] = {
     "learn.gate.tolerance": Effect(at_the_gate(worse=4), {"learn.gate.tolerance": 0.5}, GATE),
-    "learn.gate.max_kl": Effect(at_the_gate(nats=0.7), {"learn.gate.max_kl": 0.8}, GATE),
     "learn.gate.checks": Effect(objected, {"learn.gate.checks": {"even": {}}}, GATE),
-    "learn.gate.checks.NAME.check": Effect(
-        objected, {"learn.gate.checks": {"even": {"check": "odd"}}}, {"learn.gate.checks": {"even": {}}}
-    ),
     "learn.canary.share": Effect(drawn, {"learn.canary.share": 0.4}, ON),
     "learn.canary.reward": Effect(with_sessions(*arms(100, **EQUAL)), {"learn.canary.reward": [0.9, 1.9]}, ON),
     "learn.canary.tolerance": Effect(with_sessions(*arms(100, **EQUAL)), {"learn.canary.tolerance": 0.6}, ON),
     "learn.canary.error": Effect(with_sessions(*arms(40, here=0.7, there=0.4)), {"learn.canary.error": 0.5}, ON),
     "learn.canary.min_sessions": Effect(with_sessions(*arms(60, **BETTER)), {"learn.canary.min_sessions": 61}, ON),
-    "learn.canary.max_sessions": Effect(with_sessions(*arms(60, **EQUAL)), {"learn.canary.max_sessions": 50}, ON),
 }

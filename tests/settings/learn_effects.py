@@ -116,8 +116,6 @@ EFFECTS: Mapping[str, Effect] = {
     "learn.sessions_per_step": Effect(taking(decided), _with(sessions_per_step=5), GIVEN),
     "learn.offline_share": Effect(groups_of_tasks, _with(offline_share=0.5), GIVEN),
     "learn.max_staleness": Effect(taking(decided), _with(max_staleness=UPDATES - 1), GIVEN),
-    "learn.max_age_hours": Effect(taking(decided), _with(max_age_hours=OLD_HOURS / 2), GIVEN),
-    "learn.wait_minutes": Effect(taking(decided), _with(wait_minutes=RECENT_MINUTES * 2), GIVEN),
     "learn.propose_every": Effect(proposals, _with(propose_every=7), GIVEN),
     "rewards.NAME.modes": Effect(who_is_scored, {"rewards.exact_match.modes": ["train", "use"]}),
     "reward.feedback.weights": Effect(

@@ -168,11 +168,6 @@ EFFECTS: Mapping[str, Effect] = {
     "online.idle_minutes": Effect(using(ends_without_calls), {"online.idle_minutes": 0.001}, GIVEN),
     "online.redact": Effect(WHAT_IS_STORED, {"online.redact": ["email"]}, GIVEN),
     "online.redactors": Effect(WHAT_IS_STORED, {"online.redactors": {"shouted": {}}}, GIVEN),
-    "online.redactors.NAME.redactor": Effect(
-        WHAT_IS_STORED,
-        {"online.redactors": {"shouted": {"redactor": "whispered"}}},
-        {**GIVEN, "online.redactors": {"shouted": {}}},
-    ),
     "online.keep_days": Effect(using(is_removed, restarted=True), {"online.keep_days": 1.0}, OFTEN),
     "online.min_free_gib": Effect(WHAT_IS_STORED, {"online.min_free_gib": 1e9}, GIVEN),
 }

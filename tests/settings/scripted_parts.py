@@ -130,15 +130,3 @@ def even(release: agl_online.Release) -> str | None:
 def shouted(text: str) -> str:
     """Loud names."""
     return text.replace("ada", "ADA")
-
-
-@agl_online.redactor
-def whispered(text: str) -> str:
-    """Short names."""
-    return text.replace("ada", "a.")
-
-
-@agl_online.release_check
-def odd(release: agl_online.Release) -> str | None:
-    """Speaks against odd steps."""
-    return None if release.step % 2 == 0 else "its step is odd"

@@ -28,6 +28,8 @@ _POINTS = 400
 """The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
 _BOLDEST = 0.75
 """The share of its capital that a bet may lose."""
+_MAX_SESSIONS = 2000
+"""Rewarded sessions of a canary without a decision, after which it is rolled back."""
 _REASONS = 4
 """A rollback has four reasons: the reward, tool errors, empty answers, failed sessions."""
 
@@ -65,7 +67,7 @@ def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], set
     `outcomes` are those of sessions that began after the canary did, in the order of their ends; where those without a
     reward stand among them does not matter. Asked after every session, a canary whose mean reward is lower by
     `tolerance` or more is promoted with a probability of at most `error`. One that is as good in every respect is
-    rolled back with a probability of at most `error`, apart from those that `max_sessions` ends.
+    rolled back with a probability of at most `error`, apart from those that end undecided.
     """
     counted = list(_counted(outcomes))
     arms = [[each for each in counted if each.version == version] for version in (canary, stable)]
@@ -103,7 +105,7 @@ def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], set
     if figures["difference/low"] > -settings.tolerance and min(map(len, rewards)) >= settings.min_sessions:
         reason = f"The live reward is {means}; the difference is above {figures['difference/low']:+.3f}."
         return Look(Decision(policy, canary, State.STABLE, By.CANARY, reason, figures), figures)
-    if len(rewards[0]) >= settings.max_sessions:
+    if len(rewards[0]) >= _MAX_SESSIONS:
         return rolled_back(f"Nothing showed in time that it is as good: the live reward is {means}.")
     return Look(None, figures)
 

@@ -18,12 +18,9 @@ from agl_online.kinds import REDACTOR, RELEASE_CHECK
 
 
 class RedactorSection(PluginTable):
-    """A redactor of your own; its settings are beside this key."""
+    """The settings of a redactor of your own."""
 
     kind: ClassVar[AnyKind] = REDACTOR
-    named_by: ClassVar[str] = "redactor"
-
-    redactor: str | None = Field(None, description="The redactor plugin; by default the table's own name.")
 
 
 class OnlineSection(Section):
@@ -92,12 +89,9 @@ class OnlineSection(Section):
 
 
 class ReleaseCheckSection(PluginTable):
-    """A check of your own; its settings are beside this key."""
+    """The settings of a check of your own."""
 
     kind: ClassVar[AnyKind] = RELEASE_CHECK
-    named_by: ClassVar[str] = "check"
-
-    check: str | None = Field(None, description="The release check plugin; by default the table's own name.")
 
 
 class GateSection(Section):
@@ -112,12 +106,6 @@ class GateSection(Section):
         ge=0,
         description="How much lower its mean reward may be: the lower end of the 95% interval of the difference has to "
         "be above -tolerance, in each held-out set and mode.",
-    )
-    max_kl: float = Field(
-        0.5,
-        gt=0,
-        description="How far it may be from the served version: the KL divergence in nats per token, by the served "
-        "version's sampled replies to the held-out tasks of each set.",
     )
     checks: dict[str, ReleaseCheckSection] = Field(
         {}, description="Checks of your own, by plugin name, each with its settings (docs/plugins.md)."
@@ -147,17 +135,12 @@ class CanarySection(Section):
         0.05, gt=0, le=0.5, description="The probability of a false promotion, and that of a false rollback, at most."
     )
     min_sessions: int = Field(10, ge=1, description="Rewarded sessions of each version before a promotion.")
-    max_sessions: int = Field(
-        2000, ge=1, description="Rewarded sessions of it without a decision, after which it is rolled back."
-    )
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
         low, high = self.reward
         if low >= high:
             raise ValueError(f"reward = [{low:g}, {high:g}] is no range: the first has to be below the second")
-        if self.max_sessions < self.min_sessions:
-            raise ValueError("max_sessions is below min_sessions, so that no version could be promoted")
         return self
 
 
@@ -176,14 +159,6 @@ class LearnSection(Section):
         60,
         ge=0,
         description="How many updates old the weights that answered a session may be. Older sessions are dropped.",
-    )
-    max_age_hours: float = Field(
-        168.0,
-        gt=0,
-        description="A session, rewarded or not, is too old to be trained on this many hours after its end.",
-    )
-    wait_minutes: float = Field(
-        0.0, ge=0, description="Minutes after its end that a session waits for more feedback before it is trained on."
     )
     propose_every: int = Field(20, ge=1, description="Steps after which the weights are proposed as a new version.")
     gate: GateSection = GateSection()

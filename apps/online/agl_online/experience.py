@@ -30,6 +30,8 @@ from agl_online.config import LearnSection
 
 _NAME_SHARE = 0.25
 """Of the weight of a step: what sessions of one name may have together."""
+_MAX_AGE = 7 * 24 * 3600.0
+"""Seconds after its end that a session, rewarded or not, can be trained on."""
 _AT_ONCE = 256
 """Sessions that one step drops for their age, at most."""
 _LATEST = 4096
@@ -91,7 +93,7 @@ class SessionSource:
             started = time.monotonic()
             await self._between()
             waiting = await self._waiting()
-            found = await self._look(waiting, wanted, time.time() - self._settings.wait_minutes * 60)
+            found = await self._look(waiting, wanted, time.time())
             usable = [each for each in found if self._is_usable(each.episode)]
             phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
             if len(usable) >= wanted:
@@ -166,7 +168,7 @@ class SessionSource:
         return self._since(transition.version)
 
     def _is_old(self, seen: _Seen) -> bool:
-        return time.time() - seen.ended > self._settings.max_age_hours * 3600
+        return time.time() - seen.ended > _MAX_AGE
 
     def _is_usable(self, episode: Episode) -> bool:
         """Whether a step has something to train on in it."""

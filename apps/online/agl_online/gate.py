@@ -21,6 +21,8 @@ _SOLVED = 1.0
 """Nothing here depends on which rollouts count as solved."""
 _MIN_TASKS = 20
 """Tasks of a set that both versions need: the interval of the difference takes means for normal."""
+_MAX_KL = 0.5
+"""How far a version may be from the served one in nats per token, by the served version's sampled replies."""
 _MAX_LENGTH = 2.0
 """How many times as long responses may be."""
 _MAX_RISES = (
@@ -62,10 +64,10 @@ def decide(
     if not divergence:
         reasons.append("no sampled reply showed how far it is from the served version")
     for key, nats in divergence.items():
-        if not nats <= settings.max_kl:
+        if not nats <= _MAX_KL:
             reasons.append(
-                f"it is {nats:.3f} nats per token from the served version on {_place(key, 'kl')} (max_kl is "
-                f"{settings.max_kl:g})"
+                f"it is {nats:.3f} nats per token from the served version on {_place(key, 'kl')} (more than "
+                f"{_MAX_KL:g})"
             )
     for name, limit, what in _MAX_RISES:
         for key, now in _of(candidate, name):

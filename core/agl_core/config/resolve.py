@@ -182,7 +182,7 @@ class _Resolver:
         for name, table in tables.items():
             model = type(table)
             own = {key: getattr(table, key) for key in model.model_fields}
-            written = own[model.named_by]
+            written = own[model.named_by] if model.named_by else None
             chosen = self._chosen(
                 *(model.kind, written or name, table.settings, (*place, name)),
                 named_by=model.named_by if written else None,

@@ -45,11 +45,11 @@ class OpenSection(BaseModel):
 
 
 class PluginTable(OpenSection):
-    """A table that names a component by one of its keys, else by the table's own name; its settings are beside it."""
+    """A table that names a component by its own name, or by one of its keys; the settings are beside that."""
 
     kind: ClassVar[AnyKind]
-    named_by: ClassVar[str]
-    """The key that names the component."""
+    named_by: ClassVar[str | None] = None
+    """The key that can name the component instead of the table's own name."""
 
 
 class PluginChoice(OpenSection):

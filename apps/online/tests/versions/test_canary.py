@@ -13,7 +13,7 @@ from agl_online.config import CanarySection
 from agl_online.ledger import State
 
 STABLE, CANARY = 10, 20
-SETTINGS = CanarySection(share=0.4, tolerance=0.15, max_sessions=100_000)
+SETTINGS = CanarySection(share=0.4, tolerance=0.15)
 LOOKS = (20, 60, 150, 400, 1000, 2500)
 """Sessions of both arms after which the question is asked."""
 
@@ -146,9 +146,10 @@ def test_failed_sessions_count_wherever_they_stand() -> None:
         assert "sessions that fail is 1.000 in 15 sessions, and 0.000 in 135" in seen.decision.reason
 
 
-def test_what_stays_undecided_is_rolled_back() -> None:
+def test_what_stays_undecided_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_online.canary._MAX_SESSIONS", 300)
     outcomes = sessions(5, 2000, solved(0.5), solved(0.5))
-    settings = CanarySection(tolerance=0.01, max_sessions=300)
+    settings = CanarySection(tolerance=0.01)
     seen = look("default", CANARY, STABLE, outcomes, settings)
     assert seen.decision is not None
     assert (seen.decision.state, "Nothing showed in time" in seen.decision.reason) == (State.ROLLED_BACK, True)

@@ -118,7 +118,7 @@ async def test_a_check_of_the_users_own_can_reject_a_version(tmp_path: Path) -> 
 
 
 async def test_a_version_that_went_too_far_is_rejected(tmp_path: Path) -> None:
-    async with world(tmp_path, learn={"gate": {"max_kl": 1.0}}) as made:
+    async with world(tmp_path, learn={}) as made:
         made.drift = -3.0
         await made.train(4)
         last = made.ledger.decisions()[-1]

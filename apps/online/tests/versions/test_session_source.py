@@ -60,12 +60,12 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
     def without_ids(call: Call) -> Call:
         return replace(call, prompt_ids=None)
 
-    async with sessions(tmp_path, max_staleness=3, max_age_hours=1) as use:
+    async with sessions(tmp_path, max_staleness=3) as use:
         use.step, use.engine_version, use.resets = 10, 8, [[6, 4]]
         fresh = [await use.end(version=7), await use.end(version=10)]  # Those that come later are looked at first.
         expected = {
-            await use.end(hours_ago=2): DropReason.STALE,
-            await use.end(hours_ago=2, thumbs=None): DropReason.NO_REWARD,
+            await use.end(hours_ago=200): DropReason.STALE,
+            await use.end(hours_ago=200, thumbs=None): DropReason.NO_REWARD,
             await use.end(version=5): DropReason.STALE,
             await use.end(version=None): DropReason.STALE,
             await use.end(ending=Ending.LOST): DropReason.ENDING,
@@ -82,23 +82,14 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
 
 
 async def test_a_session_that_nobody_spoke_of_is_given_up_when_it_is_too_old(tmp_path: Path) -> None:
-    async with sessions(tmp_path, sessions_per_step=1, max_age_hours=1) as use:
-        silent = await use.end(hours_ago=2, thumbs=None)
+    async with sessions(tmp_path, sessions_per_step=1) as use:
+        silent = await use.end(hours_ago=200, thumbs=None)
         source = use.source()
         with pytest.raises(WaitsError):
             await use.take(source)
         await use.end()
         taken = await use.take(use.source())
         assert reasons(taken)[silent] is DropReason.NO_REWARD
-
-
-async def test_sessions_wait_for_more_feedback(tmp_path: Path) -> None:
-    async with sessions(tmp_path, sessions_per_step=1, wait_minutes=30) as use:
-        await use.end()
-        with pytest.raises(WaitsError):
-            await use.take()
-        settled = await use.end(hours_ago=0.6)
-        assert await use.train(await use.take()) == [settled]
 
 
 async def test_a_user_weighs_no_more_than_a_quarter(tmp_path: Path) -> None:
