@@ -14,9 +14,10 @@ import typer
 
 import agl_core
 from agl_core import Capability, CreditKind, kinds
-from agl_core.errors import PluginError
+from agl_core.errors import EngineError, PluginError
 from agl_core.kinds import Register
 from agl_core.plugins import Plugins
+from agl_core.protocols import Engine
 
 PLUGIN = '''
 import agl_core
@@ -231,3 +232,15 @@ def test_a_file_that_is_not_there_or_no_python(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(PluginError, match=r"notes\.txt is not a Python file"):
         Plugins.load([tmp_path / "notes.txt"])
+
+
+async def test_an_engine_says_by_name_what_it_does_not_support() -> None:
+    plain: Any = type("Plain", (Engine,), dict.fromkeys(Engine.__abstractmethods__))()
+    plain.report_stages(print)
+    for method, arguments in {
+        "describe": (), "estimate": (None,), "tokenize": ("default", []), "logprobs": ("default", None),
+        "publish": ("default", None), "withdraw": ("default",), "merge": (None, Path()),
+    }.items():  # fmt: skip
+        assert not plain.supports(method)
+        with pytest.raises(EngineError, match=f"The engine Plain does not support '{method}'"):
+            await getattr(plain, method)(*arguments)
