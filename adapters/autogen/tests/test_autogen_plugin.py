@@ -1,4 +1,4 @@
-"""How the adapter is found and attached without code, whatever is imported first."""
+"""How the adapter is found and attached without code, whatever is imported first; the README's snippets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tools did, joined with the calls that the gateway stored."""
+"""What the tools did, those of workbenches too, joined with the calls that the gateway stored."""
 
 from __future__ import annotations
 

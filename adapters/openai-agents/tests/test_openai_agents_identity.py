@@ -1,4 +1,4 @@
-"""Who makes a call, and for which attempt, on every request of real agents."""
+"""Who makes a call, for which attempt and with which context, on every request of real agents."""
 
 from __future__ import annotations
 

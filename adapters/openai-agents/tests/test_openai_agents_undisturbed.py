@@ -1,4 +1,4 @@
-"""Programs whose tools are watched do what they did before, whatever happens to those who watch."""
+"""Watched programs do what they did before: attached without code, as the README says, and towards the vendor."""
 
 from __future__ import annotations
 

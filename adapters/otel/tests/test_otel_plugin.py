@@ -1,4 +1,4 @@
-"""How the adapter is found and attached without code."""
+"""How the adapter is found and attached without code; the README's snippets run as they stand."""
 
 from __future__ import annotations
 
