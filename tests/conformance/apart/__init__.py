@@ -1,7 +1,7 @@
 """The drivers of frameworks whose pins do not go together: each plays in an environment of its own.
 
-`make test-frameworks` makes these environments. This package imports no framework: here, a driver declares what it
-plays, for the page; the module beside it builds the agents.
+`make test-frameworks` makes these environments. `declared` imports no framework: there a driver says what it plays, for
+the page. The modules beside it build the agents, and name their driver `DRIVER`, as the Makefile knows it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ import os
 from agl_core.testing.adapters.driver import Driver
 
 from ...support.testing_aids import NO_TELEMETRY
-from .crewai import CrewAI
-from .dspy import DSPy
-from .google_adk import GoogleADK
-from .haystack import Haystack
-from .llama_index import LlamaIndex
-from .pydantic_ai import PydanticAI
-from .smolagents import Smolagents
-from .strands import Strands
+from .declared import CrewAI, DSPy, GoogleADK, Haystack, LlamaIndex, PydanticAI, Smolagents, Strands
 
 __all__ = ["APART"]
 

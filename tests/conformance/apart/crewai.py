@@ -1,55 +1,104 @@
-"""What CrewAI plays; `crewai_agents.py` builds it."""
+"""CrewAI's agents, in crews of one task and as tools."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
-import tempfile
-from collections.abc import Iterator
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+from crewai import LLM, Crew, Task
+from crewai import Agent as CrewAgent
+from crewai.hooks import LLMCallHookContext, register_before_llm_call_hook, unregister_before_llm_call_hook
+from crewai.tools import BaseTool
+from pydantic import BaseModel, PrivateAttr, create_model
 
-from ...support.testing_aids import only_this_machine
+import agl_crewai
+from agl_core.testing.adapters.catalogue import TOOLS
+from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 
-ONE_LINE = "agl_crewai.attach()"
-
-
-class CrewAI(Driver):
-    """Each agent has a crew of one task. Experts are tools that start a crew of their own.
-
-    CrewAI's agents and tasks keep what they did: rollouts share the LLMs, and each has crews of its own.
-    """
-
-    name = "CrewAI (agl-crewai)"
-    apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "The tests play CrewAI's default API.",
-        MESSAGES: "The tests play CrewAI's default API.",
-    }
-    forms = (ATTACH, ONE_LINE)
-    gaps = (
-        Gap("handoff", "CrewAI has no handoff: delegated work returns to the agent that delegated it."),
-        Gap("text ReAct", "CrewAI has a text format of its own, which is tested apart."),
-    )
-    packages = ("crewai",)
-
-    def build(self, scenario: Scenario, setting: Setting) -> Program:
-        from .crewai_agents import program
-
-        return program(scenario, setting, with_line=setting.form == ONE_LINE)
-
-    @contextlib.contextmanager
-    def attached(self, form: str) -> Iterator[None]:
-        """Meanwhile nothing leaves the machine, and what CrewAI stores is not in the user's home."""
-        with (
-            only_this_machine(),
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            mock.patch.dict(os.environ, CREWAI_STORAGE_DIR=folder),
-            super().attached(form),
-        ):
-            yield
-
+from .declared import CrewAI
 
 DRIVER = CrewAI
-"""By the name that the Makefile knows."""
+
+
+def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+    """The scenario's LLMs, made once; the crews are made for each question."""
+    everyone = scenario.everyone()
+    if scenario.react or any(each.handoffs for each in everyone):
+        raise InexpressibleError
+    if with_line:
+        agl_crewai.attach()
+    models = {each.name: _model(each, scenario, setting) for each in everyone}
+    forgetful = {each.name for each in everyone if each.keeps}
+
+    async def run(question: Question) -> None:
+        crews = [_crew(each, models, question.text) for each in scenario.agents for _ in range(scenario.samples)]
+        with _forgetting(forgetful):
+            await asyncio.gather(*(each.kickoff_async() for each in crews))
+
+    return run
+
+
+def _model(agent: Agent, scenario: Scenario, setting: Setting) -> LLM:
+    return LLM(
+        "default",
+        provider="openai",
+        base_url=setting.base_url,
+        api_key=setting.api_key,
+        max_retries=setting.retries,
+        stream=setting.streaming,
+        response_format=agent.answers,
+        additional_params={"n": scenario.choices} if scenario.choices > 1 else {},
+    )
+
+
+def _crew(agent: Agent, models: Mapping[str, LLM], question: str) -> Crew:
+    tools = [
+        *(FunctionTool(TOOLS[name]) for name in agent.tools),
+        *(_consulting(each, models) for each in agent.experts),
+    ]
+    # Its system prompt begins with "You are ROLE.".
+    made = CrewAgent(role=agent.name, goal="Answer.", backstory="You know it.", llm=models[agent.name], tools=tools)
+    task = Task(description=question, expected_output="An answer.", agent=made)
+    return Crew(agents=[made], tasks=[task], verbose=False, cache=False)
+
+
+def _consulting(expert: Agent, models: Mapping[str, LLM]) -> BaseTool:
+    def ask(task: str) -> str:
+        return str(_crew(expert, models, task).kickoff())
+
+    ask.__name__, ask.__doc__ = expert.name, f"Ask the {expert.name}."
+    return FunctionTool(ask)
+
+
+@contextlib.contextmanager
+def _forgetting(names: set[str]) -> Iterator[None]:
+    """Meanwhile these agents send the question and their last step alone: the tool calls, and what they gave."""
+
+    def forget(context: LLMCallHookContext) -> None:
+        steps = [place for place, each in enumerate(context.messages) if each["role"] == "assistant"]
+        if context.agent.role in names and steps:
+            del context.messages[2 : steps[-1]]
+
+    register_before_llm_call_hook(forget)
+    try:
+        yield
+    finally:
+        unregister_before_llm_call_hook(forget)
+
+
+class FunctionTool(BaseTool):  # type: ignore[misc]
+    """A function as a tool."""
+
+    _function: Callable[..., Any] = PrivateAttr()
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        kinds = {"int": int, "str": str}
+        given = {name: (kinds[kind], ...) for name, kind in function.__annotations__.items() if name != "return"}
+        schema: type[BaseModel] = create_model(function.__name__, **given)  # type: ignore[call-overload]
+        super().__init__(name=function.__name__, description=function.__doc__ or "", args_schema=schema)
+        self._function = function
+
+    def _run(self, **given: Any) -> Any:
+        return self._function(**given)

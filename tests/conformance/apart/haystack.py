@@ -1,31 +1,134 @@
-"""What Haystack plays; `haystack_agents.py` builds it."""
+"""Haystack's Agent, in pipelines and as a tool."""
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+import asyncio
+from typing import Any
 
-ONE_LINE = "agl_haystack.attach()"
+from haystack import Pipeline
+from haystack.components.agents import Agent as HaystackAgent
+from haystack.components.agents.state import State, replace_values
+from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.hooks import hook
+from haystack.tools import Tool, create_tool_from_function
+from haystack.utils import Secret
 
+import agl_haystack
+from agl_core.testing.adapters.catalogue import TOOLS
+from agl_core.testing.adapters.driver import (
+    CHAT,
+    RESPONSES,
+    Agent,
+    InexpressibleError,
+    Program,
+    Question,
+    Scenario,
+    Setting,
+)
 
-class Haystack(Driver):
-    """Agents are `Agent`s, each in a pipeline that names it, or a tool of another one."""
-
-    name = "Haystack (agl-haystack)"
-    apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`anthropic-haystack` is not among the packages of its environment."}  # noqa: RUF012
-    forms = (ATTACH, ONE_LINE)
-    gaps = (
-        Gap("text ReAct", "Haystack runs tools only for the tool calls of a model: it has no text ReAct."),
-        Gap("three choices (n)", "`OpenAIChatGenerator` refuses `n` when it streams.", apis=(CHAT,), streaming=(True,)),
-        Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
-    )
-    packages = ("haystack-ai",)
-
-    def build(self, scenario: Scenario, setting: Setting) -> Program:
-        from .haystack_agents import program
-
-        return program(scenario, setting, with_line=setting.form == ONE_LINE)
-
+from .declared import Haystack
 
 DRIVER = Haystack
-"""By the name that the Makefile knows."""
+
+TASK = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
+
+
+def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+    """The scenario's agents, made once."""
+    if scenario.react or (scenario.choices > 1 and setting.api == RESPONSES):
+        raise InexpressibleError
+    if with_line:
+        agl_haystack.attach()
+    made = [_Team(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
+
+    async def run(question: Question) -> None:
+        await asyncio.gather(*(each.ask(question.text) for each in made))
+
+    return run
+
+
+class _Team:
+    """An agent in a pipeline, and the one that it hands over to."""
+
+    def __init__(self, agent: Agent, scenario: Scenario, setting: Setting) -> None:
+        self._name, self._pipeline = agent.name, Pipeline()
+        self._before: list[ChatMessage] = []
+        if scenario.choices > 1:
+            self._pipeline.add_component(agent.name, _generator(agent, setting, n=scenario.choices))
+            self._before = [ChatMessage.from_system(agent.prompt)]
+        else:
+            self._pipeline.add_component(agent.name, _agent(agent, setting))
+        self._others = {f"transfer_to_{other.name}": _Team(other, scenario, setting) for other in agent.handoffs}
+
+    async def ask(self, question: str) -> None:
+        await self._go_on([*self._before, ChatMessage.from_user(question)])
+
+    async def _go_on(self, messages: list[ChatMessage]) -> None:
+        out = await self._pipeline.run_async({self._name: {"messages": messages}})
+        said = out[self._name].get("messages") or ()
+        for result in said[-1].tool_call_results if said else ():
+            # The agent has stopped at this tool, which is one of its exit conditions.
+            conversation = [message for message in said if not message.is_from("system")]
+            await self._others[result.origin.tool_name]._go_on(conversation)
+
+
+def _agent(agent: Agent, setting: Setting) -> HaystackAgent:
+    handoffs = [create_tool_from_function(_transfer, f"transfer_to_{other.name}") for other in agent.handoffs]
+    return HaystackAgent(
+        chat_generator=_generator(agent, setting),
+        system_prompt=agent.prompt,
+        tools=[
+            *(create_tool_from_function(TOOLS[name]) for name in agent.tools),
+            *(_consulting(expert, setting) for expert in agent.experts),
+            *handoffs,
+        ],
+        exit_conditions=["text", *(tool.name for tool in handoffs)],
+        hooks={"before_llm": [_keeping(agent.keeps)]} if agent.keeps else None,
+    )
+
+
+def _generator(agent: Agent, setting: Setting, **options: Any) -> Any:
+    async def seen(_: Any) -> None: ...
+
+    if agent.answers:
+        schema = {**agent.answers.model_json_schema(), "additionalProperties": False}
+        form = {"name": "answer", "schema": schema, "strict": True}
+        if setting.api == CHAT:
+            options["response_format"] = {"type": "json_schema", "json_schema": form}
+        else:
+            options["text"] = {"format": {"type": "json_schema", **form}}
+    kind = OpenAIChatGenerator if setting.api == CHAT else OpenAIResponsesChatGenerator
+    return kind(
+        api_key=Secret.from_token(setting.api_key),
+        model="default",
+        api_base_url=setting.base_url,
+        max_retries=setting.retries,
+        streaming_callback=seen if setting.streaming else None,
+        generation_kwargs=options,
+        tools_strict=agent.answers is not None,
+    )
+
+
+def _consulting(expert: Agent, setting: Setting) -> Tool:
+    agent = _agent(expert, setting)
+
+    async def consult(task: str) -> str:
+        out = await agent.run_async([ChatMessage.from_user(task)])
+        return str(out["last_message"].text)
+
+    return Tool(name=expert.name, description=f"Ask the {expert.name}.", parameters=TASK, async_function=consult)
+
+
+def _transfer() -> str:
+    """Hand over."""
+    return "Transferred."
+
+
+def _keeping(count: int) -> Any:
+    @hook
+    def keep(state: State) -> None:
+        system, question, *later = state.get("messages")
+        state.set("messages", [system, question, *later[-count:]], handler_override=replace_values)
+
+    return keep

@@ -1,33 +1,116 @@
-"""What LlamaIndex plays; `llama_index_agents.py` builds it."""
+"""LlamaIndex's FunctionAgent, ReActAgent and AgentWorkflow."""
 
-from __future__ import annotations
+import asyncio
+from typing import Any
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+from llama_index.core.agent.react.output_parser import ReActOutputParser
+from llama_index.core.agent.react.types import ActionReasoningStep, BaseReasoningStep, ResponseReasoningStep
+from llama_index.core.agent.workflow import AgentWorkflow, BaseWorkflowAgent, FunctionAgent, ReActAgent
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.tools import FunctionTool
+from llama_index.core.workflow import Context
+from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-HANDLER = "AglSpanHandler()"
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import CHAT, Agent, InexpressibleError, Program, Question, Scenario, Setting
+from agl_llama_index import AglSpanHandler
 
-
-class LlamaIndex(Driver):
-    """Agents are `FunctionAgent`s, a text agent a `ReActAgent`, and a handoff an `AgentWorkflow`."""
-
-    name = "LlamaIndex (agl-llama-index)"
-    apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`llama-index-llms-anthropic` is not among the packages of its environment."}  # noqa: RUF012
-    forms = (ATTACH, HANDLER)
-    gaps = (
-        Gap(
-            "structured output",
-            "`output_cls` asks the model once more, after the agent's last answer: the script has no reply for it.",
-        ),
-        Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
-    )
-    packages = ("llama-index-core", "llama-index-llms-openai-like")
-
-    def build(self, scenario: Scenario, setting: Setting) -> Program:
-        from .llama_index_agents import program
-
-        return program(scenario, setting, with_handler=setting.form == HANDLER)
-
+from .declared import LlamaIndex
 
 DRIVER = LlamaIndex
-"""By the name that the Makefile knows."""
+
+
+def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+    """The scenario's agents, made once."""
+    if any(agent.answers for agent in scenario.agents):
+        raise InexpressibleError
+    if with_line:
+        get_dispatcher().add_span_handler(AglSpanHandler())
+    made = [_asked(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
+
+    async def run(question: Question) -> None:
+        await asyncio.gather(*(each.run(question.text, max_iterations=30) for each in made))
+
+    return run
+
+
+def _asked(agent: Agent, scenario: Scenario, setting: Setting) -> Any:
+    if not agent.handoffs:
+        return _agent(agent, scenario, setting)
+    team = [_agent(each, scenario, setting) for each in agent.everyone()]
+    return AgentWorkflow(team, root_agent=agent.name)
+
+
+def _agent(agent: Agent, scenario: Scenario, setting: Setting) -> BaseWorkflowAgent:
+    options: dict[str, Any] = {
+        "name": agent.name,
+        "description": f"The {agent.name}.",
+        "system_prompt": agent.prompt,
+        "llm": _model(scenario, setting),
+        "streaming": setting.streaming,
+        "tools": [
+            *(FunctionTool.from_defaults(TOOLS[name]) for name in agent.tools),
+            *(_consulting(expert, scenario, setting) for expert in agent.experts),
+            *(_handing_over(other.name) for other in agent.handoffs),
+        ],
+    }
+    if scenario.react:
+        return ReActAgent(output_parser=_Actions(), **options)
+    # Each handoff is a tool of its own in the scenarios.
+    return _Keeping(keeps=agent.keeps, can_handoff_to=[], **options)
+
+
+def _model(scenario: Scenario, setting: Setting) -> Any:
+    kind = OpenAILike if setting.api == CHAT else OpenAILikeResponses
+    only_chat: dict[str, Any] = {"is_chat_model": True} if setting.api == CHAT else {}
+    return kind(
+        model="default",
+        api_base=setting.base_url,
+        api_key=setting.api_key,
+        max_retries=setting.retries,
+        is_function_calling_model=True,
+        additional_kwargs={"n": scenario.choices} if scenario.choices > 1 else {},
+        **only_chat,
+    )
+
+
+def _consulting(expert: Agent, scenario: Scenario, setting: Setting) -> FunctionTool:
+    agent = _agent(expert, scenario, setting)
+
+    async def consult(task: str) -> str:
+        return str(await agent.run(task, max_iterations=30))
+
+    return FunctionTool.from_defaults(async_fn=consult, name=expert.name, description=f"Ask the {expert.name}.")
+
+
+def _handing_over(name: str) -> FunctionTool:
+    async def transfer(ctx: Context) -> str:
+        await ctx.store.set("next_agent", name)
+        return f"{name} goes on."
+
+    return FunctionTool.from_defaults(
+        async_fn=transfer, name=f"transfer_to_{name}", description=f"Hand over to {name}."
+    )
+
+
+class _Keeping(FunctionAgent):
+    """Forgets all but the last messages of its run."""
+
+    keeps: int | None = None
+
+    async def take_step(self, ctx: Any, llm_input: Any, tools: Any, memory: Any) -> Any:
+        if self.keeps:
+            messages = await ctx.store.get(self.scratchpad_key, default=[])
+            await ctx.store.set(self.scratchpad_key, messages[-self.keeps :])
+        return await super().take_step(ctx, llm_input, tools, memory)
+
+
+class _Actions(ReActOutputParser):
+    """Reads the scenarios' form of an action."""
+
+    def parse(self, output: str, is_streaming: bool = False) -> BaseReasoningStep:
+        asked = action(output)
+        if asked is None:
+            return ResponseReasoningStep(thought="", response=output, is_streaming=is_streaming)
+        tool, topic = asked
+        return ActionReasoningStep(thought="", action=tool, action_input={"topic": topic})

@@ -1,33 +1,104 @@
-"""What smolagents plays; `smolagents_agents.py` builds it."""
+"""smolagents' ToolCallingAgents, with managed agents."""
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
 
-ONE_LINE = "agl_smolagents.attach()"
+from smolagents import LogLevel, OpenAIServerModel, Tool, ToolCallingAgent
+from smolagents.models import ChatMessage
 
+import agl_smolagents
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 
-class Smolagents(Driver):
-    """Agents are `ToolCallingAgent`s, experts are managed agents. A model of its own takes plain text for an answer.
-
-    smolagents' agents keep their conversation: rollouts share the model, and each has agents of its own.
-    """
-
-    name = "smolagents (agl-smolagents)"
-    apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "smolagents' models do not speak it.",
-        MESSAGES: "smolagents' models speak it only through LiteLLM.",
-    }
-    forms = (ATTACH, ONE_LINE)
-    gaps = (Gap("handoff", "smolagents has no handoff: a managed agent returns to the one that called it."),)
-    packages = ("smolagents",)
-
-    def build(self, scenario: Scenario, setting: Setting) -> Program:
-        from .smolagents_agents import program
-
-        return program(scenario, setting, with_line=setting.form == ONE_LINE)
-
+from .declared import Smolagents
 
 DRIVER = Smolagents
-"""By the name that the Makefile knows."""
+
+
+def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+    """The scenario's models, made once; the agents are made for each question."""
+    if any(each.handoffs for each in scenario.everyone()):
+        raise InexpressibleError
+    if with_line:
+        agl_smolagents.attach()
+    models = {each.name: _model(each, scenario, setting) for each in scenario.everyone()}
+
+    async def run(question: Question) -> None:
+        agents = [_agent(each, models, setting) for each in scenario.agents for _ in range(scenario.samples)]
+        await asyncio.gather(*(asyncio.to_thread(_run, each, question.text, setting) for each in agents))
+
+    return run
+
+
+class _PlainModel(OpenAIServerModel):
+    """Plain text asks for a tool in the words of ReAct, or is the answer."""
+
+    def parse_tool_calls(self, message: ChatMessage) -> ChatMessage:
+        if not message.tool_calls:
+            asked = action(str(message.content))
+            name, given = (asked[0], {"topic": asked[1]}) if asked else ("final_answer", {"answer": message.content})
+            made = {"id": str(uuid.uuid4()), "type": "function", "function": {"name": name, "arguments": given}}
+            message.tool_calls = ChatMessage.from_dict({"role": "assistant", "tool_calls": [made]}).tool_calls
+        return message
+
+
+def _model(agent: Agent, scenario: Scenario, setting: Setting) -> OpenAIServerModel:
+    options: dict[str, Any] = {"n": scenario.choices} if scenario.choices > 1 else {}
+    if agent.answers:
+        schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
+        options["response_format"] = {"type": "json_schema", "json_schema": schema}
+    retries = {"max_retries": setting.retries}
+    return _PlainModel("default", setting.base_url, setting.api_key, client_kwargs=retries, **options)
+
+
+def _agent(agent: Agent, models: dict[str, OpenAIServerModel], setting: Setting) -> ToolCallingAgent:
+    def is_valid(answer: Any, *_: Any, **__: Any) -> bool:
+        return agent.answers is None or bool(agent.answers.model_validate_json(answer))
+
+    def forget(_: Any, agent: Any) -> None:
+        del agent.memory.steps[1:]
+
+    made = ToolCallingAgent(
+        tools=[FunctionTool(TOOLS[name]) for name in agent.tools],
+        model=models[agent.name],
+        name=agent.name,
+        description=f"The {agent.name}.",
+        instructions=agent.prompt,
+        managed_agents=[_agent(each, models, setting) for each in agent.experts],
+        final_answer_checks=[is_valid],
+        # What the question is followed by is one step of two messages: the tool calls, and what they gave.
+        step_callbacks=[forget] if agent.keeps else [],
+        stream_outputs=setting.streaming,
+        verbosity_level=LogLevel.OFF,
+    )
+    for each in made.managed_agents.values():
+        # Before smolagents 1.26 a call without it was refused.
+        each.inputs["additional_args"]["nullable"] = True
+    return made
+
+
+class FunctionTool(Tool):  # type: ignore[misc]
+    """A function without the descriptions of its arguments that smolagents' own `tool` asks for."""
+
+    skip_forward_signature_validation = True
+    output_type = "any"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        kinds = [(name, kind) for name, kind in function.__annotations__.items() if name != "return"]
+        types = {"int": "integer", "str": "string", int: "integer", str: "string"}
+        self.name, self.description = function.__name__, function.__doc__ or ""
+        self.inputs = {name: {"type": types[kind], "description": name} for name, kind in kinds}
+        super().__init__()
+        self.forward = function
+
+
+def _run(agent: ToolCallingAgent, question: str, setting: Setting) -> None:
+    if setting.streaming:
+        for _ in agent.run(question, stream=True):
+            pass
+    else:
+        agent.run(question)

@@ -1,33 +1,66 @@
-"""What Strands plays; `strands_agents.py` builds it."""
+"""Strands' agents, which consult each other in tools."""
 
-from __future__ import annotations
+import asyncio
+from collections.abc import Callable
+from typing import Any
 
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+from strands import Agent, tool
+from strands.hooks import BeforeModelCallEvent
+from strands.models.openai import OpenAIModel
 
+from agl_core.testing.adapters import scenario as scenarios
+from agl_core.testing.adapters.catalogue import TOOLS
+from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
 
-class Strands(Driver):
-    """No line is needed. Experts are agents in a tool.
-
-    Strands' agents keep their conversation: each rollout has agents of its own.
-    """
-
-    name = "Strands (agl-otel)"
-    apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "The tests play Strands' default API of OpenAI.",
-        MESSAGES: "`anthropic` is not among the packages of its environment.",
-    }
-    gaps = (
-        Gap("handoff", "Strands' `Swarm` hands over by one tool of its own, and the scenario's tool is another one."),
-        Gap("text ReAct", "Strands runs tools only for the tool calls of a model: it has no text ReAct."),
-    )
-    packages = ("strands-agents",)
-
-    def build(self, scenario: Scenario, setting: Setting) -> Program:
-        from .strands_agents import program
-
-        return program(scenario, setting)
-
+from .declared import Strands
 
 DRIVER = Strands
-"""By the name that the Makefile knows."""
+
+
+def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
+    """Agents are made for each question."""
+    if scenario.react or any(each.handoffs for each in scenario.everyone()):
+        raise InexpressibleError
+
+    async def run(question: Question) -> None:
+        made = [_agent(each, scenario, setting) for each in scenario.agents for _ in range(scenario.samples)]
+        await asyncio.gather(*(each.invoke_async(question.text) for each in made))
+
+    return run
+
+
+def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> Agent:
+    def forget(event: BeforeModelCallEvent) -> None:
+        if agent.keeps:
+            del event.agent.messages[1 : -agent.keeps]
+
+    return Agent(
+        name=agent.name,
+        model=_model(agent, scenario, setting),
+        system_prompt=agent.prompt,
+        tools=[
+            *(tool(TOOLS[name]) for name in agent.tools),
+            *(_consulting(each, scenario, setting) for each in agent.experts),
+        ],
+        hooks=[forget],
+        callback_handler=None,
+    )
+
+
+def _model(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> OpenAIModel:
+    params: dict[str, Any] = {"n": scenario.choices} if scenario.choices > 1 else {}
+    if agent.answers:
+        schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
+        params["response_format"] = {"type": "json_schema", "json_schema": schema}
+    client = {"base_url": setting.base_url, "api_key": setting.api_key, "max_retries": setting.retries}
+    return OpenAIModel(client_args=client, model_id="default", params=params, stream=setting.streaming)
+
+
+def _consulting(expert: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> Callable[..., Any]:
+    agent = _agent(expert, scenario, setting)
+
+    @tool(name=expert.name, description=f"Ask the {expert.name}.")
+    async def consult(task: str) -> str:
+        return str(await agent.invoke_async(task))
+
+    return consult
