@@ -22,16 +22,16 @@ from starlette.routing import Route
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, StoreError
 from agl_core.protocols import Upstream
-from agl_core.server.api.routes import route, route_of
+from agl_core.server.api import route, route_of
+from agl_core.server.attempt import AttemptState
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import Answering, Relay, RunSettings
 from agl_core.server.keys import Keys
-from agl_core.server.rollouts.attempt import AttemptState
 from agl_core.server.source import SourceFactory, SpanOwner
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Ending, Mode, Rollout, RolloutState, Run
-from agl_core.wire.body import Empty
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
+from agl_core.wire.operation import Empty
 from agl_online.config import OnlineSection, online_section
 from agl_online.keys import ApplicationKeys
 from agl_online.kinds import Redactor

@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 
-from agl_core.wire.body import Body, Empty
-from agl_core.wire.operation import AnyOperation, Operation, Right
+from agl_core.wire.operation import AnyOperation, Body, Empty, Operation, Right
 
 HEADER_SESSION = "x-agl-session"
 """With an application's key: the name that it gives the session of a call. On the server's reply: the session's id."""

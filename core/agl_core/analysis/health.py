@@ -17,7 +17,7 @@ from agl_core.training.alarms.rollouts import REMEDIES, no_reward
 from agl_core.training.alarms.stall import who_waits
 from agl_core.training.alarms.steps import FIRST, no_contrast
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
-from agl_core.wire.body import Empty
+from agl_core.wire.operation import Empty
 from agl_core.wire.workers import ACTIVITY, Activity
 
 

@@ -16,9 +16,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from agl_core.errors import ConfigError, ServerError
-from agl_core.wire.body import Empty, ErrorReply
 from agl_core.wire.keys import problem_of_key
-from agl_core.wire.operation import Answer, Asked, Operation
+from agl_core.wire.operation import Answer, Asked, Empty, ErrorReply, Operation
 from agl_core.wire.workers import CLOSE, HEALTH, CloseReply, CloseRequest, Health, Lease
 
 _TIMEOUT = httpx.Timeout(30, read=90)

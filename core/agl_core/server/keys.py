@@ -95,11 +95,11 @@ class Keys:
 
     def of_attempt(self, attempt: AttemptKey) -> str:
         """The agent's key of one attempt."""
-        return self._made_for("agent", attempt)
+        return self.derive(f"agent/{attempt.rollout}/{attempt.attempt}")
 
     def of_lease(self, attempt: AttemptKey) -> str:
         """The secret of the lease of one attempt."""
-        return self._made_for("lease", attempt)
+        return self.derive(f"lease/{attempt.rollout}/{attempt.attempt}")
 
     def check_host(self, host: str) -> None:
         """ServerError if others can reach `host`, and the user did not choose the workers' key."""
@@ -112,15 +112,12 @@ class Keys:
 
     def check(self, request: Request, right: Right, attempt: AttemptKey | None = None) -> None:
         """ApiError 401 unless the request carries a key of this right; `attempt` is the one that its path names."""
-        match right:
-            case Right.WORKER:
-                keys = [self.worker]
-            case Right.OPERATOR:
-                keys = [self.operator]
-            case Right.EITHER:
-                keys = [self.operator, self.worker]
-            case Right.LEASE:
-                keys = [] if attempt is None else [self.of_lease(attempt)]
+        keys = {
+            Right.WORKER: [self.worker],
+            Right.OPERATOR: [self.operator],
+            Right.EITHER: [self.operator, self.worker],
+            Right.LEASE: [] if attempt is None else [self.of_lease(attempt)],
+        }[right]
         if not any(carries(request, key) for key in keys):
             raise refused_key(request, _HINTS[right])
 
@@ -139,9 +136,6 @@ class Keys:
         """The key for this purpose: always the same, and no other key says what it is."""
         return _made(self.secret, purpose)
 
-    def _made_for(self, purpose: str, attempt: AttemptKey) -> str:
-        return self.derive(f"{purpose}/{attempt.rollout}/{attempt.attempt}")
-
 
 @lru_cache(_KEPT)
 def _made(secret: str, name: str) -> str:
@@ -158,7 +152,7 @@ def _sent(request: Request) -> list[str]:
 
 
 def carries(request: Request, key: str) -> bool:
-    return any(_same(each, key) for each in _sent(request))
+    return any(_same(sent, key) for sent in _sent(request))
 
 
 def _same(sent: str, key: str) -> bool:

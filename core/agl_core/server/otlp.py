@@ -35,12 +35,12 @@ from starlette.routing import Route
 
 from agl_core.capture.spans import SeenCall, Span, SpanTree, see
 from agl_core.errors import StoreError
+from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.attribution import attempt_of
 from agl_core.server.keys import Keys
 from agl_core.server.listening import decompressed
-from agl_core.server.rollouts.attempt import ActiveAttempt
-from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.server.queue import RolloutQueue
 from agl_core.server.source import RolloutSource, SpanOwner
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult

@@ -21,9 +21,7 @@ from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.run_hooks import RunHooks
-from agl_core.server.api.openapi import document
-from agl_core.server.api.routes import refused
-from agl_core.server.api.workers import worker_routes
+from agl_core.server.api import document, refused, worker_routes
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
@@ -33,7 +31,7 @@ from agl_core.server.gateway.upstream import Relay, RunSettings
 from agl_core.server.keys import Keys
 from agl_core.server.listening import Listening, Refusals, url_of
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
-from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.server.queue import RolloutQueue
 from agl_core.server.source import RolloutSource
 from agl_core.store.interface import Store
 from agl_core.types import Run

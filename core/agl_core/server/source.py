@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 from starlette.requests import Request
 from starlette.routing import Route
 
+from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.keys import Keys
-from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.store.interface import Store
 from agl_core.wire.operation import AnyOperation
 

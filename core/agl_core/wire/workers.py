@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from agl_core.types import Ending, Mode, Source, ToolStatus
-from agl_core.wire.body import Body, Empty
-from agl_core.wire.operation import Operation, Right
+from agl_core.wire.operation import Body, Empty, Operation, Right
 
 MAX_REPORTS = 10_000
 """Tool results, and rewards, that one attempt may report."""

@@ -18,7 +18,7 @@ from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Ending, Run
-from agl_core.wire.body import Empty
+from agl_core.wire.operation import Empty
 from agl_core.wire.workers import ACTIVITY, LEASE, LeaseRequest
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
-from agl_core.server.api.routes import unless_gone
+from agl_core.server.api import unless_gone
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.errors import ApiError, as_answer
 from agl_core.server.gateway.answered import Answered, Exchange

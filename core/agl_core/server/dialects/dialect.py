@@ -98,6 +98,10 @@ class Dialect(ABC):
     """Fields that tune a hosted service."""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Further fields that are not passed on under their own names."""
+    _own: ClassVar[frozenset[str]]
+
+    def __init_subclass__(cls) -> None:
+        cls._own = cls.rewritten | cls.ignored | cls.kept | cls.refused.keys() | OWN_FIELDS
 
     def parse(self, raw: bytes, answered: Answered) -> ModelRequest:
         """Check a request body and translate it; ApiError 400 names the field that is wrong.
@@ -111,15 +115,8 @@ class Dialect(ABC):
             raise fields.unsupported("prompt_logprobs", "is for replies that are not streamed")
         ignored = {name for name in self.ignored if body.get(name) not in (None, "disabled")}
         translation = self.translate(body, answered, ignored)
-        own = self.rewritten | self.ignored | self.kept | self.refused.keys()
-        chat = {
-            name: value
-            for name, value in {
-                **{name: value for name, value in body.items() if name not in own},
-                **translation.fields,
-            }.items()
-            if name not in OWN_FIELDS and value is not None
-        }
+        passed = {name: value for name, value in body.items() if name not in self._own}
+        chat = fields.without_none({**passed, **translation.fields})
         options = body.get("stream_options") or {}
         return ModelRequest(
             body=body,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from agl_core.server.attempt import ActiveAttempt, attempt_key
 from agl_core.server.errors import ApiError, attempt_closed
 from agl_core.server.keys import Keys
-from agl_core.server.rollouts.attempt import ActiveAttempt, attempt_key
-from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.server.queue import RolloutQueue
 from agl_core.server.source import RolloutSource
 from agl_core.types import AttemptKey
 from agl_core.wire.headers import HEADER_ROLLOUT

@@ -30,6 +30,7 @@ from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.distribution import DISTORTING
 from agl_core.protocols import Upstream
+from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.server.gateway.answered import Answered, Budget, Exchange
@@ -37,7 +38,6 @@ from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.upstream import Answering, Destination
 from agl_core.server.listening import CONNECTION, HttpConnection
-from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
 from agl_core.wire.headers import (

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from agl_core.config.models import PassthroughSection
+from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError, openai_error
 from agl_core.server.gateway.gateway import Gateway
-from agl_core.server.rollouts.attempt import ActiveAttempt
 
 PASSED_ON = frozenset(
     {

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server import Keys, RolloutQueue
-from agl_core.server.rollouts.attempt import moved
+from agl_core.server.attempt import moved
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks

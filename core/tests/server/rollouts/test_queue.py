@@ -133,7 +133,7 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
 async def test_what_memory_has_forgotten_is_answered_from_the_store(
     queue: RolloutQueue, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_core.server.rollouts.queue.MAX_REMEMBERED", 1)
+    monkeypatch.setattr("agl_core.server.queue.MAX_REMEMBERED", 1)
     queue = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
     await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
     for _ in range(2):

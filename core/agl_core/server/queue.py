@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 
 from agl_core.errors import StoreError
 from agl_core.run_hooks import RunHooks
-from agl_core.server.errors import ApiError, stopping
-from agl_core.server.keys import Keys
-from agl_core.server.rollouts.attempt import (
+from agl_core.server.attempt import (
     ActiveAttempt,
     AttemptState,
     decided,
@@ -27,6 +25,8 @@ from agl_core.server.rollouts.attempt import (
     moved,
     reported,
 )
+from agl_core.server.errors import ApiError, stopping
+from agl_core.server.keys import Keys
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState
 from agl_core.wire.headers import rollout_path

@@ -1,1 +1,0 @@
-"""The control plane below /agl/v1: what workers, applications and operators ask of the server."""

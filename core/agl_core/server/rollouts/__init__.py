@@ -1,1 +1,0 @@
-"""The rollout queue: leases, attempts and their life cycle."""
