@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.testing.scripts import CallTools, Raw, Say
+from agl_core.testing.scripts import Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import Ending, FinishReason, Mode
@@ -102,37 +102,6 @@ async def test_streams_are_made_of_the_whole_reply(stack: Stack) -> None:
     (call,) = await stack.calls(key)
     assert {chunk.id for chunk in [*chunks, last]} == {call.id}
     assert "stream" not in stack.upstream.received[0].body
-
-
-async def test_tool_calls_streamed_and_not(stack: Stack) -> None:
-    key = await stack.lease()
-    both = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})], text="I add.")
-    stack.upstream.script(both, both)
-    asked: dict[str, Any] = {
-        "model": "default",
-        "messages": HELLO,
-        "tools": [ADD],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-    }
-    reply = await stack.client(key).chat.completions.create(**asked)
-    assert reply.choices[0].finish_reason == "tool_calls"
-    calls = reply.choices[0].message.tool_calls or []
-    assert [json.loads(call.function.arguments) for call in calls if call.type == "function"] == [
-        {"a": 1, "b": 2},
-        {"a": 3, "b": 4},
-    ]
-    async with stack.client(key).chat.completions.stream(**asked) as stream:
-        final = await stream.get_final_completion()
-    streamed = final.choices[0].message
-    assert streamed.content == "I add."
-    assert [(call.function.name, call.function.arguments) for call in streamed.tool_calls or []] == [
-        (call.function.name, call.function.arguments) for call in calls if call.type == "function"
-    ]
-    assert all(call.id for call in streamed.tool_calls or [])
-    first, second = await stack.calls(key)
-    assert first.choices[0].message["tool_calls"][0]["id"] == calls[0].id
-    assert second.choices[0].finish_reason is FinishReason.TOOL_CALLS
 
 
 async def test_several_choices_are_all_recorded(stack: Stack) -> None:

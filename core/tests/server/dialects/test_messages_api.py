@@ -9,12 +9,12 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
-from agl_core.testing.scripts import OVERFLOW, CallTools, Fail, Raw
+from agl_core.testing.scripts import OVERFLOW, Fail, Raw
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN
-from agl_core.types import FinishReason, Mode
+from agl_core.types import Mode
 
 from ..api_oracles import HELLO, OWN, client_of, events_of, extras, post_each, reply
 from ..posting import post
@@ -112,26 +112,6 @@ async def test_messages_and_streams_fit_the_schema_and_have_no_extras(stack: Sta
         assert kinds == ["message_start", *blocks, "message_delta", "message_stop"], name
 
 
-async def test_streams_are_put_together_by_the_client(stack: Stack) -> None:
-    key = await stack.lease()
-    both = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "text": "é" * 200})], text="I add. " * 30)
-    stack.upstream.script(both)
-    texts = []
-    async with client_of(stack, key).messages.stream(**{**GOOD, "max_tokens": 500}, tools=[ADD]) as stream:
-        async for text in stream.text_stream:
-            texts.append(text)
-        final = await stream.get_final_message()
-    assert len(texts) > 2
-    assert "".join(texts) == "I add. " * 30
-    calls = [block for block in final.content if block.type == "tool_use"]
-    assert [each.input for each in calls] == [{"a": 1, "b": 2}, {"a": 3, "text": "é" * 200}]
-    (recorded,) = await stack.calls(key)
-    assert [each.id for each in calls] == [each["id"] for each in recorded.choices[0].message["tool_calls"]]
-    assert (final.id, final.stop_reason) == (recorded.id, "tool_use")
-    assert recorded.choices[0].finish_reason is FinishReason.TOOL_CALLS
-    assert final.usage.output_tokens == len("I add. " * 30) + 1
-
-
 async def test_stop_reasons(stack: Stack) -> None:
     client = client_of(stack, await stack.lease())
     called = OWN["one call"]
@@ -149,17 +129,6 @@ async def test_stop_reasons(stack: Stack) -> None:
             final = await stream.get_final_message()
         assert message.stop_reason == final.stop_reason == reason
         assert message.stop_sequence == final.stop_sequence == ("END" if reason == "stop_sequence" else None)
-
-
-async def test_structured_output_is_parsed(stack: Stack) -> None:
-    class Joke(BaseModel):
-        setup: str
-        rating: int
-
-    client = client_of(stack, await stack.lease())
-    asked: dict[str, Any] = {**GOOD, "messages": [{"role": "user", "content": "I give 'it' 7."}]}
-    message = await client.messages.parse(**asked, output_format=Joke)
-    assert message.parsed_output == Joke(setup="it", rating=7)
 
 
 async def test_the_key_is_taken_from_either_header(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

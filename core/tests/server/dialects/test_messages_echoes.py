@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from anthropic import beta_async_tool
 
 from agl_core.learning import build_episode
 from agl_core.testing import episodes as make
-from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.scripts import CallTools
 from agl_core.testing.server import Stack
 from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolStatus
 
@@ -102,35 +101,3 @@ async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
     assert second.messages[2]["status"] == "error"
     assert [set(each) for each in forwarded(stack)[2:8]] == [{"role", "tool_call_id", "content"}] * 6
     assert forwarded(stack)[-1] == {"role": "user", "content": "and now?"}
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_the_clients_tool_runner(stack: Stack, streamed: bool) -> None:
-    @beta_async_tool
-    async def add(a: int, b: int) -> str:
-        """Add two numbers."""
-        if a == 3:
-            raise ValueError("no threes")
-        return str(a + b)
-
-    key = await stack.lease()
-    stack.upstream.script(
-        CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})], text="I add."),
-        CallTools([("add", {"a": 5, "b": 6})]),
-        Say("done"),
-    )
-    runner = client_of(stack, key).beta.messages.tool_runner(
-        **ASKED, messages=HELLO, tools=[add], **({"stream": True} if streamed else {})
-    )
-    final: Any = None
-    async for each in runner:
-        final = await each.get_final_message() if streamed else each
-    assert final.content[0].text == "done"
-    calls = await stack.calls(key)
-    assert len(calls) == 3
-    echoed = [each for each in calls[-1].request["messages"] if each["role"] == "assistant"]
-    own = [call.choices[0].message for call in calls[:-1]]
-    assert echoed == [{name: each[name] for name in ("role", "content", "tool_calls")} for each in own]
-    first, second, _ = (await episode(stack, key)).transitions
-    assert [each.status for each in first.tool_results] == [ToolStatus.OK, ToolStatus.ERROR]
-    assert [each.result for each in second.tool_results] == ["11"]

@@ -10,10 +10,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from agl_core.testing.scripts import OVERFLOW, CallTools, Raw, Say
+from agl_core.testing.scripts import OVERFLOW, Raw, Say
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
-from agl_core.types import AttemptKey, FinishReason, Mode
+from agl_core.types import AttemptKey, Mode
 
 from ..api_oracles import OWN, events_of, extras, post_each, reply
 from ..posting import post
@@ -120,24 +120,6 @@ async def _fits(stack: Stack, key: AttemptKey, name: str) -> None:
 
 def _without_ids(item: BaseModel) -> dict[str, Any]:
     return item.model_dump(exclude={"id"})
-
-
-async def test_streams_are_put_together_by_the_client(stack: Stack) -> None:
-    key = await stack.lease()
-    both = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "text": "x" * 200})], text="I add. " * 30)
-    stack.upstream.script(both)
-    deltas = ""
-    async with stack.client(key).responses.stream(**GOOD, tools=[ADD]) as stream:
-        async for event in stream:
-            if event.type == "response.output_text.delta":
-                deltas += event.delta
-        final = await stream.get_final_response()
-    assert deltas == final.output_text == "I add. " * 30
-    calls = [item for item in final.output if item.type == "function_call"]
-    assert [json.loads(each.arguments) for each in calls] == [{"a": 1, "b": 2}, {"a": 3, "text": "x" * 200}]
-    (recorded,) = await stack.calls(key)
-    assert [each.call_id for each in calls] == [each["id"] for each in recorded.choices[0].message["tool_calls"]]
-    assert recorded.choices[0].finish_reason is FinishReason.TOOL_CALLS
 
 
 async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:

@@ -16,7 +16,6 @@ from agl_core.testing.server import Hooks
 from agl_core.types import AttemptKey, Ending, RolloutState, ToolStatus
 from agl_core.wire.workers import (
     CloseRequest,
-    HeartbeatReply,
     HeartbeatRequest,
     HeldAttempt,
     LeaseRequest,
@@ -28,7 +27,6 @@ from ..clock import Clock
 from ..posting import said_by_agl
 
 FINISHED = CloseRequest(ending=Ending.FINISHED, result="4")
-ALIVE = HeartbeatReply(lost=[], closed=False)
 YEAR = 365 * 86_400.0
 
 KEYS = Keys()
@@ -152,16 +150,6 @@ async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(
     beat(queue, first)
     await clock.advance(11)
     assert [await state(store, id) for id in "abc"] == ["running", "queued", "running"]
-
-
-async def test_what_a_beating_worker_is_lent_later_expires_too(
-    queue: RolloutQueue, clock: Clock, store: MemoryStore
-) -> None:
-    beat(queue)
-    await queue.enqueue([make.rollout("a")])
-    await lent(queue)
-    await clock.advance(20)
-    assert await state(store) is RolloutState.QUEUED
 
 
 @pytest.mark.parametrize("jump", [YEAR, -YEAR])

@@ -57,12 +57,6 @@ async def test_a_lease_waits_for_the_first_rollout(queue: RolloutQueue) -> None:
     assert sorted(reply.leases[0].rollout for reply in await asyncio.gather(*waiting)) == ["a", "b"]
 
 
-async def test_a_closed_queue_tells_workers(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a")])
-    queue.close()
-    assert await lease(queue, wait=30) == LeaseReply(leases=[], closed=True)
-
-
 async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, store: MemoryStore) -> None:
     store.failing = True
     with pytest.raises(StoreError):
@@ -153,16 +147,6 @@ async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -
     active = queue.attempt(key)
     assert active is not None
     assert not active.closed
-
-
-async def test_nothing_is_lent_until_it_is_allowed_again(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a")])
-    queue.lend(False)
-    assert not (await lease(queue, wait=0.01)).leases
-    waiting = asyncio.ensure_future(lease(queue, wait=30))
-    await asyncio.sleep(0)
-    queue.lend(True)
-    assert [each.rollout for each in (await waiting).leases] == ["a"]
 
 
 @pytest.mark.parametrize("by", ["the same server", "the next server"])
