@@ -56,12 +56,12 @@ from tables import machine, table, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions
+from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.policies import OptimizerSection
 from agl_core.types import Batch, CreditKind, TransitionKey
 from agl_torch.models import attention
+from agl_torch.sampling.requests import Request, Response
 from agl_torch.sampling.sampler import Sampler
-from agl_torch.sampling.types import Request, Response
 from agl_torch.training.batching import Limits, micro_batches, score
 from agl_torch.training.trainer import PolicyTrainer
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agl_algorithms.gae import discounted_sums
+from agl_algorithms.ppo import gae_across_calls
 from agl_algorithms.prepared import samples_of
 from agl_core import kinds
 from agl_core.config.policies import OptimizerSection
@@ -134,7 +134,8 @@ class Line:
         batch = credited(way, groups).batches["default"]
         batch = filter_trainable(batch, context_length=model.context_length, vocabulary=model.vocabulary).batch
         [place] = [i for i, key in enumerate(batch.keys) if key.call == call]
-        return float(discounted_sums(samples_of(batch), gamma=0.9)[place])
+        samples = samples_of(batch)
+        return float(gae_across_calls(samples, torch.zeros_like(samples.values_N), gamma=0.9, lam=1.0)[place])
 
     def _update(self, way: Way, batch: Batch) -> dict[TransitionKey, str | None]:
         digest = hashlib.sha256(repr(way).encode())

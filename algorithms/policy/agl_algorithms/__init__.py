@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agl_algorithms.grpo import group_statistics
     from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
-    from agl_algorithms.options import PolicyGradientOptions
-    from agl_algorithms.policy_gradient import PolicyGradient
-    from agl_algorithms.statistics import group_statistics, whitened
+    from agl_algorithms.plugin import PolicyGradientOptions
+    from agl_algorithms.policy_gradient import PolicyGradient, whitened
 
 __all__ = [
     "Algorithm",
@@ -22,15 +22,10 @@ __all__ = [
     "whitened",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("Algorithm", "CriticAlgorithm", "Logprobs", "Samples"), "interface"),
-    "PolicyGradient": "policy_gradient",
-    "PolicyGradientOptions": "options",
-    **dict.fromkeys(("group_statistics", "whitened"), "statistics"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    modules = {"PolicyGradientOptions": "plugin", "PolicyGradient": "policy_gradient", "whitened": "policy_gradient"}
+    module = "grpo" if name == "group_statistics" else modules.get(name, "interface")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

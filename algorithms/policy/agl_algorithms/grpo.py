@@ -1,7 +1,7 @@
 """GRPO: Group Relative Policy Optimization, and the variants practitioners use.
 
-For transition t of rollout i with credited value v_it, group mean μ and standard deviation σ
-(`agl_algorithms.statistics.group_statistics`), token weights w (`agl_algorithms.aggregation.token_weights`):
+For transition t of rollout i with credited value v_it, group mean μ and standard deviation σ (`group_statistics`), and
+token weights w (`agl_algorithms.policy_gradient.token_weights`):
 
     A_it = (v_it − μ) / (σ + ε)
     r    = exp(log π − log π_old)
@@ -17,14 +17,15 @@ For transition t of rollout i with credited value v_it, group mean μ and standa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from agl_algorithms.aggregation import token_weights
 from agl_algorithms.interface import Samples
-from agl_algorithms.options import GrpoOptions
-from agl_algorithms.policy_gradient import PolicyGradient
-from agl_algorithms.statistics import group_statistics
+from agl_algorithms.plugin import GrpoOptions
+from agl_algorithms.policy_gradient import PolicyGradient, count_rollouts, segment_sum, token_weights
+from agl_core.returns import EQUAL_WITHIN
 
 
 class Grpo(PolicyGradient):
@@ -53,3 +54,63 @@ class Grpo(PolicyGradient):
             return super().weights(samples)
         group = group_statistics(samples)
         return token_weights(samples, self.options.aggregation, group.comparable_N & (group.std_N > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """The credited values of each transition's group, spread over its transitions. All float64."""
+
+    mean_N: Tensor
+    """[N] the group's mean."""
+    deviation_N: Tensor
+    """[N] credited value minus the group's mean."""
+    std_N: Tensor
+    """[N] the group's standard deviation (unbiased); 0 where all values of the group are equal."""
+    rollouts_N: Tensor
+    """[N] how many rollouts the group has."""
+
+    @property
+    def comparable_N(self) -> Tensor:
+        """[N] bool: the group has at least two rollouts."""
+        return self.rollouts_N >= 2
+
+
+def group_statistics(samples: Samples) -> GroupStatistics:
+    """Mean and standard deviation of the credited values of each group, over rollouts, not transitions.
+
+    A rollout counts once, whatever its number of transitions: they share its weight. With v_it the value of transition
+    t of rollout i (T_i transitions, G rollouts):
+
+        μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
+        σ² = 1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − μ)²
+
+    Values that differ by rounding alone (`agl_core.returns.EQUAL_WITHIN`) are equal, and deviate by exactly zero.
+
+    If credit is identical within rollouts (v_it = R_i), these are the usual mean and unbiased standard deviation of R.
+    If it is not, σ also contains the spread inside rollouts: the standard deviation of the rollouts' means alone could
+    vanish while the deviations do not.
+    """
+    values_N = samples.values_N.to(torch.float64)
+    labels, group_N = torch.unique(samples.group_N, return_inverse=True)
+    groups = labels.numel()
+    turns_N, rollouts_N, _ = count_rollouts(samples, torch.ones_like(values_N))
+
+    def extreme(of_N: Tensor, which: str) -> Tensor:
+        """[N] the group's smallest (`amin`) or largest (`amax`)."""
+        by_group = torch.zeros(groups, dtype=torch.float64, device=of_N.device)
+        return by_group.scatter_reduce(0, group_N, of_N, which, include_self=False)[group_N]
+
+    # Values are first shifted by the group's smallest, so that equal values deviate by exactly zero.
+    smallest_N = extreme(values_N, "amin")
+    shifted_N = values_N - smallest_N
+    is_equal_N = extreme(shifted_N, "amax") < EQUAL_WITHIN * extreme(values_N.abs(), "amax")
+    shifted_N = torch.where(is_equal_N, 0.0, shifted_N)
+    mean_N = segment_sum(shifted_N / turns_N, group_N, groups)[group_N] / rollouts_N
+    deviation_N = shifted_N - mean_N
+    squares_N = segment_sum(deviation_N.square() / turns_N, group_N, groups)[group_N]
+    return GroupStatistics(
+        mean_N=smallest_N + mean_N,
+        deviation_N=deviation_N,
+        std_N=(squares_N / (rollouts_N - 1).clamp(min=1)).sqrt(),
+        rollouts_N=rollouts_N,
+    )

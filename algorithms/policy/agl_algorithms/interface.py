@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,15 @@ class Samples:
     """[N] int64: 0 … rollouts-1, unique over groups."""
     turn_N: Tensor
     """[N] int64: the transition's place in its episode."""
+
+    def __len__(self) -> int:
+        """N."""
+        return self.values_N.numel()
+
+    def sums(self, values_R: Tensor) -> Tensor:
+        """[N] float64 sums of `values_R` over each transition's response tokens."""
+        totals = torch.zeros(len(self), dtype=torch.float64, device=values_R.device)
+        return totals.index_add(0, self.transition_R, values_R.to(torch.float64))
 
     def at_tokens(self, values_N: Tensor) -> Tensor:
         """[R] each transition's value at its unmasked tokens, 0 at masked ones."""

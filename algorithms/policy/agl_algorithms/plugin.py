@@ -1,15 +1,165 @@
-"""The algorithms that this package registers. Importing this module imports no torch; building an algorithm does."""
+"""The algorithms that this package registers, and their settings.
+
+Importing it imports no torch, so that a configuration can be checked without; building an algorithm does.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Self
 
-from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
-from agl_core import hookimpl, kinds
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agl_core import Capability, CreditKind, hookimpl, kinds
 
 if TYPE_CHECKING:
     from agl_algorithms.interface import Algorithm
     from agl_core.kinds import Register
+
+Aggregation = Literal["rollout", "token-mean", "sequence-mean"]
+RatioLevel = Literal["token", "sequence"]
+WhiteningUnit = Literal["tokens", "transitions"]
+
+
+class PolicyGradientOptions(BaseModel):
+    """Settings of `agl_algorithms.PolicyGradient`; a setting without effect is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    clip: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="The ratio is clipped to [1 - clip, 1 + clip_high]; absent: 0.2, of GRPO's ratio per transition "
+        "3e-4 and 4e-4.",
+    )
+    clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
+    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
+    aggregation: Aggregation = Field(
+        "rollout",
+        description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
+        "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
+    )
+    importance_cap: float | None = Field(
+        None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no weights."
+    )
+    importance_level: RatioLevel = Field(
+        "token", description="One importance weight per token, or one per transition: the product over its tokens."
+    )
+    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
+    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
+
+    def needs(self) -> frozenset[Capability]:
+        """What an algorithm with these settings needs of a run: ids; with a KL term a reference model."""
+        reference = {Capability.REFERENCE} if self.beta > 0 else set()
+        return frozenset({Capability.TOKEN_IDS} | reference)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may fall below 1, and rise above it."""
+        low = 0.2 if self.clip is None else self.clip
+        return low, low if self.clip_high is None else self.clip_high
+
+    def takes(self) -> CreditKind:
+        """Which credited values it takes: returns."""
+        return CreditKind.RETURN
+
+    @model_validator(mode="after")
+    def _no_level_without_importance(self) -> Self:
+        if self.importance_cap is None:
+            self._refuse_changed(("importance_level",), "set importance_cap (2 is usual).")
+        return self
+
+    def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"'{name}' has no effect here: {remedy}")
+
+
+class GrpoOptions(PolicyGradientOptions):
+    """Settings of GRPO; a setting without effect is refused."""
+
+    beta: float = Field(
+        0.04, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model."
+    )
+    std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
+    epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
+    ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")
+    drop_equal_groups: bool = Field(
+        False, description="Leave groups whose credited values are all equal out of the loss and its weights (DAPO)."
+    )
+
+    def needs(self) -> frozenset[Capability]:
+        """Groups besides."""
+        return super().needs() | {Capability.GROUPS}
+
+    @model_validator(mode="after")
+    def _no_epsilon_without_deviation(self) -> Self:
+        if not self.std_normalization:
+            self._refuse_changed(("epsilon",), "std_normalization is off.")
+        return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Of a ratio per transition a thousandth of that of a ratio per token, as in GSPO."""
+        if self.ratio == "token" or self.clip is not None:
+            return super().clip_range
+        return 3e-4, 4e-4 if self.clip_high is None else self.clip_high
+
+
+class TimeOptions(PolicyGradientOptions):
+    """Settings of an algorithm that can own the time axis; if it does, credit must yield rewards."""
+
+    across_calls: bool = Field(
+        False,
+        description="Add up what came after a call inside the algorithm: credit must then yield rewards, not returns. "
+        "One trained call to the next is one step; what was earned between them belongs to the first.",
+    )
+
+    def takes(self) -> CreditKind:
+        """Across calls rewards instead of returns."""
+        return CreditKind.REWARD if self.across_calls else CreditKind.RETURN
+
+
+class ReinforceOptions(TimeOptions):
+    """Settings of REINFORCE++; a setting without effect is refused."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="With across_calls: what a reward is worth one call earlier.")
+    whitening: WhiteningUnit | Literal["off"] = Field(
+        "tokens",
+        description="What counts once in the batch's mean and deviation of the returns; 'off': neither, and the return "
+        "is the advantage. Recorded replies are then imitated in proportion to their rewards.",
+    )
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> Self:
+        if not self.across_calls:
+            self._refuse_changed(("gamma",), "set across_calls = true, or leave time to credit.")
+        return self
+
+
+class PpoOptions(TimeOptions):
+    """Settings of PPO; a setting without effect is refused."""
+
+    gamma: float = Field(
+        1.0, ge=0, le=1, description="What a value is worth one step earlier: a token, or with across_calls a call."
+    )
+    lam: float = Field(
+        1.0, ge=0, le=1, description="GAE's λ: 0 trusts the critic one step ahead, 1 only what was observed."
+    )
+    whitening: WhiteningUnit | Literal["off"] = Field(
+        "tokens", description="What counts once in the batch's mean and deviation of the advantages; 'off': neither."
+    )
+    value_clip: float | None = Field(
+        0.2, gt=0, le=1000, description="How far a value may move in one update before its loss stops pulling."
+    )
+    critic_learning_rate: float = Field(
+        1e-5, gt=0, le=1, description="The critic's step size; its other optimizer settings are the policy's."
+    )
+    critic_epochs: int = Field(1, ge=1, le=100, description="The critic's passes over the batch in one update.")
+
+    def needs(self) -> frozenset[Capability]:
+        """A critic besides."""
+        return super().needs() | {Capability.CRITIC}
 
 
 def build_grpo(options: GrpoOptions) -> Algorithm:
@@ -36,12 +186,8 @@ def build_ppo(options: PpoOptions) -> Algorithm:
 @hookimpl
 def register_components(register: Register) -> None:
     register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=GrpoOptions.takes)
+    reinforce = ReinforceOptions
     register(
-        kinds.ALGORITHM,
-        "reinforce++",
-        build_reinforce,
-        options=ReinforceOptions,
-        needs=ReinforceOptions.needs,
-        takes=ReinforceOptions.takes,
+        kinds.ALGORITHM, "reinforce++", build_reinforce, options=reinforce, needs=reinforce.needs, takes=reinforce.takes
     )
     register(kinds.ALGORITHM, "ppo", build_ppo, options=PpoOptions, needs=PpoOptions.needs, takes=PpoOptions.takes)

@@ -1,25 +1,29 @@
-"""The base of policy-gradient algorithms: everything except the advantages, in which they differ.
+"""The update of every policy-gradient algorithm: token weights, clipped surrogate, KL, importance, whitening.
 
     r    = exp(log π − log π_old)
     loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − low, 1 + high)·A) · ρ  +  β · k3(π ‖ π_initial) )
 
-with token weights w (`agl_algorithms.aggregation`) and ρ = min(π_old / π_behaviour, cap), of the token or of its whole
-response, or 1 without a cap.
+with token weights w (`token_weights`) and ρ = min(π_old / π_behaviour, cap), of the token or of its whole response, or
+1 without a cap. Algorithms differ in the advantages A alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from agl_algorithms.aggregation import token_weights
-from agl_algorithms.divergence import kl_k3, truncated_importance, truncated_sequence_importance
 from agl_algorithms.interface import Logprobs, Samples
-from agl_algorithms.options import PolicyGradientOptions, RatioLevel
-from agl_algorithms.surrogate import clipped_surrogate, policy_ratio
+from agl_algorithms.plugin import Aggregation, PolicyGradientOptions, RatioLevel, WhiteningUnit
+from agl_core.returns import EQUAL_WITHIN
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±20 before exp, so a token that became impossible cannot overflow the sum."""
+WHITENING_EPSILON = 1e-8
+"""Added to the variance, as veRL's `masked_whiten` does."""
 
 
 class PolicyGradient(ABC):
@@ -51,7 +55,7 @@ class PolicyGradient(ABC):
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
         """[N] bool: transitions with a weighted token that has an advantage, or (with a KL term) any weighted token."""
         counts_R = self.weights(samples) > 0
-        return transitions_of(samples, counts_R if self.needs_reference else counts_R & (advantages_R != 0))
+        return samples.sums(counts_R if self.needs_reference else counts_R & (advantages_R != 0)) > 0
 
     def weights(self, samples: Samples) -> Tensor:
         """[R] token weights by `aggregation`."""
@@ -67,36 +71,190 @@ class PolicyGradient(ABC):
         loss), with `importance_cap` importance_mean.
         """
         ratio_R = policy_ratio(samples, logprobs, self.ratio)
-        surrogate = clipped_surrogate(ratio_R, advantages_R, *self.clip)
-        policy_R = surrogate.loss_R
+        policy_R, clipped_R = clipped_surrogate(ratio_R, advantages_R, *self.clip)
         per_token = {
             "kl_behaviour": kl_k3(logprobs.behaviour_R, logprobs.current_R),
             "ratio_mean": ratio_R,
-            "clip_fraction": surrogate.clipped_R.to(ratio_R.dtype),
+            "clip_fraction": clipped_R.to(ratio_R.dtype),
         }
         if self.options.importance_cap is not None:
-            importance_R = self._importance(samples, logprobs, self.options.importance_cap)
+            importance_R = truncated_importance(
+                samples, logprobs, self.options.importance_cap, self.options.importance_level
+            )
             policy_R = policy_R * importance_R
             per_token["importance_mean"] = importance_R
-        loss_R = policy_R
-        per_token["policy_loss"] = policy_R
+        loss_R = per_token["policy_loss"] = policy_R
         if self.needs_reference:
             if logprobs.reference_R is None:
                 raise ValueError("A loss with beta > 0 needs the log-probabilities of the reference (needs_reference).")
-            kl_R = kl_k3(logprobs.current_R, logprobs.reference_R)
+            kl_R = per_token["kl_reference"] = kl_k3(logprobs.current_R, logprobs.reference_R)
             loss_R = loss_R + self.options.beta * kl_R
-            per_token["kl_reference"] = kl_R
-        metrics = {name: (weights_R * value_R).sum().detach() for name, value_R in per_token.items()}
+        loss, metrics = weighted(loss_R, per_token, weights_R)
         metrics["ratio_max"] = torch.where(weights_R > 0, ratio_R, 0.0).max().detach()
-        return (weights_R * loss_R).sum(), metrics
-
-    def _importance(self, samples: Samples, logprobs: Logprobs, cap: float) -> Tensor:
-        if self.options.importance_level == "sequence":
-            return truncated_sequence_importance(samples, logprobs.old_R, logprobs.behaviour_R, cap)
-        return truncated_importance(logprobs.old_R, logprobs.behaviour_R, cap)
+        return loss, metrics
 
 
-def transitions_of(samples: Samples, counts_R: Tensor) -> Tensor:
-    """[N] bool: transitions with a token for which `counts_R` [R] bool holds."""
-    found_N = torch.zeros(samples.values_N.numel(), dtype=torch.bool, device=counts_R.device)
-    return found_N.index_fill(0, samples.transition_R[counts_R], True)
+def weighted(loss_R: Tensor, per_token: Mapping[str, Tensor], weights_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss and its metrics as sums over tokens of weight × value."""
+    metrics = {name: (weights_R * value_R).sum().detach() for name, value_R in per_token.items()}
+    return (weights_R * loss_R).sum(), metrics
+
+
+# Token weights.
+
+
+def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Tensor | None = None) -> Tensor:
+    """[R] weights of the response tokens, which sum to 1; 0 where masked or where `taking_part_N` [N] bool is False.
+
+    With a_t the response of transition t, |a_t| its unmasked tokens, T_i the transitions of rollout i that have
+    some, G_g the rollouts of group g that have some:
+
+    - "rollout": 1 / (groups · G_g · T_i · |a_t|), so that groups, rollouts and transitions each share equally;
+    - "sequence-mean": 1 / (transitions · |a_t|);
+    - "token-mean": 1 / (all unmasked tokens of the batch).
+
+    If a rollout is one transition, "rollout" is GRPO's objective (arXiv 2402.03300, equation 3): the mean over
+    questions of the mean over each question's answers. "sequence-mean" is the same if all groups have one size. DAPO
+    (arXiv 2503.14476, equation 8) divides by the tokens of each question's answers and takes the mean over questions;
+    "token-mean" divides by the tokens of the whole batch, as veRL and TRL do, so a group of long answers weighs more.
+
+    Corrections (`Batch.weight_N`, for instance of replayed experience) are not in them: `agl_algorithms.prepared`
+    multiplies these in afterwards, so that the share that a correction takes from one transition goes to no other.
+    """
+    mask_R = samples.mask_R if taking_part_N is None else samples.mask_R & taking_part_N[samples.transition_R]
+    tokens_N = samples.sums(mask_R)
+    trained_N = tokens_N > 0
+    if aggregation == "token-mean":
+        share_N = (1.0 / tokens_N.sum().clamp(min=1)).expand(len(samples))
+    elif aggregation == "sequence-mean":
+        share_N = 1.0 / (trained_N.sum().clamp(min=1) * tokens_N.clamp(min=1))
+    else:
+        turns_N, rollouts_N, groups = count_rollouts(samples, trained_N)
+        share_N = 1.0 / (groups * rollouts_N * turns_N * tokens_N).clamp(min=1)
+    return (share_N[samples.transition_R] * mask_R).to(samples.behaviour_R.dtype)
+
+
+def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of the transitions in `taking_part_N`: [N] how many each one's rollout has, [N] how many rollouts with one each
+    one's group has, both float64; and the groups with one."""
+    group_N, groups = _dense(samples.group_N)
+    rollout_N, rollouts = _dense(samples.rollout_N)
+    turns = segment_sum(taking_part_N.to(torch.float64), rollout_N, rollouts)
+    group_of_rollout = torch.zeros(rollouts, dtype=torch.int64, device=group_N.device).scatter(0, rollout_N, group_N)
+    per_group = segment_sum((turns > 0).to(torch.float64), group_of_rollout, groups)
+    return turns[rollout_N], per_group[group_N], int((per_group > 0).sum())
+
+
+def segment_sum(values: Tensor, segment: Tensor, segments: int) -> Tensor:
+    """[segments] sums of `values` [K] by `segment` [K] int64.
+
+    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3).tolist()
+    [3.0, 0.0, 4.0]
+    """
+    return values.new_zeros(segments).index_add(0, segment, values)
+
+
+def _dense(labels: Tensor) -> tuple[Tensor, int]:
+    """Labels renumbered 0 … K-1, and K."""
+    values, inverse = torch.unique(labels, return_inverse=True)
+    return inverse, values.numel()
+
+
+# The ratio, and the comparison of two policies from the log-probabilities of what was sampled.
+
+
+class Surrogate(NamedTuple):
+    """Both [R]."""
+
+    loss_R: Tensor
+    clipped_R: Tensor
+    """bool: the clipped term counts, so the token has no gradient."""
+
+
+def clipped_surrogate(ratio_R: Tensor, advantages_R: Tensor, low: float, high: float) -> Surrogate:
+    """−min(ratio · A, clip(ratio, 1 − low, 1 + high) · A) for each token (PPO, arXiv 1707.06347, equation 7).
+
+    >>> clipped_surrogate(torch.tensor([1.5]), torch.tensor([2.0]), 0.2, 0.2).loss_R
+    tensor([-2.4000])
+    """
+    plain_R = ratio_R * advantages_R
+    bounded_R = ratio_R.clamp(1 - low, 1 + high) * advantages_R
+    return Surrogate(-torch.minimum(plain_R, bounded_R), bounded_R < plain_R)
+
+
+def log_ratio(current_R: Tensor, other_R: Tensor) -> Tensor:
+    """[R] current − other, clamped to ±`MAX_LOG_RATIO`."""
+    return (current_R - other_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def policy_ratio(samples: Samples, logprobs: Logprobs, level: RatioLevel) -> Tensor:
+    """[R] current / old: of each token, or of each transition and repeated over its tokens.
+
+    By transition it is the geometric mean over the unmasked tokens (GSPO, arXiv 2507.18071, equation 7):
+    exp(1/|a_t| · Σ (current − old)).
+    """
+    log_ratio_R = log_ratio(logprobs.current_R, logprobs.old_R)
+    if level == "token":
+        return log_ratio_R.exp()
+    mean_N = samples.sums(log_ratio_R * samples.mask_R) / samples.sums(samples.mask_R).clamp(min=1)
+    return mean_N.exp()[samples.transition_R].to(log_ratio_R.dtype)
+
+
+def truncated_importance(samples: Samples, logprobs: Logprobs, cap: float, level: RatioLevel = "token") -> Tensor:
+    """[R] min(exp(old − behaviour), cap), without gradient: of each token, or the product over a transition's.
+
+    It corrects for tokens that were sampled by an earlier version of the policy, or by kernels that round differently.
+    The truncation bounds the variance (Ionides, 2008; IMPALA, arXiv 1802.01561, section 4.1). By transition it is the
+    exact correction for a response as one action, with a variance that grows with the response's length; by token it
+    is biased, since it leaves out the probability of the tokens before.
+    """
+    log_ratio_R = log_ratio(logprobs.old_R, logprobs.behaviour_R)
+    if level == "sequence":
+        sum_N = samples.sums(log_ratio_R.masked_fill(~samples.mask_R, 0.0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio_R = sum_N[samples.transition_R].to(log_ratio_R.dtype)
+    return log_ratio_R.exp().clamp(max=cap).detach()
+
+
+def kl_k3(sampling_R: Tensor, other_R: Tensor) -> Tensor:
+    """[R] Schulman's k3 estimate of KL(sampling ‖ other), never negative (arXiv 2402.03300, equation 4).
+
+        k3 = exp(other − sampling) − (other − sampling) − 1
+
+    Its mean is this KL if the tokens were drawn from the first policy. For tokens of another policy it is biased, and
+    for tokens of `other_R` the exponential has no bound.
+
+    >>> kl_k3(torch.tensor([0.0]), torch.tensor([0.0])).item()
+    0.0
+    """
+    difference_R = log_ratio(other_R, sampling_R)
+    return torch.expm1(difference_R) - difference_R
+
+
+# Normalisation over the batch.
+
+
+def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
+    """[R] float64 `values_R` of the unmasked tokens, shifted and scaled to mean 0 and variance 1; 0 where masked.
+
+    With K units, of which token r is the share s_r (over "tokens": each is one unit; over "transitions": 1/|a_t|):
+
+        μ  = 1/K · Σ_r s_r · v_r
+        σ² = 1/(K−1) · Σ_r s_r · (v_r − μ)²
+        (v_r − μ) / √(σ² + 1e-8)
+
+    Values that are equal (`agl_core.returns.EQUAL_WITHIN`), and those of a single unit, become exactly zero.
+    """
+    mask_R, tokens_N = samples.mask_R, samples.sums(samples.mask_R)
+    share_R = mask_R.to(torch.float64)
+    if over == "transitions":
+        share_R = share_R / tokens_N.clamp(min=1)[samples.transition_R]
+    units = tokens_N.sum() if over == "tokens" else (tokens_N > 0).sum()
+    if units < 2:
+        return torch.zeros_like(share_R)
+    unmasked_R = values_R.to(torch.float64).masked_fill(~mask_R, 0.0)
+    shifted_R = torch.where(mask_R, unmasked_R - unmasked_R[mask_R].min(), 0.0)
+    if shifted_R.max() <= EQUAL_WITHIN * unmasked_R.abs().max():
+        return torch.zeros_like(share_R)
+    deviation_R = torch.where(mask_R, shifted_R - (share_R * shifted_R).sum() / units, 0.0)
+    variance = (share_R * deviation_R.square()).sum() / (units - 1)
+    return deviation_R * torch.rsqrt(variance + WHITENING_EPSILON)

@@ -2,8 +2,8 @@
 
 By default each transition is separate: GAE runs over the tokens of its response, and its credited return is the reward
 of the last token. With `across_calls` GAE runs over the calls of an episode, on credited rewards: a call is one action,
-its value is the critic's at the end of its prompt, and all its tokens share its advantage. Both are in
-`agl_algorithms.gae`. With values V before the update and GAE's A:
+its value is the critic's at the end of its prompt, and all its tokens share its advantage. With values V before the
+update and GAE's A:
 
     target       = A + V
     policy loss  = the clipped surrogate over A, whitened over the batch (`agl_algorithms.policy_gradient`, `whitened`)
@@ -20,11 +20,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from agl_algorithms.gae import gae_across_calls, gae_in_responses
 from agl_algorithms.interface import Samples
-from agl_algorithms.options import PpoOptions
-from agl_algorithms.policy_gradient import PolicyGradient, transitions_of
-from agl_algorithms.statistics import segment_sum, whitened
+from agl_algorithms.plugin import PpoOptions
+from agl_algorithms.policy_gradient import PolicyGradient, weighted, whitened
+from agl_core.returns import EQUAL_WITHIN
 
 
 class Ppo(PolicyGradient):
@@ -49,7 +48,7 @@ class Ppo(PolicyGradient):
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
         """[N] bool: every transition with a weight, because the critic learns from it."""
-        return transitions_of(samples, self.weights(samples) > 0)
+        return samples.sums(self.weights(samples)) > 0
 
     def value_targets(self, samples: Samples, values_R: Tensor) -> Tensor:
         """[R] the critic's targets where `value_weights` are above 0: its value plus GAE's plain advantage."""
@@ -60,14 +59,22 @@ class Ppo(PolicyGradient):
         weights_R = self.weights(samples)
         if not self.options.across_calls:
             return weights_R
-        weight_N = segment_sum(weights_R, samples.transition_R, samples.values_N.numel())
+        weight_N = samples.sums(weights_R).to(weights_R.dtype)
         return torch.zeros_like(weights_R).index_copy(0, _first_token_N(samples), weight_N)
 
     def value_loss(
         self, current_R: Tensor, old_R: Tensor, targets_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weighted sum over tokens; see the function of this name."""
-        return value_loss(current_R, old_R, targets_R, weights_R, self.options.value_clip)
+        """The value loss above; metrics: value_loss, value_mean, and with `value_clip` value_clip_fraction."""
+        clip, error_R = self.options.value_clip, (current_R - targets_R).square()
+        per_token = {"value_mean": current_R}
+        if clip is not None:
+            bounded_R = old_R + (current_R - old_R).clamp(-clip, clip)
+            bounded_error_R = (bounded_R - targets_R).square()
+            per_token["value_clip_fraction"] = (bounded_error_R > error_R).to(error_R.dtype)
+            error_R = torch.maximum(error_R, bounded_error_R)
+        loss_R = per_token["value_loss"] = 0.5 * error_R
+        return weighted(loss_R, per_token, weights_R)
 
     def _gae(self, samples: Samples, values_R: Tensor) -> Tensor:
         """[R]; across calls a call's advantage at each of its tokens."""
@@ -78,30 +85,79 @@ class Ppo(PolicyGradient):
         return advantage_N[samples.transition_R]
 
 
-def value_loss(
-    current_R: Tensor, old_R: Tensor, targets_R: Tensor, weights_R: Tensor, clip: float | None
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Σ w · ½ · max((V_new − target)², (V_clipped − target)²), V_clipped within `clip` of the value before the update.
+def gae_in_responses(samples: Samples, values_R: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """[R] float64 advantages of unmasked tokens, 0 at masked ones; `values_R` are those before each token.
 
-    Metrics, sums over tokens of weight × value: value_loss, value_mean, and with `clip` value_clip_fraction.
+        δ_k = r_k + γ · V_{k+1} − V_k        A_k = δ_k + γ · λ · A_{k+1}
 
-    >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([1.0]), 0.5)[0]
-    tensor(0.1250)
+    k counts the unmasked tokens of one response (arXiv 1506.02438, equation 16). The transition's credited value is
+    the reward of the last of them, the others have none; after it V and A are 0.
     """
-    error_R = (current_R - targets_R).square()
-    per_token = {"value_mean": current_R}
-    if clip is not None:
-        bounded_R = old_R + (current_R - old_R).clamp(-clip, clip)
-        bounded_error_R = (bounded_R - targets_R).square()
-        per_token["value_clip_fraction"] = (bounded_error_R > error_R).to(error_R.dtype)
-        error_R = torch.maximum(error_R, bounded_error_R)
-    loss_R = 0.5 * error_R
-    per_token["value_loss"] = loss_R
-    metrics = {name: (weights_R * value_R).sum().detach() for name, value_R in per_token.items()}
-    return (weights_R * loss_R).sum(), metrics
+    unmasked = samples.mask_R.nonzero()[:, 0]
+    lengths_N = samples.sums(samples.mask_R).to(torch.int64)
+    ends_N = lengths_N.cumsum(0)
+    values_R = values_R.to(torch.float64)
+    advantages_R = torch.zeros_like(values_R)
+    next_value_N = torch.zeros(len(samples), dtype=torch.float64, device=values_R.device)
+    next_advantage_N = torch.zeros_like(next_value_N)
+    for from_end in range(int(lengths_N.max()) if len(samples) else 0):
+        rows = (lengths_N > from_end).nonzero()[:, 0]
+        tokens = unmasked[ends_N[rows] - 1 - from_end]
+        ahead = samples.values_N[rows].to(torch.float64) if from_end == 0 else gamma * next_value_N[rows]
+        next_advantage_N[rows] = ahead - values_R[tokens] + gamma * lam * next_advantage_N[rows]
+        next_value_N[rows] = values_R[tokens]
+        advantages_R[tokens] = next_advantage_N[rows]
+    return advantages_R
+
+
+def gae_across_calls(samples: Samples, values_N: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """[N] float64 advantages of calls; `values_N` [N] are those of their prompts, the credited values are rewards.
+
+        δ_t = r_t + γ · V_{t+1} − V_t        A_t = δ_t + γ · λ · A_{t+1}
+
+    t+1 is the rollout's next call in the batch; after the last one V and A are 0. The choices of a call (`n` > 1) share
+    its turn and are parallel: each is followed by the mean over the next call's choices. Calls that are not in the
+    batch belong to the environment of this step: their rewards are in r_t (`agl_core.learning.propagation`).
+    """
+    rewards, values = samples.values_N.tolist(), values_N.tolist()
+    choices_of: dict[tuple[int, int], list[int]] = {}
+    for i, call in enumerate(zip(samples.rollout_N.tolist(), samples.turn_N.tolist(), strict=True)):
+        choices_of.setdefault(call, []).append(i)
+    advantages = [0.0] * len(rewards)
+    later: tuple[int, int] | None = None
+    for call in sorted(choices_of, reverse=True):
+        ahead, trace = 0.0, 0.0
+        if later is not None and later[0] == call[0]:
+            after = choices_of[later]
+            ahead = gamma * sum(values[i] for i in after) / len(after)
+            trace = gamma * lam * sum(advantages[i] for i in after) / len(after)
+        for i in choices_of[call]:
+            advantages[i] = rewards[i] + ahead - values[i] + trace
+        later = call
+    return torch.tensor(advantages, dtype=torch.float64, device=samples.values_N.device)
+
+
+def explained_variance(values_R: Tensor, targets_R: Tensor, weights_R: Tensor) -> float:
+    """1 − Var(target − value) / Var(target), variances by weight; NaN if the targets are all equal.
+
+    1: the critic predicts every target; 0: no better than a constant; below 0: worse than a constant.
+    """
+
+    def variance(of_R: Tensor) -> Tensor:
+        mean = (share_R * of_R).sum()
+        return (share_R * (of_R - mean).square()).sum()
+
+    counted_R = weights_R > 0
+    share_R = weights_R[counted_R].to(torch.float64)
+    share_R = share_R / share_R.sum()
+    target_R = targets_R[counted_R].to(torch.float64)
+    if not target_R.numel() or target_R.max() - target_R.min() <= EQUAL_WITHIN * target_R.abs().max():
+        return float("nan")
+    error = variance(target_R - values_R[counted_R].to(torch.float64))
+    return float(1 - error / variance(target_R))
 
 
 def _first_token_N(samples: Samples) -> Tensor:
     """[N] where each response starts, masked or not: the value before it is that of the prompt."""
-    lengths_N = torch.bincount(samples.transition_R, minlength=samples.values_N.numel())
+    lengths_N = torch.bincount(samples.transition_R, minlength=len(samples))
     return lengths_N.cumsum(0) - lengths_N

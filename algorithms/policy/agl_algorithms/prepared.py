@@ -58,7 +58,7 @@ class Prepared:
 
     def corrected(self, weights_R: Tensor) -> Tensor:
         """[R] weights of the policy's or the value loss, each transition's multiplied by its correction."""
-        return _scaled(weights_R, _corrections(self.batch, weights_R), self.samples)
+        return self._scaled(weights_R, _corrections(self.batch, weights_R))
 
     def step_weights(self, weights_R: Tensor, steps: Sequence[NDArray[np.int64]]) -> Tensor:
         """[R] the weights with which each of the optimizer steps `steps` (its transitions) trains; 0 elsewhere.
@@ -66,22 +66,18 @@ class Prepared:
         Before corrections a step weighs as much as the whole batch. The corrections come after that, so a transition
         with correction 0.1 counts a tenth of its part of a step, whatever else is in the step.
         """
-        weight_M = sum_by_transition(weights_R, self.samples)
+        weight_M = self.samples.sums(weights_R)
         factor_M = torch.zeros_like(weight_M)
         for chosen in map(torch.from_numpy, steps):
             share = weight_M[chosen].sum() / weight_M.sum()
             factor_M[chosen] = torch.where(share > 0, 1 / share, 0.0)
-        return _scaled(weights_R, factor_M * _corrections(self.batch, weights_R), self.samples)
-
-    def mean_step_weight(self, weights_R: Tensor, steps: Sequence[NDArray[np.int64]]) -> float:
-        """The weight of all tokens of a step together, over `steps`; 1 if nothing has a weight."""
-        return float(self.step_weights(weights_R, steps).sum()) / len(steps) or 1.0
+        return self._scaled(weights_R, factor_M * _corrections(self.batch, weights_R))
 
     def result(self, version: int, metrics: Mapping[str, float]) -> UpdateResult:
         """The result for all N transitions."""
         advantage_N, weight_N = np.zeros(len(self.dropped)), np.zeros(len(self.dropped))
         advantage_N[self.usable] = self._advantage_M()
-        weight_N[self.usable] = sum_by_transition(self.corrected(self.weights_R), self.samples).cpu().numpy()
+        weight_N[self.usable] = self.samples.sums(self.corrected(self.weights_R)).cpu().numpy()
         return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped)
 
     def metrics(self) -> dict[str, float]:
@@ -107,19 +103,24 @@ class Prepared:
         # A skipped step leaves tokens that were not computed, and the probabilities of recorded texts are not known.
         known_R = (self.weights_R > 0) & torch.isfinite(old_R) & torch.isfinite(self.samples.behaviour_R)
         gap_R = (old_R - self.samples.behaviour_R)[known_R].abs()
-        found = {"logprob_gap_max": float(gap_R.max()) if gap_R.numel() else 0.0}
+        gap = {"logprob_gap_max": float(gap_R.max()) if gap_R.numel() else 0.0}
         own_M = torch.from_numpy(self.batch.version_N == version).to(known_R.device)
         own_R = known_R & own_M[self.samples.transition_R]
         if own_R.any():
-            trained_R, sampled_R = (each[own_R].double().exp() for each in (old_R, self.samples.behaviour_R))
-            found["prob_gap_mean"] = float((trained_R - sampled_R).abs().mean())
-            found["prob_sampled_mean"], found["prob_trained_mean"] = float(sampled_R.mean()), float(trained_R.mean())
-        return found
+            trained_R, sampled_R = (
+                logprobs_R[own_R].double().exp() for logprobs_R in (old_R, self.samples.behaviour_R)
+            )
+            gap["prob_gap_mean"] = float((trained_R - sampled_R).abs().mean())
+            gap["prob_sampled_mean"], gap["prob_trained_mean"] = float(sampled_R.mean()), float(trained_R.mean())
+        return gap
+
+    def _scaled(self, weights_R: Tensor, factor_M: Tensor) -> Tensor:
+        return (weights_R * factor_M[self.samples.transition_R]).to(weights_R.dtype)
 
     def _advantage_M(self) -> NDArray[np.float64]:
         unmasked_R = self.samples.mask_R.to(self.advantages_R.dtype)
-        total = sum_by_transition(self.advantages_R * unmasked_R, self.samples)
-        mean = total / sum_by_transition(unmasked_R, self.samples).clamp(min=1)
+        total = self.samples.sums(self.advantages_R * unmasked_R)
+        mean = total / self.samples.sums(unmasked_R).clamp(min=1)
         return np.asarray(mean.cpu().numpy(), dtype=np.float64)
 
 
@@ -154,12 +155,13 @@ def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Te
     finite_R = torch.isfinite(advantages_R) & torch.isfinite(weights_R)
     value = None
     if values_R is not None:
-        value = _value_training(samples, cast(CriticAlgorithm, algorithm), values_R)
+        critic = cast(CriticAlgorithm, algorithm)
+        value = ValueTraining(values_R, critic.value_targets(samples, values_R), critic.value_weights(samples))
         finite_R = finite_R & torch.isfinite(value.targets_R) & torch.isfinite(value.weights_R)
-    broken_M = sum_by_transition(~finite_R, samples) > 0
+    broken_M = samples.sums(~finite_R) > 0
     broken_R = broken_M[samples.transition_R]
     advantages_R, weights_R = advantages_R.masked_fill(broken_R, 0.0), weights_R.masked_fill(broken_R, 0.0)
-    kept_M = algorithm.keep(samples, advantages_R) & (sum_by_transition(weights_R, samples) > 0)
+    kept_M = algorithm.keep(samples, advantages_R) & (samples.sums(weights_R) > 0)
     kept_M &= _corrections(usable.batch, weights_R) > 0
     left_out_R = ~kept_M[samples.transition_R]
     weights_R = weights_R.masked_fill(left_out_R, 0.0)
@@ -194,20 +196,6 @@ def minibatches(
             yield chosen[np.isin(rollout_n, rollouts)]
 
 
-def sum_by_transition(values_R: Tensor, samples: Samples) -> Tensor:
-    """[N] in float64."""
-    totals = torch.zeros(samples.values_N.numel(), dtype=torch.float64, device=values_R.device)
-    return totals.index_add(0, samples.transition_R, values_R.to(torch.float64))
-
-
 def _corrections(batch: Batch, beside: Tensor) -> Tensor:
     """[M] float64, on the device of `beside`."""
     return torch.from_numpy(batch.weight_N).to(beside.device)
-
-
-def _scaled(weights_R: Tensor, factor_M: Tensor, samples: Samples) -> Tensor:
-    return (weights_R * factor_M[samples.transition_R]).to(weights_R.dtype)
-
-
-def _value_training(samples: Samples, algorithm: CriticAlgorithm, values_R: Tensor) -> ValueTraining:
-    return ValueTraining(values_R, algorithm.value_targets(samples, values_R), algorithm.value_weights(samples))

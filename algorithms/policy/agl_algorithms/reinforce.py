@@ -1,7 +1,7 @@
 """REINFORCE++: the return minus the batch's mean, over the batch's standard deviation (arXiv 2501.03262).
 
 For transition t with return G_t at each of its unmasked tokens, mean μ and standard deviation σ of the batch
-(`agl_algorithms.statistics.whitened`):
+(`agl_algorithms.policy_gradient.whitened`):
 
     A_t  = (G_t − μ) / √(σ² + 1e-8)
 
@@ -17,11 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agl_algorithms.gae import discounted_sums
 from agl_algorithms.interface import Samples
-from agl_algorithms.options import ReinforceOptions
-from agl_algorithms.policy_gradient import PolicyGradient
-from agl_algorithms.statistics import whitened
+from agl_algorithms.plugin import ReinforceOptions
+from agl_algorithms.policy_gradient import PolicyGradient, whitened
+from agl_algorithms.ppo import gae_across_calls
 
 
 class Reinforce(PolicyGradient):
@@ -36,7 +35,8 @@ class Reinforce(PolicyGradient):
         """
         return_N = samples.values_N.to(torch.float64)
         if self.options.across_calls:
-            return_N = discounted_sums(samples, gamma=self.options.gamma)
+            # With λ = 1 and no critic, GAE is the discounted sum: G_t = r_t + γ · G_{t+1}.
+            return_N = gae_across_calls(samples, torch.zeros_like(return_N), gamma=self.options.gamma, lam=1.0)
         if self.options.whitening == "off":
             return samples.at_tokens(return_N)
         advantage_R = whitened(return_N[samples.transition_R], samples, self.options.whitening)

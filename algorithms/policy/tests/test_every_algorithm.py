@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Algorithm, Logprobs, Samples
-from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
+from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
 
@@ -94,6 +95,24 @@ def test_every_loss_option_changes_the_gradient(
         for options in (base, base | change)
     )
     assert not torch.allclose(before, after, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {"std_normalization": False, "epsilon": 0.1}),
+        ("grpo", {"importance_level": "sequence"}),
+        ("grpo", {"clip": 0}),
+        ("grpo", {"klip": 1}),
+        ("reinforce", {"gamma": 0.9}),
+        ("reinforce", {"whitening": "no"}),
+        ("ppo", {"lam": -0.1}),
+        ("ppo", {"value_clip": 0}),
+    ],
+)
+def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        BUILT[name](**settings)
 
 
 @pytest.mark.parametrize("name", BUILT)

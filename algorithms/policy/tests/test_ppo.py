@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from torch import Tensor
 
 from agl_algorithms.interface import CriticAlgorithm, Samples
-from agl_algorithms.options import PpoOptions
-from agl_algorithms.ppo import Ppo, value_loss
-from agl_algorithms.statistics import explained_variance
+from agl_algorithms.plugin import PpoOptions
+from agl_algorithms.ppo import Ppo, explained_variance
 
 from .conftest import Row, batches, build, critic_values, make_samples
 
@@ -46,15 +44,6 @@ def test_hand_worked_example_across_calls() -> None:
     weights = algorithm.value_weights(samples)
     assert weights.tolist() == [0.5, 0.0, 0.0, 0.5]
     assert algorithm.value_targets(samples, values)[weights > 0].tolist() == pytest.approx([4.5, 10.0])
-
-
-def test_choices_of_a_call_share_what_comes_after() -> None:
-    samples = make_samples([Row(0, 0, value, (True,)) for value in (1.0, 3.0, 10.0, 20.0)])
-    samples = dataclasses.replace(samples, turn_N=torch.tensor([0, 0, 1, 1]))
-    values = torch.tensor([2.0, 2.0, 5.0, 5.0], dtype=torch.float64)
-    found = ppo(across_calls=True, gamma=0.5, lam=0.5, whitening="off").advantages(samples, values)
-    # After call 0: value 5, advantage the mean of 5 and 15.
-    assert found.tolist() == pytest.approx([1 + 2.5 - 2 + 2.5, 3 + 2.5 - 2 + 2.5, 5.0, 15.0])
 
 
 def exponential_average(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -118,12 +107,12 @@ def test_the_value_loss_worked_by_hand() -> None:
     current = torch.tensor([0.9, 0.1, -0.5], dtype=torch.float64)
     old, target = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     weights = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    loss, metrics = value_loss(current, old, target, weights, 0.2)
+    loss, metrics = ppo().value_loss(current, old, target, weights)
     assert loss.item() == pytest.approx(0.5 * (0.5 * 0.64 + 0.25 * 0.81 + 0.25 * 2.25))
     assert metrics["value_loss"].item() == pytest.approx(loss.item())
     assert metrics["value_clip_fraction"].item() == pytest.approx(0.5)
     assert metrics["value_mean"].item() == pytest.approx(0.5 * 0.9 + 0.25 * 0.1 - 0.25 * 0.5)
-    loss, metrics = value_loss(current, old, target, weights, None)
+    loss, metrics = ppo(value_clip=None).value_loss(current, old, target, weights)
     assert loss.item() == pytest.approx(0.5 * (0.5 * 0.01 + 0.25 * 0.81 + 0.25 * 2.25))
     assert "value_clip_fraction" not in metrics
 
@@ -134,11 +123,15 @@ def test_the_value_gradient_equals_finite_differences(clip: float | None) -> Non
     current, old, target = (torch.randn(12, generator=generator, dtype=torch.float64) * 0.5 for _ in range(3))
     weights = torch.rand(12, generator=generator, dtype=torch.float64)
     current.requires_grad_()
-    (gradient,) = torch.autograd.grad(value_loss(current, old, target, weights, clip)[0], current)
+
+    def loss(values: Tensor) -> Tensor:
+        return ppo(value_clip=clip).value_loss(values, old, target, weights)[0]
+
+    (gradient,) = torch.autograd.grad(loss(current), current)
     for i in range(12):
         nudge = torch.zeros(12, dtype=torch.float64)
         nudge[i] = 1e-6
-        up, down = (value_loss(current.detach() + d, old, target, weights, clip)[0] for d in (nudge, -nudge))
+        up, down = (loss(current.detach() + d) for d in (nudge, -nudge))
         assert gradient[i].item() == pytest.approx((up - down).item() / 2e-6, abs=1e-7)
     # It pulls towards the target, wherever it pulls.
     pulled = gradient != 0
@@ -161,21 +154,6 @@ def test_explained_variance_worked_by_hand() -> None:
     assert explained_variance(target * 0.5, target, uneven) == pytest.approx(1 - 0.046875 / 0.1875)
 
 
-def test_the_value_clip_changes_the_value_loss() -> None:
-    current, old, target, weights = (torch.tensor([v]) for v in (1.0, 0.0, 1.0, 1.0))
-    losses = {clip: ppo(value_clip=clip).value_loss(current, old, target, weights)[0].item() for clip in (None, 0.1)}
-    assert losses == {None: 0.0, 0.1: pytest.approx(0.5 * 0.81)}
-
-
-def test_what_the_engine_asks_for() -> None:
-    algorithm = ppo(epochs=3, minibatches=5, critic_epochs=7, critic_learning_rate=0.5)
-    assert (algorithm.epochs, algorithm.minibatches, algorithm.critic_epochs) == (3, 5, 7)
-    assert algorithm.critic_learning_rate == 0.5
-    assert algorithm.needs_critic
-    assert not algorithm.needs_reference
-    assert ppo(beta=0.1).needs_reference
-
-
 def test_the_critic_keeps_what_has_no_advantage(ragged: Samples) -> None:
     algorithm = ppo()
     kept = algorithm.keep(ragged, torch.zeros(ragged.mask_R.numel()))
@@ -185,9 +163,3 @@ def test_the_critic_keeps_what_has_no_advantage(ragged: Samples) -> None:
 def test_values_are_needed(ragged: Samples) -> None:
     with pytest.raises(ValueError, match="needs_critic"):
         ppo().advantages(ragged)
-
-
-@pytest.mark.parametrize("bad", [{"gamma": 1.1}, {"lam": -0.1}, {"value_clip": 0}, {"critic_learning_rate": 0}])
-def test_settings_out_of_bounds_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        PpoOptions(**bad)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.interface import Samples
-from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of, sum_by_transition
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.learning.trainable import filter_trainable
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 
@@ -98,7 +98,7 @@ def test_optimizer_steps_are_split_between_rollouts() -> None:
 
 
 def by_transition(weights_R: Tensor) -> list[float]:
-    return sum_by_transition(weights_R, samples_of(batch_of([0.0] * (len(weights_R) // 2)))).tolist()
+    return samples_of(batch_of([0.0] * (len(weights_R) // 2))).sums(weights_R).tolist()
 
 
 def test_each_step_weighs_as_much_as_the_whole() -> None:
@@ -106,7 +106,6 @@ def test_each_step_weighs_as_much_as_the_whole() -> None:
     steps = [np.array([0, 2]), np.array([1])]
     weights_R = prepared.step_weights(prepared.weights_R, steps)
     assert by_transition(weights_R) == pytest.approx([1 / 3, 1.0, 2 / 3]), "the first two share a rollout's half"
-    assert prepared.mean_step_weight(prepared.weights_R, steps) == pytest.approx(1.0)
     assert by_transition(prepared.step_weights(prepared.weights_R, steps[1:])) == [0.0, 1.0, 0.0]
     nothing_R = torch.zeros_like(prepared.weights_R)
     assert not prepared.step_weights(nothing_R, steps).any()

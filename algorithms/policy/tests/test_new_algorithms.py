@@ -1,32 +1,26 @@
-"""New algorithms as a user writes them: the advantages, and nothing else."""
+"""The package as a plugin, and new algorithms as a user writes them: the advantages, and nothing else."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from agl_algorithms import PolicyGradient, PolicyGradientOptions, Samples, group_statistics
+from agl_algorithms import PolicyGradient, PolicyGradientOptions, Samples, plugin
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions
+from agl_algorithms.plugin import GrpoOptions
+from agl_algorithms.ppo import Ppo
+from agl_algorithms.reinforce import Reinforce
 from agl_core import Capability, CreditKind, kinds
 from agl_core.plugins import Plugins
 
 from . import rloo_plugin
 from .conftest import Row, make_logprobs, make_samples
 from .rloo_plugin import Rloo
-
-
-class DrGrpo(PolicyGradient):
-    def advantages(self, samples, values_R=None):
-        return samples.at_tokens(group_statistics(samples).deviation_N)
-
-
-class MaxRl(PolicyGradient):
-    def advantages(self, samples, values_R=None):
-        group = group_statistics(samples)
-        return samples.at_tokens(torch.where(group.mean_N > 0, group.deviation_N / group.mean_N, 0.0))
 
 
 def samples_of(*groups: list[float]) -> Samples:
@@ -44,30 +38,11 @@ def at_first_tokens(algorithm: PolicyGradient, samples: Samples) -> list[float]:
 OPTIONS = PolicyGradientOptions()
 
 
-def test_rloo_by_hand() -> None:
-    # Rewards 1, 0, 0.5: the others' means are 0.25, 0.75 and 0.5. A group of one has nothing to compare with.
-    found = at_first_tokens(Rloo(OPTIONS), samples_of([1.0, 0.0, 0.5], [0.7], [2.0, 4.0]))
-    assert found == pytest.approx([0.75, -0.75, 0.0, 0.0, -2.0, 2.0])
-
-
 def test_rloo_is_each_reward_minus_the_mean_of_the_others() -> None:
     """The formula as TRL and veRL have it: (r·G − Σ r) / (G − 1) = r·G/(G−1) − mean·G/(G−1)."""
     rewards = torch.randn(8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected = (rewards * 8 - rewards.sum()) / 7
     assert at_first_tokens(Rloo(OPTIONS), samples_of(rewards.tolist())) == pytest.approx(expected.tolist())
-
-
-def test_dr_grpo_is_grpo_without_the_deviation() -> None:
-    samples = samples_of([1.0, 0.0, 0.5], [0.7], [2.0, 4.0])
-    grpo = Grpo(GrpoOptions(beta=0, std_normalization=False))
-    assert at_first_tokens(DrGrpo(OPTIONS), samples) == at_first_tokens(grpo, samples)
-
-
-def test_maxrl_by_hand() -> None:
-    # One success of four: the success gets (1 − 1/4) / (1/4), a failure −1; without a success nothing is learnt.
-    assert at_first_tokens(MaxRl(OPTIONS), samples_of([1.0, 0.0, 0.0, 0.0], [0.0, 0.0])) == pytest.approx(
-        [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
-    )
 
 
 def test_the_rest_is_what_grpo_does() -> None:
@@ -101,3 +76,42 @@ def test_needs_follow_the_settings() -> None:
     assert component.takes(PolicyGradientOptions()) is CreditKind.RETURN
     assert component.needs(PolicyGradientOptions(beta=0.1)) == always | {Capability.REFERENCE}
     assert component.build(PolicyGradientOptions(beta=0.1)).needs_reference
+
+
+ALWAYS = {Capability.TOKEN_IDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "options", "takes", "needs"),
+    [
+        ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
+        ("grpo", Grpo, {"beta": 0}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
+        ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
+        ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
+        ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
+        ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
+        ("ppo", Ppo, {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
+    ],
+)
+def test_each_is_registered_with_what_it_takes_and_needs(
+    name: str, made: type, options: dict[str, Any], takes: CreditKind, needs: set[Capability]
+) -> None:
+    plugins = Plugins()
+    plugins.register(plugin, "test")
+    component = plugins.components(kinds.ALGORITHM)[name]
+    chosen = component.options(**options)
+    algorithm = component.build(chosen)
+    assert isinstance(algorithm, made)
+    assert component.needs(chosen) == ALWAYS | needs
+    assert component.takes(chosen) is takes
+    # What it tells the engine is what the check goes by.
+    assert algorithm.needs_critic == (Capability.CRITIC in needs)
+    assert algorithm.needs_reference == (Capability.REFERENCE in needs)
+    assert all(field.description for field in component.options.model_fields.values())
+    assert component.options(**chosen.model_dump()) == chosen
+
+
+def test_importing_the_plugin_imports_no_torch() -> None:
+    code = "import sys, agl_algorithms.plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,19 +1,24 @@
-"""GRPO against numbers worked by hand and against the textbook in padded form."""
+"""GRPO: numbers worked by hand, the textbook in padded form, its invariances, and its KL metrics."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Algorithm, Logprobs, Samples
-from agl_algorithms.options import GrpoOptions
+from agl_algorithms.plugin import GrpoOptions
 
-from .conftest import Row, make_logprobs, make_samples
+from .conftest import Row, batches, build, make_logprobs, make_samples
 
 
 @pytest.mark.parametrize(
@@ -108,14 +113,6 @@ def test_equals_the_textbook_on_single_turn_rollouts(seed: int) -> None:
     assert gradient.abs().max() > 1e-3
 
 
-def test_statistics_count_rollouts_not_transitions() -> None:
-    # A rollout of reward 1 with three turns and one of reward 0: the mean stays 0.5.
-    samples = make_samples([Row(0, 0, 1.0, (True,))] * 3 + [Row(0, 1, 0.0, (True,))])
-    grpo = Grpo(GrpoOptions(std_normalization=False))
-    assert grpo.advantages(samples).tolist() == [0.5, 0.5, 0.5, -0.5]
-    torch.testing.assert_close(grpo.weights(samples), torch.tensor([1, 1, 1, 3], dtype=torch.float64) / 6)
-
-
 def test_unequal_credit_inside_equal_rollouts_stays_bounded() -> None:
     # Both rollouts average 0.75, yet their turns differ: a deviation of rollout means alone would be zero.
     samples = make_samples([Row(0, i, value, (True,)) for i in (0, 1) for value in (0.5, 1.0)])
@@ -163,3 +160,48 @@ def test_sequence_ratio_is_one_number_per_transition() -> None:
     half = 0.5 / (math.sqrt(0.5) + 1e-6)
     expected = -0.5 * math.exp(0.2) * half + 0.5 * math.exp(-0.2) * half
     assert loss.item() == pytest.approx(expected, abs=1e-12)
+
+
+@given(batches(), st.sampled_from([GrpoOptions(), GrpoOptions(beta=0, std_normalization=False)]), st.floats(-10, 10))
+def test_a_constant_reward_for_a_group_changes_nothing(
+    batch: tuple[list[Row], int], options: GrpoOptions, constant: float
+) -> None:
+    rows, seed = batch
+    moved = [dataclasses.replace(row, value=row.value + constant) if row.group == 0 else row for row in rows]
+    before, after = (Grpo(options).advantages(build(each, seed)[0]) for each in (rows, moved))
+    # A shift rounds the values; where a group is equal the shift keeps it so, elsewhere σ is at least 0.1.
+    torch.testing.assert_close(before, after, rtol=1e-8, atol=1e-8)
+
+
+VOCABULARY = 7
+logits = st.lists(st.floats(-3, 3), min_size=VOCABULARY, max_size=VOCABULARY).map(
+    lambda values: torch.log_softmax(torch.tensor(values, dtype=torch.float64), -1)
+)
+
+
+def metrics(current: Tensor, behaviour: Tensor, reference: Tensor, drawn_from: Tensor) -> dict[str, Any]:
+    """Each token of the vocabulary once, weighing as often as `drawn_from` samples it."""
+    samples = make_samples([Row(0, token, 0.0, (True,)) for token in range(VOCABULARY)], behaviour)
+    logprobs = Logprobs(current, current, behaviour, reference)
+    nothing = torch.zeros_like(current)
+    return dict(Grpo(GrpoOptions(beta=0.1)).loss(samples, logprobs, nothing, drawn_from.exp())[1])
+
+
+def exactly(first: Tensor, second: Tensor) -> float:
+    return kl_divergence(Categorical(logits=first), Categorical(logits=second)).item()
+
+
+@given(logits, logits, logits)
+def test_the_means_over_what_was_sampled_are_the_kls(current: Tensor, behaviour: Tensor, reference: Tensor) -> None:
+    off_policy = metrics(current, behaviour, reference, drawn_from=behaviour)
+    assert off_policy["kl_behaviour"].item() == pytest.approx(exactly(behaviour, current), abs=1e-9)
+    on_policy = metrics(current, current, reference, drawn_from=current)
+    assert on_policy["kl_reference"].item() == pytest.approx(exactly(current, reference), abs=1e-9)
+
+
+def test_a_token_that_became_unlikely_does_not_make_the_kl_explode() -> None:
+    behaviour = torch.log_softmax(torch.tensor([0.0] * VOCABULARY, dtype=torch.float64), -1)
+    current = torch.log_softmax(torch.tensor([-12.0] + [0.0] * (VOCABULARY - 1), dtype=torch.float64), -1)
+    found = metrics(current, behaviour, behaviour, drawn_from=behaviour)["kl_behaviour"].item()
+    assert found == pytest.approx(exactly(behaviour, current))
+    assert found < 2
