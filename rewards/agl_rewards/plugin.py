@@ -3,8 +3,7 @@
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register
 from agl_rewards.air import ToolResultsOptions, air, functions_needed, tool_results
-from agl_rewards.evaluators import exact_match, numeric_match, regex_format
-from agl_rewards.f1 import token_f1
+from agl_rewards.evaluators import exact_match, numeric_match, regex_format, token_f1
 from agl_rewards.judge import Judge, JudgeOptions
 from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, Verified
 from agl_rewards.signals import abandoned, asked_again, tool_failed

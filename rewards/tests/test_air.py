@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +17,6 @@ from pydantic import ValidationError
 from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.config import check, load
-from agl_core.config.load import SERVED
 from agl_core.errors import CapabilityError, ConfigError
 from agl_core.kinds import Capability
 from agl_core.learning import ScoringRule, score
@@ -45,13 +42,6 @@ def user_module() -> Iterator[ModuleType]:
     del sys.modules[module.__name__]
 
 
-def test_docstring_examples_run() -> None:
-    for module in ("agl_rewards.air", "agl_rewards.functions"):
-        tool_result = doctest.testmod(importlib.import_module(module))
-        assert tool_result.attempted >= 1
-        assert tool_result.failed == 0
-
-
 class TestToolResults:
     def test_success_earns_what_failure_costs(self, make: Any) -> None:
         episode = make.episode([make.tool_result(each) for each in ("ok", "error", "timeout", "empty")])
@@ -61,11 +51,6 @@ class TestToolResults:
             "search.2.timeout": -0.2,
             "search.3.empty": -0.2,
         }
-
-    def test_weights_go_by_tool_name(self, make: Any) -> None:
-        rule = make.rule(kinds.REWARD, "tool_results", weights={"memory": 0.30, "search": 0.20}, default_weight=0.05)
-        episode = make.episode([make.tool_result(tool=tool) for tool in ("memory", "search", "clock")])
-        assert names_and_values(rule, episode) == {"memory.0.ok": 0.30, "search.1.ok": 0.20, "clock.2.ok": 0.05}
 
     def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
         episode = make.episode(make.transition(0, parse_error="no closing brace"))
@@ -127,24 +112,6 @@ class TestToolResults:
         assert met == [replace(told, result=seen)]
         assert told.result == result
 
-    @pytest.mark.parametrize("entry", ["no_such_module:f", "math:no_such_name", "math:pi"])
-    def test_a_function_that_is_none_is_an_error(self, make: Any, entry: str) -> None:
-        with pytest.raises(ConfigError, match=rf"'tool_results': rules\.fetch = '{entry}'"):
-            make.rule(kinds.REWARD, "tool_results", rules={"fetch": entry})
-
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"default_weight": -1},
-            {"weights": {"a": -0.1}},
-            {"weight_of": 1},
-            *({"rules": {"fetch": entry}} for entry in ("", "math", ":f", "math:")),
-        ],
-    )
-    def test_bad_settings_are_refused(self, make: Any, settings: dict[str, Any]) -> None:
-        with pytest.raises(ValidationError):
-            make.rule(kinds.REWARD, "tool_results", **settings)
-
     async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
         episode = make.episode(
             make.transition(0, make.tool_result("error")),
@@ -205,16 +172,6 @@ class TestAir:
         episodes = [make.episode(*[[make.tool_result(s) for s in call] for call in calls], terminal=terminal)]
         assert air(episodes, alpha=0.0) == identical(episodes)
 
-    @given(terminals=st.lists(RETURNS, min_size=1))
-    def test_one_call_episodes_are_single_turn_learning(self, make: Any, terminals: list[float]) -> None:
-        assert air([make.episode([], terminal=t) for t in terminals]) == [[t] for t in terminals]
-
-    @given(call=st.lists(STATUSES, min_size=1, max_size=4), data=st.data())
-    def test_the_order_of_tool_results_does_not_matter(self, make: Any, call: list[str], data: st.DataObject) -> None:
-        orders = [call, data.draw(st.permutations(call))]
-        values = [air([make.episode([make.tool_result(s) for s in each], terminal=1.0)]) for each in orders]
-        assert values[0] == values[1]
-
     def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
         component = Plugins.load().component(kinds.CREDIT, "air", "[credit]")
         assert (component.yields, component.provides) == ({CreditKind.RETURN}, {Capability.TOOL_RESULTS})
@@ -267,7 +224,3 @@ def test_a_function_that_is_not_there_is_found_when_the_run_is_checked(configura
             check(loaded)
     with pytest.raises(ConfigError, match=r"rewards\.tool_results\.rules\] fetch: must be 'module:function'"):
         load(configuration, ["rewards.tool_results.rules.fetch=math"])
-
-
-def test_a_server_needs_no_function_of_the_users(configuration: Path) -> None:
-    load(configuration, ["rewards.tool_results.rules.fetch=only_where_one_trains:f"], needs=SERVED)

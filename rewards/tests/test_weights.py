@@ -27,7 +27,6 @@ from agl_core.types import (
     Mode,
     Rollout,
     Task,
-    ToolStatus,
 )
 
 README = Path(__file__).parents[1] / "README.md"
@@ -113,11 +112,6 @@ def told_as_text(make: Any, returned: Any) -> Episode:
     return told_by_an_adapter(make, json.dumps(returned))
 
 
-def told_in_parts(make: Any, returned: Any) -> Episode:
-    """As LangChain does, where a tool returns content in parts."""
-    return told_by_an_adapter(make, [{"type": "text", "text": json.dumps(returned)}])
-
-
 def told_by_the_next_request(make: Any, returned: Any) -> Episode:
     """Without an adapter: all that is known is the `tool` message of the next request."""
     function = {"name": "fetch", "arguments": "{}"}
@@ -142,7 +136,7 @@ def told_by_the_next_request(make: Any, returned: Any) -> Episode:
     return build_episode(rollout, Attempt("r", 0, "w", 0.0, 1.0, Ending.FINISHED), calls)
 
 
-@pytest.mark.parametrize("told", [told_by_an_adapter, told_as_text, told_in_parts, told_by_the_next_request])
+@pytest.mark.parametrize("told", [told_by_an_adapter, told_as_text, told_by_the_next_request])
 @pytest.mark.parametrize(("returned", "value"), RETURNED)
 async def test_the_users_own_judgement_of_a_tool(
     make: Any, my_rules: ModuleType, told: Callable[[Any, Any], Episode], returned: Any, value: float
@@ -152,16 +146,6 @@ async def test_the_users_own_judgement_of_a_tool(
     scored, errors = await score(told(make, returned), rules, dict.fromkeys(Ending, "score"))
     assert errors == []
     assert [reward.value for reward in scored.transitions[0].rewards] == [value]
-
-
-@pytest.mark.parametrize(
-    "tool_result", [{"result": "words"}, {"result": None}, {"result": [1]}, {"result": {"status": "?"}}]
-)
-@pytest.mark.parametrize("status", ToolStatus)
-def test_the_users_own_judgement_takes_no_structure_for_granted(
-    make: Any, my_rules: ModuleType, tool_result: Any, status: str
-) -> None:
-    assert my_rules.http_ok(make.tool_result(status, **tool_result)) is (status == "ok")
 
 
 def test_the_table_of_what_messages_are_read_as_is_right() -> None:
