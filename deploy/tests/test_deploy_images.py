@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_verl.cluster.versions import TESTED
+from agl_verl.environment import TESTED
 
 from .build_context import BuildContext
 from .deployed import DEPLOY, ROOT, container, named, pod_templates

@@ -1,17 +1,94 @@
-"""The run's side of the veRL engine: `agl_verl.process` is veRL's driver.
+"""The run's side of the veRL engine: `agl_verl.process` is veRL's driver; and what is said of errors that people meet.
 
 Imports neither veRL, Ray nor torch: a run's own process stays small, and Ray never runs inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 from agl_core.engines.host import ProcessEngine
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
-from agl_verl.cluster.faults import KILLED, remedy_of
 from agl_verl.options import VerlOptions
+
+PROCESS_LOST = (
+    "A process of the engine was lost: a vLLM server or a training worker died, or its node did. Memory that ran "
+    "out is the usual reason (then lower engine.verl.tokens_per_micro_batch, serving_memory or cache_mib)."
+)
+
+KILLED = "Memory may have run out on this node: lower engine.verl.serving_memory or cache_mib, or run on another node."
+"""Of a driver that was killed and left no word of a reason."""
+
+REMEDIES: Mapping[tuple[str, ...], str] = {
+    (
+        r"killed due to the node running low on memory",
+        r"killed due to memory pressure \(OOM\)",
+        r"ray\.exceptions\.OutOfMemoryError",
+    ): "Ray ended a process of the engine because the memory of its node, not that of a GPU, ran out: run fewer agents "
+    "on that node, set engine.verl.offload = false, lower cache_mib, or take a node with more memory.",
+    (
+        r"OutOfMemoryError\)?: ",
+        r"(CUDA|HIP) (error: )?out of memory",
+        r"No available memory for the cache blocks\.",
+        r"is less than desired GPU memory utilization \(",
+        r"\[Errno 12\] Cannot allocate memory",
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+    ): "The model does not fit: spread serving with engine.verl.tensor_parallel, lower engine.verl.serving_memory or "
+    "tokens_per_micro_batch, set engine.verl.offload = true, or use more GPUs.",
+    (
+        r"KV cache is needed, which is larger than the available KV cache memory",
+    ): "One reply of the longest context does not fit into the memory for keys and values: lower "
+    "engine.verl.max_context, or raise serving_memory (on a CPU cache_mib).",
+    (
+        r"User-specified max_model_len \(\d+\) is greater than the derived max_model_len",
+    ): "engine.verl.max_context is longer than the model's own context: lower it, or leave it out.",
+    (
+        r"Unsupported CPU attention configuration",
+    ): "vLLM on a CPU cannot compute this model's attention: its heads have to have 32, 64 or more dimensions.",
+    (
+        r"invalid tool call parser: ",
+        r"Tool parser '[^']*' not found",
+    ): "engine.verl.tool_parser names none of vLLM's parsers of tool calls.",
+    (
+        r"Checkpoint engine nccl not registered",
+    ): "Weights go to servers of their own (engine.verl.serving_gpus) over NCCL, for which veRL needs CuPy on every "
+    "node: pip install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12.",
+    (r"(ActorDied|ActorUnavailable|RayActor|NodeDied|WorkerCrashed|EngineDead)Error\)?: ",): PROCESS_LOST,
+}
+"""Sentences of errors (regular expressions), and what they mean; the first that fits counts.
+
+No names of settings: vLLM prints those with every start.
+"""
+
+
+def remedy_of(*texts: str) -> str | None:
+    """What to do about an error with these texts (its own, or lines of the log), if it is known."""
+    for text in texts:
+        for sentences, remedy in REMEDIES.items():
+            if any(re.search(sentence, text) for sentence in sentences):
+                return remedy
+    return None
+
+
+def lost(actors: Collection[str], nodes: Collection[str], why: str | None = None) -> str:
+    """The error for Ray's actors that are gone, and nodes (by address) that are gone too.
+
+    `why`: what the actors' ends mean (`remedy_of`), where it is known.
+
+    >>> print(lost(["server"], ["10.0.0.7"]))
+    A node of the Ray cluster was lost (10.0.0.7), and what ran on it: server. Start Ray there again, or join another.
+    >>> print(lost(["server"], [], "Memory ran out."))
+    Memory ran out. No longer there: server.
+    """
+    names = ", ".join(sorted(actors))
+    if nodes:
+        return (
+            f"A node of the Ray cluster was lost ({', '.join(sorted(nodes))}), and what ran on it: {names}. Start Ray "
+            f"there again, or join another."
+        )
+    return f"{why or PROCESS_LOST} No longer there: {names}."
 
 
 class VerlEngine(ProcessEngine[VerlOptions]):

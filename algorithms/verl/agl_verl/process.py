@@ -12,29 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core.config.policies import LoraSection
 from agl_core.engines.child import Host
 from agl_core.engines.wire import in_one_line
 from agl_core.errors import AglError, EngineError
 from agl_core.memory import descendants_bytes, peak_rss_bytes
-from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
+from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
-from agl_verl.cluster import internals, preflight, versions
-from agl_verl.cluster.environment import variables
+from agl_verl import checkpoint
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.composing import compose
 from agl_verl.config.native import NativeOptions
 from agl_verl.cpu.mending import is_wanted
-from agl_verl.driver import checkpoint
+from agl_verl.environment import check_packages, check_versions, variables
+from agl_verl.gate import read_counters
 from agl_verl.options import VerlOptions
-from agl_verl.serving.counters import read_counters
 
 if TYPE_CHECKING:
-    from agl_verl.driver.trainer import AglTrainer
+    from agl_verl.trainer import AglTrainer
 
 SECONDS_TO_MISS_A_NODE = 90.0
 """How long an error waits for what was lost, if that may be its reason: Ray missed a killed node in 15 seconds; a
@@ -61,14 +58,14 @@ class Driver:
         [(self._policy, self._spec)] = context.policies.items()
         self._workers = options.nodes * options.gpus_per_node
         self._failed: str | None = None
-        self._write_adapter = _adapter_writer(self._spec)
         cpu = is_wanted(options.device, options.address)
-        versions.check(cpu=cpu)
+        check_versions(cpu=cpu)
         chosen = choose(context)
         algorithm = built(chosen)
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
         if not cpu:
-            preflight.check(options, critic=algorithm.needs_critic, exchange=preflight.exchange_of(composed))
+            exchange = str(composed.actor_rollout_ref.rollout.checkpoint_engine.backend)
+            check_packages(options, critic=algorithm.needs_critic, exchange=exchange)
         native = chosen if isinstance(chosen, NativeOptions) else None
         environment = variables(
             cpu=cpu,
@@ -82,14 +79,11 @@ class Driver:
         import transfer_queue
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-        from agl_verl.cluster.connecting import connect
-        from agl_verl.cluster.watch import Watch
-        from agl_verl.driver.manager import TransitionManager
-        from agl_verl.driver.placements import SeparateTrainer, SharedTrainer
+        from agl_verl.cluster import Watch, connect
         from agl_verl.registries import check_registered
-        from agl_verl.serving.servers import register_servers
+        from agl_verl.servers import register_servers
+        from agl_verl.trainer import SeparateTrainer, SharedTrainer, TransitionManager
 
-        internals.check(cpu=cpu)
         if native is not None:
             check_registered(native)
         stage("starting Ray" if options.address is None else f"joining the Ray cluster at {options.address}")
@@ -123,7 +117,7 @@ class Driver:
         with self._usable():
             self._trainer.save(checkpoint.shards(folder))
             described = checkpoint.Described(self._trainer.version, self._workers, self._trainer.use_critic)
-            checkpoint.finish(folder, described, self._write_adapter)
+            checkpoint.finish(folder, described, self._spec)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
@@ -137,7 +131,7 @@ class Driver:
         return {self._policy: self._trainer.version}
 
     def stats(self) -> Mapping[str, float]:
-        """See `agl_verl.serving.counters`. `peak_rss_bytes` is of all the engine's processes on this machine."""
+        """See `agl_verl.gate`. `peak_rss_bytes` is of all the engine's processes on this machine."""
         try:
             memory = float(peak_rss_bytes() + descendants_bytes())
             return {**read_counters(self.urls), "peak_rss_bytes": memory}
@@ -162,15 +156,6 @@ class Driver:
     def _let_a_loss_be_told(self) -> None:
         """Of a loss, the watch knows more, and ends this process."""
         time.sleep(SECONDS_TO_MISS_A_NODE if self.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
-
-
-def _adapter_writer(spec: PolicySpec) -> Callable[[Path, Path], None] | None:
-    """What writes the adapter of a checkpoint; None if all weights are trained."""
-    if spec.lora is None:
-        return None
-    from agl_verl.driver.adapter import write_adapter
-
-    return partial(write_adapter, lora=LoraSection.model_validate(dict(spec.lora)), base=spec.name or spec.model)
 
 
 def _shut_ray_down() -> None:

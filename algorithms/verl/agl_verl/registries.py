@@ -2,7 +2,7 @@
 
 veRL hands an estimator rows and their group: each row is a rollout of its own there, and a group's statistics are over
 rows. An estimator that needs a critic's values gets none from veRL, so PPO has no estimator here but a loss only. Under
-agl's engine (`agl_verl.driver.trainer`) none of this holds: algorithms see the batch whole.
+agl's engine (`agl_verl.trainer`) none of this holds: algorithms see the batch whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.interface import Algorithm, Logprobs, Samples
-from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
-from agl_algorithms.plugin import build_grpo, build_ppo, build_reinforce
+from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions, build_grpo, build_ppo, build_reinforce
 from agl_core.errors import ConfigError
 from agl_verl.config.native import UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, NativeOptions
 

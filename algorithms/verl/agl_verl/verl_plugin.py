@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from agl_verl.cluster.environment import CPU_VARIABLE, ENGINE_VARIABLE
+from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.registries import register_algorithms
 
 if os.environ.get(CPU_VARIABLE) == "1":
@@ -18,8 +18,8 @@ if os.environ.get(CPU_VARIABLE) == "1":
 
     mend()
 if os.environ.get(ENGINE_VARIABLE) == "1":
-    from agl_verl.workers import schedule, value_head
+    from agl_verl.workers import follow_training_steps, start_at_zero
 
-    value_head.start_at_zero()
-    schedule.follow_training_steps()
+    start_at_zero()
+    follow_training_steps()
 register_algorithms()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,29 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agl_verl.cluster import versions
-from agl_verl.cluster.environment import variables
+from agl_verl.environment import check_versions, variables
 
+TRAINER, SERVER = "verl.trainer.ppo.v1", "verl.workers.rollout.vllm_rollout.vllm_async_server"
+OVERRIDDEN = {
+    f"{TRAINER}:PPOTrainer": "init _init_dataloader _load_checkpoint on_init_end on_step_end prepare_step _step_once "
+    "_submit_batch_to_rollout _balance_batch _compute_advantage _update_critic _update_actor _init_resource_pool_mgr "
+    "_compute_old_log_prob",
+    f"{TRAINER}:PPOTrainerColocateAsync": "on_sample_end",
+    f"{TRAINER}:PPOTrainerSeparateAsync": "on_sample_end _setup",
+    "verl.single_controller.base.worker_group:WorkerGroup": "",
+    "verl.workers.engine_workers:ActorRolloutRefWorker": "set_loss_fn",
+    "verl.workers.engine_workers:TrainingWorker": "set_loss_fn train_mini_batch",
+    "verl.workers.engine.base:BaseEngine": "train_batch",
+    "verl.utils.model:load_valuehead_model": "",
+    "verl.workers.rollout.replica:RolloutReplicaRegistry": "register",
+    f"{SERVER}:vLLMReplica": "",
+    f"{SERVER}:vLLMHttpServer": "run_server abort_all_requests set_global_steps open_submission_gate",
+    "verl.plugin.platform.platform_manager:PlatformRegistry": "register",
+    "verl.utils.distributed:initialize_global_process_group_ray": "",
+    "verl.utils.fsdp_utils:CPUOffloadPolicy": "",
+    "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension": "update_weights_from_ipc",
+}
+"""What this package overrides or replaces that is not veRL's public interface, and what of it; the README's table."""
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 
 
@@ -51,13 +72,20 @@ def test_the_whole_configuration_is_shown_on_demand(tmp_path: Path) -> None:
 
 
 def test_the_versions_that_are_installed_are_known() -> None:
-    versions.check(cpu=True)
+    check_versions(cpu=True)
 
 
 def test_every_place_that_reaches_into_verl_is_there() -> None:
     """In a process of the engine: others do not have what mends veRL on a CPU."""
     of_engine = variables(cpu=True, api_key="key", deterministic=False, cache_mib=16)
-    command = [sys.executable, "-c", "from agl_verl.cluster.internals import check; check(cpu=True)"]
+    code = (
+        "import json, pkgutil, sys\n"
+        "for place, names in json.loads(sys.argv[1]).items():\n"
+        "    owner = pkgutil.resolve_name(place)\n"
+        "    missing = [name for name in names.split() if not hasattr(owner, name)]\n"
+        "    assert not missing, (place, missing)\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps(OVERRIDDEN)]
     done = subprocess.run(command, env={**os.environ, **of_engine}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

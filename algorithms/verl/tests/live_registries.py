@@ -18,10 +18,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_verl.cluster.environment import MODULES_VARIABLE
 from agl_verl.config import native
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.config.composing import compose, differences
+from agl_verl.environment import MODULES_VARIABLE
 from agl_verl.options import VerlOptions
 from agl_verl.registries import PREFIX, check_registered
 

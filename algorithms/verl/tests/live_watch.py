@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from agl_verl.cluster.faults import PROCESS_LOST, remedy_of
-from agl_verl.cluster.watch import QUEUE, QUEUE_NAMESPACE, Watch, ends_of, queue_is_taken
+from agl_verl.cluster import QUEUE, QUEUE_NAMESPACE, Watch, ends_of, queue_is_taken
+from agl_verl.engine import PROCESS_LOST, remedy_of
 
 
 @ray.remote(num_cpus=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agl_core.config.policies import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
-from agl_torch.models.adapters import merge
-from agl_torch.models.loading import load_model
-from agl_verl.driver.adapter import write_adapter
-from agl_verl.driver.checkpoint import Described, finish, shards
+from agl_torch.models.loading import load_model, merge
+from agl_verl.checkpoint import Described, finish, shards
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+SPEC = PolicySpec(str(POLICY), "float32", lora=LORA.model_dump())
 TOKENS = torch.arange(20)[None]
 
 
@@ -50,8 +48,7 @@ def checkpoint(trained: Any, tmp_path: Path) -> Path:
     plain = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     plain.save_pretrained(exported, state_dict=trained.state_dict())
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(exported)
-    writer = partial(write_adapter, lora=LORA, base=str(POLICY))
-    finish(tmp_path, Described(version=1, workers=1, critic=False), writer)
+    finish(tmp_path, Described(version=1, workers=1, critic=False), SPEC)
     return tmp_path
 
 
@@ -102,8 +99,4 @@ def test_an_export_without_an_adapter_is_an_error(tmp_path: Path) -> None:
     exported = shards(tmp_path) / "actor" / "huggingface"
     AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).save_pretrained(exported)
     with pytest.raises(CheckpointError, match="no LoRA weights"):
-        finish(
-            tmp_path,
-            Described(version=1, workers=1, critic=False),
-            partial(write_adapter, lora=LORA, base=str(POLICY)),
-        )
+        finish(tmp_path, Described(version=1, workers=1, critic=False), SPEC)

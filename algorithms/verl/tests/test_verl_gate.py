@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agl_core.wire.headers import HEADER_POLICY
-from agl_verl.serving.gate import Gate, GatedApp
+from agl_verl.gate import Gate, GatedApp
 
 KEY = "the-run's-key"
 SAMPLING = ("/v1/chat/completions", "/v1/completions", "/invocations", "/tokenize", "/inference/v1/generate")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions, PpoOptions
+from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
 from agl_core.protocols import PolicySpec
 from agl_verl.config.memory import GB, Estimate, Shape, described, estimate

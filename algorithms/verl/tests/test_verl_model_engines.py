@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agl_algorithms.options import PpoOptions
+from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.ppo import Ppo
 from agl_core.errors import ConfigError
 from agl_verl.config.native import options_of

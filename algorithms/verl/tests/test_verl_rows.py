@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.types import Batch, CreditKind, TransitionKey
-from agl_verl.driver.rows import gather, lay_out, place_of, rows_of, spread
+from agl_verl.rows import gather, lay_out, place_of, rows_of, spread
 
 
 def batch_of(lengths: list[tuple[int, int]], rollouts: list[int] | None = None, **changed: object) -> Batch:

@@ -14,19 +14,19 @@ import torch
 from pydantic import ValidationError
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions, PpoOptions
+from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
 from agl_core import Capability, CreditKind, kinds
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import plugin
-from agl_verl.cluster.environment import MODULES_VARIABLE, variables
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.mapping import DECIDED, Resources, mapped, refuse_decided
 from agl_verl.config.native import NAMES, UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, needs, options_of
+from agl_verl.environment import MODULES_VARIABLE, variables
 from agl_verl.options import VerlOptions
-from agl_verl.workers.schedule import catch_up
+from agl_verl.workers import catch_up
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}
 

@@ -1,7 +1,7 @@
 """One recorded batch, through the torch engine's trainer and through veRL's own training workers, with no Ray.
 
 Everything is as in a run, but for the transport: rows, losses, weights and optimizer are those of
-`agl_verl.driver.trainer`, the workers are veRL's (FSDP2), in this process. They are made of the configuration that the
+`agl_verl.trainer`, the workers are veRL's (FSDP2), in this process. They are made of the configuration that the
 engine composes from a run's settings.
 """
 
@@ -27,13 +27,12 @@ from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.models.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
-from agl_verl.cluster.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.config.composing import compose
-from agl_verl.driver.rows import gather, lay_out, rows_of, spread
+from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.options import VerlOptions
-from agl_verl.workers.losses import STEP_WEIGHT, TOTAL_LOSS, actor_loss, critic_loss
-from agl_verl.workers.schedule import TRAINING_STEP
+from agl_verl.rows import gather, lay_out, rows_of, spread
+from agl_verl.workers import STEP_WEIGHT, TOTAL_LOSS, TRAINING_STEP, actor_loss, critic_loss
 
 from .recorded import TOO_LONG, record
 
@@ -198,12 +197,12 @@ class VerlBench:
         if self.critic is not None:
             critic_before = self.parameters(self.critic)
             assert prepared.value is not None
-            weight = prepared.mean_step_weight(prepared.value.weights_R, steps)
+            weight = float(prepared.step_weights(prepared.value.weights_R, steps).sum()) / len(steps)
             measured = self.train(self.critic, data, self.algorithm.critic_epochs, weight, len(steps), batch.step)
             value_loss = measured["value_loss"]
             after = self.parameters(self.critic)
             critic_change = torch.cat([(after[each] - critic_before[each]).flatten() for each in after])
-        weight = prepared.mean_step_weight(prepared.weights_R, steps)
+        weight = float(prepared.step_weights(prepared.weights_R, steps).sum()) / len(steps)
         measured = self.train(self.actor, data, self.algorithm.epochs, weight, len(steps), batch.step)
         self.version += 1
         after = self.parameters(self.actor)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agl_algorithms.interface import CriticAlgorithm
 
 SHARED, SEPARATE = "agl", "agl_separate"
-"""agl's trainers in veRL's registry (`agl_verl.driver.placements`): by where serving is."""
+"""agl's trainers in veRL's registry (`agl_verl.trainer`): by where serving is."""
 
 DECIDED = {
     "data": "[tasks] and [train]",
@@ -83,7 +83,7 @@ DECIDED = {
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
 VALUE_LAYER = "score"
-"""The last layer of a critic. It starts at zero (`agl_verl.workers.value_head`): frozen, it would remain there."""
+"""The last layer of a critic. It starts at zero (`agl_verl.workers`): frozen, it would remain there."""
 ENGINE = "model_engine"
 _A = "actor_rollout_ref"
 

@@ -1,4 +1,4 @@
-"""What makes veRL and vLLM run without a GPU, and nothing else: used only then (`agl_verl.cluster.environment`).
+"""What makes veRL and vLLM run without a GPU, and nothing else: used only then (`agl_verl.environment`).
 
 - a platform "cpu", which veRL does not bring: its device module, gloo, and a fake GPU as Ray's resource;
 - the process group: veRL asks torch for the backend `cpu:gloo,cpu:gloo`, which is refused as naming a device twice;
@@ -15,7 +15,6 @@ import contextlib
 import importlib.metadata
 import os
 import types
-from collections.abc import Iterator
 from typing import Any
 
 WORKER_EXTENSION = "agl_verl.cpu.serving.CpuWorkerExtension"
@@ -53,80 +52,47 @@ def _register_platform() -> None:
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
     module = device_module()
+    constants: dict[str, Any] = {
+        "is_available": True,
+        "is_platform_available": True,
+        "device_count": 1,
+        "set_device": None,
+        "synchronize": None,
+        "set_allocator_settings": None,
+        "empty_cache": None,
+        "get_device_capability": (None, None),
+        "communication_backend_name": "gloo",
+        "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
+        "profiler_start": None,
+        "profiler_stop": None,
+        "ray_resource_name": "GPU",
+        "ray_noset_envvars": [],
+        "is_ipc_supported": False,
+        "cudart": None,
+    }
+    methods: dict[str, Any] = {
+        **{name: _constant(value) for name, value in constants.items()},
+        "current_device": lambda self: module.current_device(),
+        "manual_seed": lambda self, seed: _seed(seed),
+        "manual_seed_all": lambda self, seed: _seed(seed),
+        "nvtx_range": lambda self, msg: contextlib.nullcontext(),
+        "ray_resource_options": lambda self, num_gpus: {"num_gpus": num_gpus},
+    }
+    attributes = {"device_name": "cpu", "vendor_name": "cpu", "device_module": module}
+    PlatformRegistry.register(platform="cpu")(type("CpuPlatform", (PlatformBase,), attributes | methods))
 
-    class CpuPlatform(PlatformBase):  # type: ignore[misc]
-        """A CPU as veRL's device."""
 
-        device_name = "cpu"
-        vendor_name = "cpu"
-        device_module = module
+def _constant(value: Any) -> Any:
+    def method(self: Any, *arguments: Any, **settings: Any) -> Any:
+        return value
 
-        def is_available(self) -> bool:
-            return True
+    return method
 
-        def is_platform_available(self, use_smi_check: bool = False) -> bool:
-            return True
 
-        def current_device(self) -> Any:
-            return module.current_device()
+def _seed(seed: int) -> None:
+    import torch
 
-        def device_count(self) -> int:
-            return 1
-
-        def set_device(self, device_index: int) -> None:
-            pass
-
-        def synchronize(self, device_index: int | None = None) -> None:
-            pass
-
-        def manual_seed(self, seed: int) -> None:
-            import torch
-
-            torch.manual_seed(seed)
-
-        manual_seed_all = manual_seed
-
-        def set_allocator_settings(self, settings: str) -> None:
-            pass
-
-        def empty_cache(self) -> None:
-            pass
-
-        def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-            return (None, None)
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-        def visible_devices_envvar(self) -> str:
-            return "CUDA_VISIBLE_DEVICES"
-
-        @contextlib.contextmanager
-        def nvtx_range(self, msg: str) -> Iterator[None]:
-            yield
-
-        def profiler_start(self) -> None:
-            pass
-
-        def profiler_stop(self) -> None:
-            pass
-
-        def ray_resource_name(self) -> str:
-            return "GPU"
-
-        def ray_resource_options(self, num_gpus: float) -> dict[str, float]:
-            return {"num_gpus": num_gpus}
-
-        def ray_noset_envvars(self) -> list[str]:
-            return []
-
-        def is_ipc_supported(self) -> bool:
-            return False
-
-        def cudart(self) -> None:
-            return None
-
-    PlatformRegistry.register(platform="cpu")(CpuPlatform)
+    torch.manual_seed(seed)
 
 
 def device_module() -> types.ModuleType:
@@ -142,11 +108,11 @@ def device_module() -> types.ModuleType:
     def zero(*arguments: Any, **settings: Any) -> int:
         return 0
 
-    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
-        setattr(module, name, nothing)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(module, name, zero)
     replaced: dict[str, Any] = {
+        **dict.fromkeys(
+            ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"), nothing
+        ),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), zero),
         "current_device": lambda: torch.device("cpu"),
         "is_available": lambda: True,
         "device_count": lambda: 1,

@@ -3,19 +3,21 @@
 While weights are exchanged no request is let through, and a reply that was begun before is thrown away and sampled
 anew afterwards. Its caller notices nothing but the time. A header names the version; agl's gateway records it.
 
-Pure ASGI: nothing here knows vLLM.
+Nothing here imports vLLM: the gate is pure ASGI, and servers' counters are read over HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import orjson
 
+from agl_core.errors import EngineError
 from agl_core.wire.headers import HEADER_POLICY
 
 Scope = MutableMapping[str, Any]
@@ -154,3 +156,37 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+SECONDS_TO_ANSWER = 60.0
+"""A server on a busy machine, or amid an exchange of weights, takes its time; one that is gone is missed at once."""
+_COUNTERS = {
+    "vllm:prompt_tokens_total": "tokens_prefilled",
+    "vllm:prefix_cache_hits_total": "tokens_reused",
+    "vllm:generation_tokens_total": "tokens_decoded",
+}
+
+
+def read_counters(urls: Iterable[str]) -> dict[str, float]:
+    """tokens_prefilled, tokens_reused, tokens_decoded since the start, over all servers; EngineError if one is gone."""
+    totals = dict.fromkeys(_COUNTERS.values(), 0.0)
+    with httpx.Client(timeout=SECONDS_TO_ANSWER, trust_env=False) as client:
+        for url in urls:
+            try:
+                reply = client.get(f"{url.removesuffix('/v1')}/metrics")
+            except httpx.TransportError as error:
+                raise EngineError(
+                    f"The vLLM server at {url} does not answer ({type(error).__name__}). Resume the run from its last "
+                    f"checkpoint."
+                ) from error
+            for name, value in _parsed(reply.text):
+                totals[name] += value
+    return totals
+
+
+def _parsed(exposition: str) -> Iterator[tuple[str, float]]:
+    """agl's names and values of the counters in Prometheus' text format."""
+    for line in exposition.splitlines():
+        name, _, rest = line.partition("{")
+        if name in _COUNTERS:
+            yield _COUNTERS[name], float(rest.rpartition("}")[2].split()[0])

@@ -12,13 +12,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from agl_core.config.policies import LoraSection
 from agl_core.errors import CheckpointError
+from agl_core.protocols import PolicySpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "verl 1"
+ADAPTER_NAME = ".default."
+"""peft's name of the only adapter, in the keys of a model in memory, but not in those of its files."""
+WRAPPED, TIED = "base_model.model.", "lm_head.weight"
+"""Before the names of the base's weights, where peft wraps it; and its last layer."""
+_OF_THE_BASE = frozenset({"config.json", "generation_config.json", "model.safetensors.index.json"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +47,8 @@ def shards(folder: Path) -> Path:
     return folder / "verl"
 
 
-def finish(folder: Path, described: Described, write_adapter: Callable[[Path, Path], None] | None = None) -> None:
-    """Put the weights where they are looked for, and say what this is; veRL wrote its files before.
-
-    `write_adapter` makes the folder of a LoRA adapter from what veRL exported (`agl_verl.driver.adapter`).
-    """
+def finish(folder: Path, described: Described, spec: PolicySpec) -> None:
+    """Put the policy's weights where they are looked for, and say what this is; veRL wrote its files before."""
     actor, model = shards(folder) / "actor", folder / "model"
     exported, read_again = actor / "huggingface", actor / "model" / "huggingface"
     try:
@@ -51,7 +58,7 @@ def finish(folder: Path, described: Described, write_adapter: Callable[[Path, Pa
         if not any(exported.glob("*.safetensors")):
             raise CheckpointError(f"veRL wrote no weights to {exported}. Is its folder on a disk that all nodes share?")
         shutil.rmtree(model, ignore_errors=True)
-        if write_adapter is None:
+        if spec.lora is None:
             exported.rename(model)
             # veRL looks for the configuration of the model beside its shards.
             exported.mkdir()
@@ -59,7 +66,7 @@ def finish(folder: Path, described: Described, write_adapter: Callable[[Path, Pa
                 if file.suffix != ".safetensors":
                     shutil.copy(file, exported / file.name)
         else:
-            write_adapter(exported, model)
+            write_adapter(exported, model, LoraSection.model_validate(dict(spec.lora)), spec.name or spec.model)
             for file in exported.glob("*.safetensors"):
                 file.unlink()
         (folder / "checkpoint.json").write_text(json.dumps(asdict(described)), encoding="utf-8")
@@ -91,3 +98,57 @@ def read(folder: Path, *, workers: int, critic: bool) -> Described:
     if critic and not described.critic:
         raise CheckpointError(f"The checkpoint {folder} has no critic. Resume with the algorithm it was written with.")
     return described
+
+
+def write_adapter(exported: Path, folder: Path, lora: LoraSection, base: str) -> None:
+    """Write the adapter that is in `exported` to the new `folder`, with the tokenizer; `base` is its model's name.
+
+    veRL exports the weights of peft's whole model under a plain model's file names. The fingerprint of the base beside
+    the adapter is that of the weights that were trained with it, which are exported too. CheckpointError if there is
+    no adapter.
+    """
+    # veRL reads its environment when it is imported, which these may do: the driver has not set it yet.
+    from peft import LoraConfig
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from agl_algorithms.fingerprints import fingerprint_of, write_fingerprint
+
+    def tensor_of(name: str) -> Tensor:
+        file, key = places[name]
+        with safe_open(file, framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(key)
+            return tensor
+
+    weights: dict[str, Tensor] = {}
+    places: dict[str, tuple[Path, str]] = {}
+    for file in sorted(exported.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                if ".lora_A." in key or ".lora_B." in key:
+                    weights[key.replace(ADAPTER_NAME, ".")] = tensors.get_tensor(key).contiguous()
+                else:
+                    places[key.removeprefix(WRAPPED).replace(".base_layer.", ".")] = (file, key)
+    if not weights:
+        raise CheckpointError(
+            f"veRL wrote no LoRA weights to {exported}. Is its folder on a disk that all nodes share?"
+        )
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha),
+        target_modules=list(lora.targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    config.save_pretrained(str(folder))
+    described = json.loads((exported / "config.json").read_text(encoding="utf-8"))
+    if described.get("tie_word_embeddings"):  # One weight by two names, of which a loaded model has the first.
+        places.pop(TIED, None)
+    write_fingerprint(folder, fingerprint_of(places, tensor_of))
+    for file in exported.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in _OF_THE_BASE:
+            shutil.copy(file, folder / file.name)

@@ -1,12 +1,12 @@
-"""A batch's transitions as rows for TransferQueue, and where each goes among veRL's workers: conversion alone, no veRL.
+"""What goes into an update of veRL and comes out: rows for TransferQueue, metrics by agl's names, the share done.
 
-A row is one transition, ragged: prompt and response as they were sampled. Its key is `GROUP_ROLLOUT_PLACE`, the form
-`{uid}_{session}_{index}` that veRL groups by.
+Conversion alone, no veRL. A row is one transition, ragged: prompt and response as they were sampled. Its key is
+`GROUP_ROLLOUT_PLACE`, the form `{uid}_{session}_{index}` that veRL groups by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_core.types import Batch
+from agl_verl.workers import TOTAL_LOSS
 
 PAD_PREFIX = "pad"
 """veRL's own pad rows have keys that begin like this."""
@@ -122,3 +123,60 @@ def _row(batch: Batch, i: int, step: int) -> Row:
             "max_global_steps": version,
         },
     )
+
+
+_RENAMED = {"lr": "learning_rate", TOTAL_LOSS: "loss"}
+
+
+def named(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What the workers and veRL's trainer measured, numbers only.
+
+    `actor/policy_loss` is `policy_loss`, as under the torch engine; the critic's are `value_…` or `critic_…`; what veRL
+    measures beyond that keeps its name, for instance `rollout_probs_diff_max` (by how much training's probabilities
+    differ from serving's).
+
+    >>> named({"actor/lr": 0.1, "critic/grad_norm": 2.0, "critic/value_loss": 3.0, "training/x": 1.0})
+    {'learning_rate': 0.1, 'critic_grad_norm': 2.0, 'value_loss': 3.0, 'x': 1.0}
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not np.isscalar(value) or isinstance(value, str):
+            continue
+        role, _, rest = name.partition("/")
+        if rest == "loss" and f"{role}/{TOTAL_LOSS}" in metrics:
+            continue
+        rest = _RENAMED.get(rest, rest)
+        if role == "critic" and not rest.startswith("value_"):
+            rest = f"critic_{rest}"
+        found[rest if role in ("actor", "critic", "training") else name] = float(value)  # type: ignore[arg-type]
+    return found
+
+
+FIRST: Mapping[str, float] = {"old_log_prob": 1.0, "update_actor": 3.0, "update_weights": 1.0}
+"""veRL's names of the longest stages, and what they are thought to take before one was measured."""
+MOST = 0.99
+"""Of an update that has not ended."""
+
+
+class UpdateProgress:
+    """Shares of updates that are alike.
+
+    >>> progress = UpdateProgress()
+    >>> progress.share({"old_log_prob": 7.0})
+    0.2
+    >>> progress.ended({"old_log_prob": 2.0, "ref": 2.0, "update_actor": 4.0})
+    >>> progress.share({"old_log_prob": 3.0, "ref": 3.0})
+    0.5
+    """
+
+    def __init__(self) -> None:
+        self._usual = FIRST
+
+    def share(self, done: Mapping[str, float]) -> float:
+        """Of an update whose finished stages are `done`."""
+        whole = sum(self._usual.values())
+        return min(MOST, sum(self._usual.get(name, 0.0) for name in done) / whole) if whole else 0.0
+
+    def ended(self, seconds: Mapping[str, float]) -> None:
+        """Remember what the stages of an update took."""
+        self._usual = dict(seconds)

@@ -1,8 +1,9 @@
-"""agl's losses where veRL's training workers call them: `worker_group.set_loss_fn(partial(actor_loss, chosen))`.
+"""What runs in veRL's training workers: agl's losses, step sizes by training steps, values that start at zero.
 
-veRL hands over a micro-batch; its rows are flattened to the ragged tensors of `agl_algorithms.interface`, so that these
-are the very functions that the torch engine runs. Token weights come with the rows, already normalised over the whole
-optimizer step and corrected, and so does everything that needs the whole batch; a pad row's weights are zero.
+veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; its rows
+are flattened to the ragged tensors of `agl_algorithms.interface`, so that these are the very functions that the torch
+engine runs. Token weights come with the rows, already normalised over the whole optimizer step and corrected, and so
+does everything that needs the whole batch; a pad row's weights are zero.
 
 veRL averages gradients over its data-parallel workers, so a sum over all rows is each worker's sum times their number.
 """
@@ -10,13 +11,15 @@ veRL averages gradients over its data-parallel workers, so a sum over all rows i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from agl_algorithms.interface import CriticAlgorithm, Logprobs, Samples
-from agl_verl.config.chosen import ChosenAlgorithm
+
+if TYPE_CHECKING:
+    from agl_verl.config.chosen import ChosenAlgorithm
 
 STEP_WEIGHT = "step_weight"
 """Beside the rows: the weight of all tokens of an optimizer step together, the mean over an update's steps."""
@@ -113,3 +116,47 @@ def _metrics(measured: Mapping[str, Tensor], data: Any) -> dict[str, Any]:
         else Metric(value=value * share, aggregation=AggregationType.SUM)
         for name, value in measured.items()
     }
+
+
+TRAINING_STEP = "training_step"
+"""Beside the rows: the run's, from 1."""
+
+
+def follow_training_steps() -> None:
+    """Make every worker's cosine schedule go by `TRAINING_STEP`, in this process; Megatron's is of another kind."""
+    import verl.utils.tensordict_utils as tu
+    from verl.workers.engine.base import BaseEngine
+
+    train = BaseEngine.train_batch
+
+    def train_in_step(self: Any, data: Any, loss_function: Any) -> Any:
+        if getattr(self.optimizer_config, "lr_scheduler_type", "constant") != "constant":
+            catch_up(self.lr_scheduler, tu.get(data, TRAINING_STEP, 0))
+        return train(self, data, loss_function)
+
+    BaseEngine.train_batch = train_in_step
+
+
+def catch_up(scheduler: Any, training_step: int) -> None:
+    """Bring a scheduler that made a step after every update to where it is when all steps before made one.
+
+    A constant step size is left alone: its scheduler knows the warm-up only, which is the optimizer's own.
+    """
+    while scheduler.last_epoch < training_step - 1:
+        scheduler.step()
+
+
+def start_at_zero() -> None:
+    """Make what veRL loads as a value model say zero at first, in this process."""
+    import verl.utils.model as models
+
+    load = models.load_valuehead_model
+
+    def load_with_zero_head(*arguments: Any, **settings: Any) -> Any:
+        model = load(*arguments, **settings)
+        for name, parameter in model.named_parameters():
+            if name.startswith(("score.", "classifier.", "v_head.")):
+                parameter.data.zero_()
+        return model
+
+    models.load_valuehead_model = load_with_zero_head

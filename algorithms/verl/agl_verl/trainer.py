@@ -6,8 +6,9 @@ from, what they weigh, which rows make one optimizer step, and that a reply is o
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1 import PPOTrainer
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.utils.skip import SkipManager
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from agl_algorithms.interface import Samples
@@ -37,14 +39,45 @@ from agl_core.errors import EngineError
 from agl_core.learning.trainable import Usable, filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
+from agl_verl import rows
 from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.config.mapping import SEPARATE, SHARED
 from agl_verl.config.native import NativeOptions
-from agl_verl.driver import rows
-from agl_verl.driver.manager import TransitionManager
-from agl_verl.driver.metrics import named
-from agl_verl.driver.progress import UpdateProgress
-from agl_verl.workers.losses import STEP_WEIGHT, actor_loss, critic_loss
-from agl_verl.workers.schedule import TRAINING_STEP
+from agl_verl.rows import Row, UpdateProgress, named
+from agl_verl.workers import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss
+
+PARTITION = "train"
+
+
+class TransitionManager:
+    """Hands over groups of rows, each when veRL asks for it by its uid."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Row]] = {}
+
+    @classmethod
+    def create(cls, config: Any, llm_client: Any, **handles: Any) -> TransitionManager:
+        """As veRL makes its managers; agents reach the servers over HTTP, so no client is needed here."""
+        return cls()
+
+    def await_groups(self, rows: Iterable[Row]) -> list[str]:
+        """Keep the rows of the next update; returns the uids of their groups."""
+        self._waiting = {}
+        for row in rows:
+            self._waiting.setdefault(row.group, []).append(row)
+        return list(self._waiting)
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Put the rows of these groups into TransferQueue, and say that each group is complete."""
+        for uid in list(prompts["uid"]):
+            rows = self._waiting.pop(uid)
+            tq.kv_batch_put(
+                keys=[row.key for row in rows],
+                fields=list_of_dict_to_tensordict([row.fields for row in rows]),
+                tags=[row.tag for row in rows],
+                partition_id=PARTITION,
+            )
+            tq.kv_put(key=uid, partition_id=PARTITION, tag={"status": "finished"})
 
 
 @dataclass
@@ -65,7 +98,7 @@ class Update:
 class AglTrainer(PPOTrainer):  # type: ignore[misc]
     """Makes updates with the batches it is given, and serves what comes of them; a subclass says where.
 
-    The subclasses are in `agl_verl.driver.placements`, each with the trainer of veRL that does the same:
+    The subclasses are in `agl_verl.trainer`, each with the trainer of veRL that does the same:
     `on_sample_end` is before weights are trained, `on_step_end` brings them to the servers.
     """
 
@@ -254,7 +287,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         size = len(batch) // len(update.steps)
         weighed = {}
         if update.prepared is not None and weights_R is not None:
-            weighed[STEP_WEIGHT] = update.prepared.mean_step_weight(weights_R, update.steps)
+            total = float(update.prepared.step_weights(weights_R, update.steps).sum())
+            weighed[STEP_WEIGHT] = total / len(update.steps) or 1.0  # Nothing may have a weight.
         batch.extra_info.update(
             calculate_entropy=True,
             global_batch_size=size,
@@ -293,3 +327,49 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
 def _nested(tensors: Sequence[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor([each.to(torch.float32) for each in tensors], layout=torch.jagged)
+
+
+@register_trainer(SHARED)
+class SharedTrainer(AglTrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
+    """Training and serving share the GPUs.
+
+    While weights are trained and exchanged the servers are asleep, and what they were asked meanwhile they answer
+    afterwards, with the new weights (`agl_verl.gate`).
+    """
+
+    @property
+    def servers(self) -> LLMServerManager:
+        """Those on the GPUs that train."""
+        return self.llm_server_manager
+
+    def on_sample_end(self) -> None:
+        """From here to `on_step_end` nothing is served."""
+        self.checkpoint_manager.abort_replicas()
+        self.checkpoint_manager.sleep_replicas()
+
+
+@register_trainer(SEPARATE)
+class SeparateTrainer(AglTrainer, PPOTrainerSeparateAsync):  # type: ignore[misc]
+    """Servers have GPUs of their own.
+
+    They answer with the weights that they have while others are trained. Nothing enters while these are brought to them
+    (`on_step_end`); what was begun before is sampled anew with the new weights (`agl_verl.gate`).
+    """
+
+    prev_step_profile = False  # veRL's own loop sets it; profiles are not taken here.
+    # Weights are brought over after every update, so none have to be kept beside those that are trained.
+    _init_resource_pool_mgr = PPOTrainer._init_resource_pool_mgr
+    _compute_old_log_prob = PPOTrainer._compute_old_log_prob
+
+    @property
+    def servers(self) -> LLMServerManager:
+        """Those on GPUs of their own."""
+        return self.standalone_server_manager
+
+    def on_sample_end(self) -> None:
+        """Serving goes on."""
+
+    def _setup(self) -> None:
+        # veRL 0.9.1 ends this with a line for its log that logging refuses.
+        logging.getLogger(PPOTrainerSeparateAsync.__module__).setLevel(logging.WARNING)
+        super()._setup()

@@ -1,4 +1,4 @@
-"""veRL's vLLM servers, with a gate before them (`agl_verl.serving.gate`). Imports veRL and vLLM."""
+"""veRL's vLLM servers, with a gate before them (`agl_verl.gate`). Imports veRL and vLLM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from agl_verl.cluster.environment import KEY_VARIABLE
-from agl_verl.serving.gate import App, Gate, GatedApp
+from agl_verl.environment import KEY_VARIABLE
+from agl_verl.gate import App, Gate, GatedApp
 
 TOOL_PARSERS = "vllm.tool_parsers"
 """The logger of all of vLLM's parsers of tool calls."""

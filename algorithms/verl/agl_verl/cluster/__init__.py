@@ -1,1 +1,0 @@
-"""The Ray cluster: joining it, watching it, and what is known to go wrong."""

@@ -1,1 +1,0 @@
-"""What makes veRL and vLLM run without a GPU."""

