@@ -27,7 +27,7 @@ from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
 from agl_core.wire.headers import rollout_path
 from agl_core.wire.workers import LeaseRequest
 from agl_torch.engine import TorchEngine
-from agl_torch.options import TorchOptions
+from agl_torch.plugin import TorchOptions
 
 Result = TypeVar("Result")
 

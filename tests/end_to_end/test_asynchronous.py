@@ -34,7 +34,7 @@ from agl_core.types import (
     TransitionKey,
 )
 from agl_torch.engine import TorchEngine
-from agl_torch.options import TorchOptions
+from agl_torch.plugin import TorchOptions
 
 from .engine_stack import make_policy
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agl_core.engines.host import ProcessEngine
-from agl_torch.options import TorchOptions
+from agl_torch.plugin import TorchOptions
 
 KILLED = -9
 

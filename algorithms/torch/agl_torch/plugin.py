@@ -1,16 +1,74 @@
-"""What this package registers. Importing it imports no torch; nor does a run that uses the engine."""
+"""What this package registers, and its settings. Importing it imports no torch; nor does a run that uses the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import NoOptions, Register
-from agl_torch.options import TorchOptions
 
 if TYPE_CHECKING:
     from agl_core.protocols import Engine, EngineContext, Tracker
+
+
+class TorchOptions(BaseModel):
+    """Settings of the embedded engine, for all its policies."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the first CUDA GPU if there is one.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of the engine; absent: one per core, and a single one for sampling from a tiny model.",
+    )
+    start_timeout: float = Field(
+        1800.0, gt=0, description="Seconds that the engine may take until it serves, the download of a model included."
+    )
+    max_context: int | None = Field(
+        None,
+        ge=16,
+        description="Longest prompt and response together, in tokens; absent: the model's own limit, with LongRoPE its "
+        "original one.",
+    )
+    max_rows: int = Field(128, ge=1, le=4096, description="Replies decoded at the same time, for each policy.")
+    cache_mib: int | None = Field(
+        None,
+        ge=1,
+        description="Memory for keys and values of running and finished replies, in MiB; absent: what max_rows replies "
+        "and as many finished ones may need, at most an eighth of the device's memory.",
+    )
+    tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens, pads included, of one training pass; fewer take less memory and more time. Absent: as "
+        "many as have 512 MiB of activations, on a GPU an eighth of its memory.",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+
+
+class TensorBoardTracker:
+    """Writes every metric as a scalar to `RUN/tensorboard`; look with `tensorboard --logdir RUN`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer: Any = Writer(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def build_engine(options: TorchOptions, context: EngineContext) -> Engine:
@@ -22,7 +80,7 @@ def build_engine(options: TorchOptions, context: EngineContext) -> Engine:
 
 def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
     """Metrics for TensorBoard, in the run's folder."""
-    from agl_torch.tracker import TensorBoardTracker
+    from agl_torch.plugin import TensorBoardTracker
 
     return TensorBoardTracker(run_dir)
 

@@ -1,7 +1,9 @@
-"""The policies of an engine process: weights, trainer and sampler of each, and what is done to them."""
+"""The policies of an engine process: weights, trainer and sampler of each, and versions that are served alone."""
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +22,13 @@ from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch
 from agl_core.types.estimates import Needs, Workload
 from agl_core.wire.updates import UpdateRequest
-from agl_torch.models.estimate import PROCESS, memory_bytes, seconds
-from agl_torch.models.loading import Bases, LoadedModel, load_model
-from agl_torch.models.memory import CACHE, device_memory, tokens_per_pass
-from agl_torch.options import TorchOptions
+from agl_torch.loop import EngineLoop
+from agl_torch.model_server import ModelServer
+from agl_torch.models.loading import Bases, LoadedModel, load_model, merge
+from agl_torch.models.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
+from agl_torch.plugin import TorchOptions
 from agl_torch.sampling import Sampler
-from agl_torch.training.checkpoint import load_policy, save_policy
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.training.trainer import PolicyTrainer, load_policy, save_policy
 
 
 @dataclass(frozen=True)
@@ -201,3 +203,61 @@ def make_sampler(loaded: LoadedModel, options: TorchOptions, share: int, *, dete
         return Sampler(loaded, cache_bytes=share, max_rows=options.max_rows, deterministic=deterministic)
     except EngineError as error:
         raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
+
+
+_log = logging.getLogger(__name__)
+_SHARES = 4
+"""Parts of the memory for keys and values, of which each served version gets one: how many there will be is unknown."""
+
+
+class Versions:
+    """Serves saved policies on `loop`, by the names in `served`; adapters of the same weights share them.
+
+    `threads` is how many CPU threads sampling from a large model uses. Used from one thread, which is not the one that
+    samples: what is loaded keeps nothing from being answered.
+    """
+
+    def __init__(self, options: TorchOptions, loop: EngineLoop, served: dict[str, ModelServer], threads: int) -> None:
+        self._options, self._loop, self._served, self._most = options, loop, served, threads
+        self._bases = Bases()
+        self._names: set[str] = set()
+        self._threads = 0
+
+    def publish(self, name: str, spec: PolicySpec) -> None:
+        """Load a policy and serve it; EngineError if there is one of this name."""
+        if name in self._served:
+            raise EngineError(f"A policy '{name}' is served already.")
+        device = choose_device(self._options.device)
+        loaded = load_for_sampling(spec, self._options, device, seed=0, bases=self._bases)
+        share = int(cache_bytes(self._options, device) / _SHARES)
+        sampler = make_sampler(loaded, self._options, share, deterministic=False)
+        sampler.version = spec.version
+        self._use_threads(loaded.size)
+        self._loop.add(name, sampler)
+        self._served[name] = ModelServer(name, loaded)
+        self._names.add(name)
+        _log.info("Serving %s.", name)
+
+    def withdraw(self, name: str) -> None:
+        """Serve a policy no longer; what it is answering is answered."""
+        if name not in self._names:
+            raise EngineError(f"No published policy is called '{name}'. {nearest(name, self._names)}")
+        self._names.remove(name)
+        del self._served[name]
+        self._loop.remove(name)
+        gc.collect()  # peft's modules refer to each other.
+        _log.info("Serving %s no longer.", name)
+
+    def merge(self, spec: PolicySpec, folder: Path) -> None:
+        """Write a model with its adapter merged into it; the model is loaded anew, because merging changes it."""
+        loaded = load_for_sampling(spec, self._options, choose_device("cpu"), seed=0, bases=Bases())
+        if not loaded.has_adapter:
+            raise EngineError(f"There is no adapter to merge into '{spec.name or spec.model}'.")
+        merge(loaded.model, loaded.tokenizer, folder)
+
+    def _use_threads(self, size: int) -> None:
+        """Have the sampling thread use what suits the largest model: a tiny one is faster on a single thread."""
+        wanted = self._options.threads or (1 if size < TINY else self._most)
+        if wanted > self._threads:
+            self._threads = wanted
+            self._loop.run_exclusive(lambda: torch.set_num_threads(wanted)).result()

@@ -22,11 +22,12 @@ from agl_core.types import Batch
 from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest
-from agl_torch.chat.recorded import tokenized
-from agl_torch.options import TorchOptions
-from agl_torch.policies import Policies
-from agl_torch.serve import EngineLoop, ModelServer, create_app
-from agl_torch.versions import Versions
+from agl_torch.api import create_app
+from agl_torch.chat.text import tokenized
+from agl_torch.loop import EngineLoop
+from agl_torch.model_server import ModelServer
+from agl_torch.plugin import TorchOptions
+from agl_torch.policies import Policies, Versions
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Messages as templates want them, and as they are compared.
+"""Messages as templates want them, and as they are compared; and what is wrong with a request.
 
 A client may write one message in many ways: content as None, a string or a list of parts; tool arguments as any JSON
 text of the same value; keys that are null. Templates want one way, and an echoed reply must be recognised in all.
@@ -11,7 +11,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agl_torch.chat.errors import ChatError
+from agl_core.errors import ServerError
+
+
+class ChatError(ServerError):
+    """A request that cannot be answered; becomes an OpenAI-shaped error reply.
+
+    `param` names the field of the request, `code` is for programs to tell errors apart.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.status = message, param, code, status
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        kinds = {401: "authentication_error", 404: "not_found_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
 
 Message = dict[str, Any]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from agl_core.errors import EngineError
-from agl_torch.chat.errors import ChatError
-from agl_torch.chat.formats import PlainText, ToolFormat, detect_format
-from agl_torch.chat.messages import Message
-from agl_torch.chat.plain import in_plain_text
+from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_torch.chat.formats import PlainText, ToolFormat, detect_format, in_plain_text
+from agl_torch.chat.messages import ChatError, Message, normalise
 
 _VARIABLES = ("reasoning_effort",)
 """Fields of a request that some templates have a variable for."""
@@ -99,3 +99,60 @@ def _template(tokenizer: Any) -> str:
             f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so chat requests cannot be rendered: "
             "use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer."
         ) from None
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it.
+
+    >>> cut_at("1 2 STOP 3", ["STOP", "3"])
+    '1 2 '
+    """
+    ends = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def stop_at(text: ChatText, stops: Sequence[str], call_end: str | None) -> Callable[[Sequence[int]], bool] | None:
+    """Says after each token whether the response so far has a stop string, or ends its first tool call."""
+    strings = (*stops, *((call_end,) if call_end else ()))
+    if not strings:
+        return None
+    # A character takes at most four tokens, so a string that ends here begins within this many.
+    window = 4 * max(map(len, strings)) + 8
+
+    def stopped(ids: Sequence[int]) -> bool:
+        tail = text.decode(ids[-window:])
+        return any(string in tail for string in strings)
+
+    return stopped
+
+
+def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
+    """Prompt and response as the chat template writes them.
+
+    None if the template refuses the conversation, or writes the prompt otherwise once the reply follows. The end token
+    is the last one that the template writes; what it writes after that was never sampled. A reply that was cut short
+    has none.
+    """
+    try:
+        messages = normalise([*reply.messages, reply.response])
+        prompt = text.render(messages[:-1], tools=reply.tools)
+        full = text.render(messages, tools=reply.tools, prompt=False)
+        full.encode()  # No tokenizer takes lone surrogates.
+    except (ChatError, UnicodeEncodeError):
+        return None
+    if not full.startswith(prompt):
+        return None
+    said, end = _apart(text, full[len(prompt) :])
+    prompt_ids, response_ids = text.encode(prompt), text.encode(said)
+    if reply.is_complete:
+        response_ids += [min(text.eos_ids)] if end is None else text.encode(end)
+    return TokenizedReply(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))
+
+
+def _apart(text: ChatText, written: str) -> tuple[str, str | None]:
+    """What was said, and the end token after it; None if the template writes none."""
+    ends = [(at, mark) for mark in text.eos_texts if (at := written.rfind(mark)) >= 0]
+    if not ends:
+        return written.rstrip(), None
+    at, mark = max(ends)
+    return written[:at], mark

@@ -1,26 +1,27 @@
-"""Loading a policy: any Hugging Face causal LM, its tokenizer, and a LoRA adapter if one is asked for."""
+"""Loading a policy: any Hugging Face causal LM, its tokenizer, and a LoRA adapter on the weights it belongs to."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
+from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
 from agl_core.config.policies import LoraSection
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.models import attention
-from agl_torch.models.adapters import check_base
-from agl_torch.models.tokenizer import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
@@ -267,3 +268,77 @@ def _context_length(config: Any, tokenizer: Any) -> int:
 def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub name, with its own chat template.
+
+    Where there is a `tokenizer.json`, that file is the tokenizer. `AutoTokenizer` may choose a class by the model's
+    type instead, which brings a pre-tokenizer of its own: every id of a hand-made BPE beside a Qwen2
+    configuration would differ from those the model was trained on.
+    """
+    whole = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    own_code = trust_remote_code and _has_own_code(model)
+    if whole is not None and not own_code:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if not tokenizer.chat_template:
+        raise EngineError(
+            f"The tokenizer of '{model}' has no chat template, so conversations cannot be rendered. Use an "
+            f"instruction-tuned model, or put a chat_template.jinja beside tokenizer.json."
+        )
+    return tokenizer
+
+
+def _has_own_code(model: str) -> bool:
+    config = cached_file(model, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    if config is None or not os.path.isfile(config):
+        return False
+    with open(config, encoding="utf-8") as file:
+        return '"auto_map"' in file.read()
+
+
+def fingerprint(model: Any) -> str:
+    """The fingerprint of a model's weights, without those of an adapter."""
+    tensors = dict(_of_base(model))
+    return fingerprint_of(tensors, tensors.__getitem__)
+
+
+def write_base(folder: Path, model: Any) -> None:
+    """Say beside a saved adapter which weights it belongs to."""
+    write_fingerprint(folder, fingerprint(model))
+
+
+def is_of_other_base(folder: Path, model: Any) -> bool:
+    """Whether an adapter was trained on other weights than the model's; False where nothing says on which."""
+    try:
+        recorded = json.loads((folder / BASE_FILE).read_text(encoding="utf-8")).get("fingerprint")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"{folder / BASE_FILE} cannot be read: {error}. Restore the folder from a copy.") from error
+    return bool(recorded != fingerprint(model))
+
+
+def check_base(folder: Path, model: Any, name: str) -> None:
+    """EngineError if an adapter was trained on other weights than the model's; `name` is the model's."""
+    if is_of_other_base(folder, model):
+        raise EngineError(
+            f"The adapter in {folder} was trained on other weights than those of '{name}' now: their fingerprints "
+            f"differ. Put the weights back that it was trained on, or name their folder."
+        )
+
+
+def merge(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Merge a model's adapter into its weights, which changes them, and write both as transformers loads them."""
+    merged = model.merge_and_unload(safe_merge=True)
+    merged.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+def _of_base(model: Any) -> Iterator[tuple[str, Tensor]]:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    for name, tensor in base.named_parameters():
+        if "lora_" not in name:
+            yield name.replace(".base_layer", ""), tensor

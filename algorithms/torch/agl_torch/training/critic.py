@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agl_algorithms.interface import CriticAlgorithm
-from agl_algorithms.prepared import Prepared, ValueTraining, minibatches
-from agl_algorithms.statistics import explained_variance
+from agl_algorithms.ppo import explained_variance
+from agl_algorithms.prepared import Prepared, minibatches
 from agl_core.config.policies import OptimizerSection
 from agl_core.types import Batch
 from agl_torch.models.loading import LoadedModel
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, read_values
-from agl_torch.training.measuring import BACKWARD_COST, Meter, Work
-from agl_torch.training.optimizer import PolicyOptimizer
+from agl_torch.training.optimizer import PolicyOptimizer, Work, train
 
 
 class Critic:
@@ -66,7 +63,7 @@ class Critic:
         """[R] the value of the state before each response token, without gradient."""
         values_R = torch.zeros(int(batch.response_offsets[-1]), dtype=self._head.weight.dtype, device=self._device)
         with torch.no_grad():
-            for micro in self._micro_batches(batch, np.arange(len(batch))):
+            for micro in micro_batches(batch, np.arange(len(batch)), self._limits, self._device):
                 values_R[micro.tokens_R] = read_values(self._backbone, self._head, micro)
                 work.advance(micro.tokens, 1)
         return values_R
@@ -81,62 +78,25 @@ class Critic:
         training = prepared.value
         if training is None:
             return {}
+        values_R, targets_R, weights_R = training.values_R, training.targets_R, training.weights_R
         rate = {"learning_rate": algorithm.critic_learning_rate}
         self._optimizer.settings = self._optimizer.settings.model_copy(update=rate)
         self._optimizer.training_step = prepared.batch.step
-        meter = Meter(self._optimizer.learning_rate)
-        with self._training():
-            seed = [self._seed, version]
-            for _ in range(algorithm.critic_epochs):
-                for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
-                    self._step(prepared, training, chosen, algorithm, meter, work)
-        measured = meter.metrics()
-        metrics = {name if name.startswith("value_") else f"critic_{name}": each for name, each in measured.items()}
-        explained = explained_variance(training.values_R, training.targets_R, prepared.corrected(training.weights_R))
+
+        def loss_of(micro: MicroBatch, token_weights_R: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            current_R = read_values(self._backbone, self._head, micro)
+            return algorithm.value_loss(current_R, values_R[micro.tokens_R], targets_R[micro.tokens_R], token_weights_R)
+
+        seed = [self._seed, version]
+        steps = (
+            chosen
+            for _ in range(algorithm.critic_epochs)
+            for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed)
+        )
+        measured = train(self._backbone, self._optimizer, prepared, weights_R, steps, self._limits, loss_of, work)
+        metrics = {name if name.startswith("value_") else f"critic_{name}": value for name, value in measured.items()}
+        explained = explained_variance(values_R, targets_R, prepared.corrected(weights_R))
         return metrics if np.isnan(explained) else metrics | {"explained_variance": explained}
-
-    def _step(
-        self,
-        prepared: Prepared,
-        training: ValueTraining,
-        chosen: NDArray[np.int64],
-        algorithm: CriticAlgorithm,
-        meter: Meter,
-        work: Work,
-    ) -> None:
-        step_weights_R = prepared.step_weights(training.weights_R, [chosen])
-        step = meter.begin()
-        for micro in self._micro_batches(prepared.batch, chosen):
-            here = micro.tokens_R
-            weights_R = step_weights_R[here]
-            loss, measured = algorithm.value_loss(
-                read_values(self._backbone, self._head, micro),
-                training.values_R[here],
-                training.targets_R[here],
-                weights_R,
-            )
-            if not torch.isfinite(loss):
-                self._optimizer.discard()
-                meter.skip()
-                return
-            loss.backward()  # type: ignore[no-untyped-call]
-            step.add(weights_R, measured)
-            work.advance(micro.tokens, 1 + BACKWARD_COST)
-        meter.end(step, self._optimizer.step())
-
-    def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        return micro_batches(batch, chosen, self._limits, self._device)
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Train mode, which gradient checkpointing asks for."""
-        self._backbone.train()
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            self._optimizer.discard()
-            self._backbone.eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Trained weights and optimizer; tensors and plain values only."""

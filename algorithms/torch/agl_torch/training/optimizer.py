@@ -1,28 +1,25 @@
-"""AdamW over a policy's trained weights: clipping, warm-up and schedule, and copies in full precision."""
+"""Optimizer steps: AdamW with copies in full precision, a training pass of any module, and how far an update is."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from agl_algorithms.prepared import Prepared
 from agl_core.config.policies import OptimizerSection
+from agl_core.protocols import Progress
+from agl_torch.training.batching import Limits, MicroBatch, micro_batches
 
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One optimizer step."""
-
-    applied: bool
-    """False if the gradient was not finite; then nothing changed."""
-    grad_norm: float
-    """Before clipping."""
-    learning_rate: float
+BACKWARD_COST = 2.0
+"""A backward pass takes about as long as two forward passes; for the progress bar."""
 
 
 class PolicyOptimizer:
@@ -52,22 +49,22 @@ class PolicyOptimizer:
         for tensor in (*self._weights, *self._masters):
             tensor.grad = None
 
-    def step(self) -> StepReport:
-        """Clip, step if the gradient is finite, forget the gradients."""
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, self.settings.max_grad_norm)
-        grad_norm = float(norm)
-        rate = self.learning_rate
-        applied = math.isfinite(grad_norm)
-        if applied:
-            for group in self._adamw.param_groups:
-                group["lr"] = rate
-            self._adamw.step()
-            self.steps += 1
-            with torch.no_grad():
-                for weight, master in self._pairs():
-                    weight.copy_(master)
+    def step(self) -> float | None:
+        """Clip, step, forget the gradients. The gradient's norm before clipping; None if it is not finite: nothing
+        changed."""
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self.settings.max_grad_norm))
+        if not math.isfinite(grad_norm):
+            self.discard()
+            return None
+        for group in self._adamw.param_groups:
+            group["lr"] = self.learning_rate
+        self._adamw.step()
+        self.steps += 1
+        with torch.no_grad():
+            for weight, master in self._pairs():
+                weight.copy_(master)
         self.discard()
-        return StepReport(applied, grad_norm, rate)
+        return grad_norm
 
     @property
     def _full_rate(self) -> float:
@@ -123,3 +120,102 @@ def _master(weight: nn.Parameter) -> Tensor:
     if weight.dtype in (torch.float32, torch.float64):
         return weight
     return weight.detach().to(torch.float32, copy=True).requires_grad_()
+
+
+def train(
+    module: nn.Module,
+    optimizer: PolicyOptimizer,
+    prepared: Prepared,
+    weights_R: Tensor,
+    steps: Iterable[NDArray[np.int64]],
+    limits: Limits,
+    loss_of: Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]],
+    work: Work,
+) -> dict[str, float]:
+    """One optimizer step on each of `steps`, its transitions; one whose loss or gradient is not finite is skipped.
+
+    `weights_R` are the loss's token weights over the whole batch, before corrections. `loss_of` gets a micro-batch and
+    its tokens' weights in the step, and returns the sum over tokens of weight × loss, and such sums of metrics (of
+    `…_max`: the largest). Metrics: their means over the tokens of the steps that were applied, by weight, and
+    grad_norm (before clipping, the mean over steps), learning_rate (of the last step), steps_applied, steps_skipped.
+    """
+    sums: dict[str, float] = {}
+    weight, skipped, rate = 0.0, 0, optimizer.learning_rate
+    grad_norms: list[float] = []
+    module.train()  # Gradient checkpointing asks for it.
+    try:
+        for chosen in steps:
+            step_weights_R = prepared.step_weights(weights_R, [chosen])
+            step_rate, grad_norm = optimizer.learning_rate, None
+            step_sums, step_weight = dict[str, float](), 0.0
+            for micro in micro_batches(prepared.batch, chosen, limits, weights_R.device):
+                token_weights_R = step_weights_R[micro.tokens_R]
+                with torch.enable_grad():
+                    loss, measured = loss_of(micro, token_weights_R)
+                if not torch.isfinite(loss):
+                    break
+                loss.backward()  # type: ignore[no-untyped-call]
+                step_weight += float(token_weights_R.sum())
+                _add(step_sums, {name: tensor.detach().item() for name, tensor in measured.items()})
+                work.advance(micro.tokens, 1 + BACKWARD_COST)
+            else:
+                grad_norm = optimizer.step()
+            if grad_norm is None:
+                optimizer.discard()
+                skipped += 1
+                continue
+            _add(sums, step_sums)
+            weight, rate = weight + step_weight, step_rate
+            grad_norms.append(grad_norm)
+    finally:
+        optimizer.discard()
+        module.eval()
+    means = {name: total if name.endswith("_max") else total / weight for name, total in sums.items()}
+    if grad_norms:
+        means["grad_norm"] = sum(grad_norms) / len(grad_norms)
+    return means | {
+        "learning_rate": rate,
+        "steps_applied": float(len(grad_norms)),
+        "steps_skipped": float(skipped),
+    }
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        if name.endswith("_max"):
+            sums[name] = max(sums.get(name, value), value)
+        else:
+            sums[name] = sums.get(name, 0.0) + value
+
+
+class Work:
+    """How far an update is, and how long its phases took."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.total = 0.0
+        """Tokens × cost of the whole update."""
+        self._progress = progress
+        self.done = 0.0
+        """Tokens × cost so far."""
+        self._started = self._lap_started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def advance(self, tokens: int, cost: float) -> None:
+        """`tokens` went through a pass that costs `cost` times a forward pass."""
+        self.done += tokens * cost
+        if self._progress is not None:
+            self._progress(min(1.0, self.done / self.total))
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress(1.0)
+
+    def lap(self, phase: str) -> None:
+        """A phase, or another part of it, ended."""
+        now = time.perf_counter()
+        name = f"seconds_{phase}"
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._lap_started
+        self._lap_started = now
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds | {"seconds_update": time.perf_counter() - self._started}

@@ -1,29 +1,33 @@
-"""One update of one policy: validate, value, compare, weigh, step."""
+"""One update of one policy: validate, value, compare, weigh, step; and writing the policy to a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import Tensor
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import OptimizerSection
-from agl_core.errors import EngineError
+from agl_core.errors import CheckpointError, EngineError
 from agl_core.learning.trainable import filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
-from agl_torch.models.loading import LoadedModel
+from agl_torch.models.loading import LoadedModel, is_of_other_base, write_base
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
 from agl_torch.training.critic import Critic
-from agl_torch.training.measuring import BACKWARD_COST, Meter, Work
-from agl_torch.training.optimizer import PolicyOptimizer
+from agl_torch.training.optimizer import BACKWARD_COST, PolicyOptimizer, Work, train
 
 
 class PolicyTrainer:
@@ -59,7 +63,6 @@ class PolicyTrainer:
         self._initial = initial
         self._reference: Any = None
         self._critic: Critic | None = None
-        self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in loaded.model.modules())
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -91,7 +94,7 @@ class PolicyTrainer:
           seconds_update (all of it).
         """
         work = Work(progress)
-        once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not self._dropout
+        once = algorithm.epochs == 1 and algorithm.minibatches == 1
         usable = filter_trainable(batch, context_length=self._loaded.context_length, vocabulary=self._loaded.vocabulary)
         precision = torch.promote_types(self._loaded.dtype, torch.float32)
         samples = samples_of(usable.batch, dtype=precision, device=self._loaded.device)
@@ -106,17 +109,35 @@ class PolicyTrainer:
         if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
             old_R = torch.full_like(samples.behaviour_R, torch.nan)
         else:
-            old_R = self._logprobs(self._loaded.model, prepared, work)
+            old_R = self._logprobs(self._loaded.model, prepared.batch, prepared.trained, work)
         work.lap("old")
         self.optimizer.training_step = batch.step
-        meter = Meter(self.optimizer.learning_rate)
-        with self._training():
-            seed = [self._seed, self.version]
-            for _ in range(algorithm.epochs):
-                for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
-                    self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
+
+        def loss_of(micro: MicroBatch, token_weights_R: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            scores, tokens_R = score(self._loaded.model, micro), micro.tokens_R
+            if once:
+                old_R[tokens_R] = scores.logprobs_R.detach()
+            behaviour_R = samples.behaviour_R[tokens_R]
+            logprobs = Logprobs(
+                current_R=scores.logprobs_R,
+                old_R=old_R[tokens_R],
+                behaviour_R=torch.where(behaviour_R.isnan(), old_R[tokens_R], behaviour_R),
+                reference_R=None if reference_R is None else reference_R[tokens_R],
+            )
+            advantages_R = prepared.advantages_R[tokens_R]
+            loss, measured = algorithm.loss(_samples_of(micro, samples), logprobs, advantages_R, token_weights_R)
+            return loss, {"loss": loss, "entropy": (token_weights_R * scores.entropy_R).sum(), **measured}
+
+        seed = [self._seed, self.version]
+        steps = (
+            chosen
+            for _ in range(algorithm.epochs)
+            for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed)
+        )
+        model, weights_R = self._loaded.model, prepared.weights_R
+        metrics = train(model, self.optimizer, prepared, weights_R, steps, self._limits, loss_of, work)
         work.lap("train")
-        metrics = meter.metrics() | prepared.metrics() | prepared.serving_gap(old_R, self.version)
+        metrics |= prepared.metrics() | prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
             metrics |= self._critic.train(prepared, cast(CriticAlgorithm, algorithm), self.version, work)
         work.lap("critic")
@@ -126,61 +147,17 @@ class PolicyTrainer:
 
     def logprobs(self, batch: Batch) -> NDArray[np.float64]:
         """[R] the log-probability of each response token of a batch, each of whose transitions the model can take."""
-        logprobs_R = np.zeros(len(batch.mask_R), dtype=np.float64)
-        with torch.no_grad():
-            for micro in self._micro_batches(batch, np.arange(len(batch))):
-                scores = score(self._loaded.model, micro)
-                logprobs_R[micro.tokens_R.cpu().numpy()] = scores.logprobs_R.double().cpu().numpy()
-        return logprobs_R
-
-    def _step(
-        self,
-        prepared: Prepared,
-        chosen: NDArray[np.int64],
-        algorithm: Algorithm,
-        old_R: Tensor,
-        reference_R: Tensor | None,
-        old_is_current: bool,
-        meter: Meter,
-        work: Work,
-    ) -> None:
-        """One optimizer step on the chosen transitions. With `old_is_current`, `old_R` is filled in passing."""
-        samples = prepared.samples
-        step_weights_R = prepared.step_weights(prepared.weights_R, [chosen])
-        step = meter.begin()
-        for micro in self._micro_batches(prepared.batch, chosen):
-            scores = score(self._loaded.model, micro)
-            if old_is_current:
-                old_R[micro.tokens_R] = scores.logprobs_R.detach()
-            weights_R = step_weights_R[micro.tokens_R]
-            behaviour_R = samples.behaviour_R[micro.tokens_R]
-            loss, measured = algorithm.loss(
-                _samples_of(micro, samples),
-                Logprobs(
-                    current_R=scores.logprobs_R,
-                    old_R=old_R[micro.tokens_R],
-                    behaviour_R=torch.where(behaviour_R.isnan(), old_R[micro.tokens_R], behaviour_R),
-                    reference_R=None if reference_R is None else reference_R[micro.tokens_R],
-                ),
-                prepared.advantages_R[micro.tokens_R],
-                weights_R,
-            )
-            if not torch.isfinite(loss):
-                self.optimizer.discard()
-                meter.skip()
-                return
-            loss.backward()  # type: ignore[no-untyped-call]
-            step.add(weights_R, {"loss": loss, "entropy": (weights_R * scores.entropy_R).sum(), **measured})
-            work.advance(micro.tokens, 1 + BACKWARD_COST)
-        meter.end(step, self.optimizer.step())
+        logprobs_R = self._logprobs(self._loaded.model, batch, np.arange(len(batch)), Work(None))
+        return np.asarray(logprobs_R.double().cpu().numpy())
 
     def _reference_logprobs(self, prepared: Prepared, work: Work) -> Tensor:
+        batch, trained = prepared.batch, prepared.trained
         if self._loaded.has_adapter:
             with self._loaded.model.disable_adapter():
-                return self._logprobs(self._loaded.model, prepared, work)
+                return self._logprobs(self._loaded.model, batch, trained, work)
         if self._reference is None:
             self._reference = self._load_initial().model
-        return self._logprobs(self._reference, prepared, work)
+        return self._logprobs(self._reference, batch, trained, work)
 
     def _values(self, batch: Batch, algorithm: Algorithm, once: bool, work: Work) -> Tensor:
         """[R] the critic's, of all usable transitions."""
@@ -205,28 +182,15 @@ class PolicyTrainer:
             raise EngineError("The algorithm needs the initial weights, and this policy was given none.")
         return self._initial()
 
-    def _logprobs(self, model: Any, prepared: Prepared, work: Work) -> Tensor:
-        """[R] of the trained transitions, without gradient; 0 elsewhere."""
-        logprobs_R = torch.zeros_like(prepared.samples.behaviour_R)
+    def _logprobs(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> Tensor:
+        """[R] of the transitions `chosen`, without gradient; 0 elsewhere."""
+        dtype = torch.promote_types(self._loaded.dtype, torch.float32)
+        logprobs_R = torch.zeros(int(batch.response_offsets[-1]), dtype=dtype, device=self._loaded.device)
         with torch.no_grad():
-            for micro in self._micro_batches(prepared.batch, prepared.trained):
+            for micro in micro_batches(batch, chosen, self._limits, self._loaded.device):
                 logprobs_R[micro.tokens_R] = score(model, micro).logprobs_R
                 work.advance(micro.tokens, 1)
         return logprobs_R
-
-    def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        return micro_batches(batch, chosen, self._limits, self._loaded.device)
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Train mode, which gradient checkpointing asks for."""
-        self._loaded.model.train()
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            self.optimizer.discard()
-            self._loaded.model.eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that later updates depend on; tensors and plain values only."""
@@ -278,3 +242,90 @@ def _samples_of(micro: MicroBatch, samples: Samples) -> Samples:
         rollout_N=samples.rollout_N[rows],
         turn_N=samples.turn_N[rows],
     )
+
+
+FORMAT = 1
+
+
+def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
+    """Write a policy; `folder` exists whole or not at all, an earlier one is replaced."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    superseded = folder.with_name(f".{folder.name}.superseded")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in (partial, superseded):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir()
+        # The embeddings are the base's: to find that out, peft would look for the base, on the hub too.
+        of_adapter = {"save_embedding_layers": False} if loaded.has_adapter else {}
+        loaded.model.save_pretrained(partial / "model", safe_serialization=True, **of_adapter)
+        loaded.tokenizer.save_pretrained(partial / "model")
+        if loaded.has_adapter:
+            write_base(partial / "model", loaded.model)
+        torch.save(trainer.state_dict(), partial / "trainer.pt")
+        (partial / "checkpoint.json").write_text(json.dumps({"format": FORMAT, **_kind(loaded)}), encoding="utf-8")
+        if folder.exists():
+            os.replace(folder, superseded)
+        os.replace(partial, folder)
+        shutil.rmtree(superseded, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be written: {error}. Make room or choose a folder that you may write to."
+        ) from error
+
+
+def load_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
+    """Restore what `save_policy` wrote, into the same model object."""
+    try:
+        described = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no checkpoint of the torch engine: {error}.") from error
+    if described.get("format") != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {folder} has format {described.get('format')}, this version reads {FORMAT}. "
+            f"Use the version of agl-torch that wrote it."
+        )
+    kind = _kind(loaded)
+    different = [f"{key} was {described.get(key)}, now {now}" for key, now in kind.items() if described.get(key) != now]
+    if different:
+        raise CheckpointError(
+            f"The checkpoint {folder} belongs to another configuration ({'; '.join(different)}). "
+            f"Resume with the model, dtype and lora settings it was saved with."
+        )
+    if loaded.has_adapter and is_of_other_base(folder / "model", loaded.model):
+        raise CheckpointError(
+            f"The checkpoint {folder} has an adapter of other weights than those that are loaded now. Resume with the "
+            f"weights that the run started from."
+        )
+    try:
+        state = torch.load(folder / "trainer.pt", map_location=loaded.device, weights_only=True)
+        _load_weights(folder / "model", loaded)
+        trainer.load_state_dict(state)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(
+            f"The checkpoint {folder} is damaged or belongs to another model ({reason}). Resume from an earlier one."
+        ) from error
+
+
+def _kind(loaded: LoadedModel) -> dict[str, Any]:
+    return {
+        "model": loaded.model.config.model_type,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "lora": loaded.has_adapter,
+    }
+
+
+def _load_weights(folder: Path, loaded: LoadedModel) -> None:
+    if loaded.has_adapter:
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / "adapter_model.safetensors", device=str(loaded.device))
+        result: Any = set_peft_model_state_dict(loaded.model, weights)
+        if result.unexpected_keys:
+            raise ValueError(f"unknown adapter weights, such as {result.unexpected_keys[0]}")
+        return
+    saved = type(loaded.model).from_pretrained(folder, dtype=loaded.dtype)
+    loaded.model.load_state_dict(saved.state_dict())

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from agl_core.types import FinishReason
+from agl_torch.model_server import ModelServer, parse_request
 from agl_torch.models import attention
 from agl_torch.sampling import Generated, Request, Response, Sampler
-from agl_torch.serve import ModelServer
-from agl_torch.serve.request import parse_request
 
 CHATML = """\
 {%- if tools %}<|im_start|>system

@@ -11,9 +11,8 @@ import pytest
 
 from agl_core.types import FinishReason
 from agl_torch.chat import ChatError
+from agl_torch.model_server import ModelServer, parse_request
 from agl_torch.sampling import Generated, Response
-from agl_torch.serve import ModelServer
-from agl_torch.serve.request import parse_request
 
 from .conftest import CALCULATOR, Loaded, ScriptedChat
 
@@ -48,13 +47,6 @@ def test_a_plain_reply(chat: ScriptedChat) -> None:
         "prefix_broken": False,
         "choices": [{"mask": None, "parse_error": None}],
     }
-
-
-def test_extras_only_where_they_are_asked_for(chat: ScriptedChat) -> None:
-    body = chat.ask([USER], "hello", return_token_ids=False)
-    assert not {"agl", "prompt_token_ids"} & body.keys()
-    assert body["choices"][0].keys() == {"index", "message", "finish_reason", "stop_reason", "logprobs"}
-    assert body["choices"][0]["logprobs"] is None
 
 
 def test_logprobs_name_every_token(chat: ScriptedChat) -> None:
@@ -101,18 +93,6 @@ def test_a_malformed_call_is_told(chat: ScriptedChat) -> None:
     assert "'arguments'" in body["agl"]["choices"][0]["parse_error"]
 
 
-def test_a_reply_cut_by_length(chat: ScriptedChat) -> None:
-    choice = chat.ask([USER], chat.encode("The answer"))["choices"][0]
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "The answer")
-
-
-def test_text_ends_before_a_stop_string_and_ids_do_not(chat: ScriptedChat) -> None:
-    ids = chat.encode("The answer STOP")
-    body = chat.ask([USER], ids, stop=["STOP", "xyz"])
-    assert body["choices"][0]["message"]["content"] == "The answer "
-    assert body["choices"][0]["token_ids"] == ids
-
-
 @pytest.mark.parametrize(
     ("stops", "said"),
     [(["xyz", "STOP"], "STOP"), ("STOP", "STOP"), (["STOP", "answer"], "answer"), (["xyz"], None), (None, None)],
@@ -153,13 +133,6 @@ def test_a_forced_tool_call_begins_with_masked_tokens(chat: ScriptedChat, tool_c
     assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "calculator"
 
 
-def test_a_tool_is_forced_by_name_or_left_open(chat: ScriptedChat) -> None:
-    other = {"type": "function", "function": {"name": "search"}}
-    fields = {"model": "m", "messages": [USER], "tools": [CALCULATOR, other], "tool_choice": "required"}
-    forced = chat.served.begin(parse_request(fields), None).request.forced_ids
-    assert list(forced) == chat.encode('<tool_call>\n{"name": "')
-
-
 def test_special_tokens_are_not_shown(chat: ScriptedChat) -> None:
     eos = chat.loaded.tokenizer.eos_token_id
     ids = [
@@ -169,14 +142,6 @@ def test_special_tokens_are_not_shown(chat: ScriptedChat) -> None:
         eos,
     ]
     assert chat.ask([USER], ids)["choices"][0]["message"]["content"] == "hello you"
-
-
-def test_llama_writes_calls_its_own_way(llama: Loaded) -> None:
-    chat = ScriptedChat(llama)
-    text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1"}}'
-    choice = chat.ask([USER], text, tools=[CALCULATOR])["choices"][0]
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "calculator", "arguments": '{"expression": "1"}'}
-    assert choice["message"]["content"] is None
 
 
 def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None:
@@ -225,17 +190,6 @@ def test_what_cannot_be_done_is_refused(chat: ScriptedChat, fields: dict, messag
         chat.served.begin(parse_request({"model": "m", "messages": [USER], **fields}), None)
     assert (caught.value.status, caught.value.code) == (400, code)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-
-
-def test_parameters_that_ask_for_nothing_are_taken(chat: ScriptedChat) -> None:
-    fields = {
-        "stream": False,
-        "response_format": {"type": "text"},
-        "top_logprobs": 0,
-        "presence_penalty": 0,
-        "user": "u",
-    }
-    assert chat.ask([USER], "hello", **fields, metadata={"a": 1}, stop=None)["choices"]
 
 
 def test_the_context_error_has_the_numbers(qwen: Loaded) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from agl_core.errors import EngineError
+from agl_torch.loop import EngineLoop
 from agl_torch.sampling import Request, Sampler
-from agl_torch.serve import EngineLoop
 
-from .conftest import Loaded, drive, random_ids
+from .conftest import Loaded, random_ids
 
 
 class Watched(Sampler):
@@ -50,16 +50,6 @@ def request(loaded: Loaded, name: str, max_tokens: int = 8) -> Request:
     return Request(name, random_ids(loaded, 12, len(name)), max_tokens=max_tokens)
 
 
-async def test_answers_many_at_once(qwen: Loaded, loop: EngineLoop) -> None:
-    requests = [Request(f"r{i}", random_ids(qwen, 10 + i, i), max_tokens=3 + i) for i in range(12)]
-    done = await asyncio.gather(*(loop.generate("m", r) for r in requests))
-    alone = drive(Sampler(qwen.with_eos()), requests)
-    for generated in done:
-        expected = alone[generated.request.id].responses[0].ids
-        np.testing.assert_array_equal(generated.responses[0].ids, expected)
-    assert loop.counters()["decoded"] == sum(r.max_tokens for r in requests)
-
-
 async def test_a_job_waits_for_what_is_in_flight_and_holds_what_comes(
     qwen: Loaded, sampler: Watched, loop: EngineLoop
 ) -> None:
@@ -83,12 +73,6 @@ async def test_a_job_waits_for_what_is_in_flight_and_holds_what_comes(
     after = asyncio.create_task(ask("after"))
     assert [await before, await job, await after] == [0, "agl-torch", 1]
     assert order == ["before", "job", "after"]
-
-
-async def test_a_failing_job_tells_its_caller_and_nobody_else(qwen: Loaded, loop: EngineLoop) -> None:
-    with pytest.raises(ZeroDivisionError):
-        await asyncio.wrap_future(loop.run_exclusive(lambda: 1 // 0))
-    assert (await loop.generate("m", request(qwen, "a"))).responses
 
 
 async def test_a_cancelled_request_leaves(qwen: Loaded, sampler: Watched, loop: EngineLoop) -> None:

@@ -15,10 +15,12 @@ import pytest
 import torch
 import uvicorn
 
+from agl_torch.api import create_app
+from agl_torch.loop import EngineLoop
+from agl_torch.model_server import ModelServer
 from agl_torch.sampling import Sampler
-from agl_torch.serve import EngineLoop, ModelServer, create_app
 
-from .conftest import CALCULATOR, Loaded
+from .conftest import Loaded
 
 USER = {"role": "user", "content": "What is 12 plus 30?"}
 EXTRAS = {"return_token_ids": True}
@@ -51,12 +53,6 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-async def test_models(client: openai.AsyncOpenAI) -> None:
-    (model,) = (await client.models.list()).data
-    assert model.id == "policy"
-    assert model.model_extra["max_model_len"] == 512
-
-
 async def test_a_chat_of_two_turns(client: openai.AsyncOpenAI, loaded: Loaded) -> None:
     messages = [{"role": "system", "content": "You are a math agent. " * 4}, USER]
     header = {"x-agl-rollout": "r1/0"}
@@ -80,32 +76,6 @@ async def test_a_chat_of_two_turns(client: openai.AsyncOpenAI, loaded: Loaded) -
     assert extra["prompt_token_ids"][: len(prefix)] == prefix
     assert extra["agl"]["reused"] == len(prefix) - 1 == second.usage.prompt_tokens_details.cached_tokens
     assert extra["agl"]["prefilled"] == len(extra["prompt_token_ids"]) - extra["agl"]["reused"]
-
-
-async def test_seeds_and_choices(client: openai.AsyncOpenAI) -> None:
-    async def ask(seed: int) -> list[list[int]]:
-        reply = await client.chat.completions.create(
-            model="policy", messages=[USER], n=2, seed=seed, max_tokens=10, extra_body=EXTRAS
-        )
-        return [choice.model_extra["token_ids"] for choice in reply.choices]
-
-    one, again, other = await asyncio.gather(ask(1), ask(1), ask(2))
-    assert one == again
-    assert one[0] != one[1]
-    assert one != other
-
-
-async def test_a_forced_tool_call(client: openai.AsyncOpenAI, loaded: Loaded) -> None:
-    reply = await client.chat.completions.create(
-        model="policy", messages=[USER], tools=[CALCULATOR], tool_choice="required", max_tokens=30, extra_body=EXTRAS
-    )
-    choice, (extra,) = reply.choices[0], reply.model_extra["agl"]["choices"]
-    forced = extra["mask"].index(True)
-    assert not any(extra["mask"][:forced])
-    assert all(extra["mask"][forced:])
-    text = loaded.tokenizer.decode(choice.model_extra["token_ids"][:forced])
-    assert text.endswith(('"arguments":', '"parameters":'))
-    assert (extra["parse_error"] is None) == bool(choice.message.tool_calls)
 
 
 async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpenAI, url: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agl_core.types.recorded import RecordedReply
-from agl_torch.chat.recorded import tokenized
+from agl_torch.chat.text import tokenized
 
 from .conftest import CALCULATOR, Loaded, ScriptedChat
 

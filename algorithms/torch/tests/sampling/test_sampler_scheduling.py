@@ -46,18 +46,6 @@ class Deaf(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def test_a_short_request_overtakes_a_long_one(qwen: Loaded) -> None:
-    sampler = Sampler(qwen.with_eos())
-    sampler.submit(Request("long", random_ids(qwen, 20, 0), max_tokens=50))
-    for _ in range(5):
-        assert sampler.step() == []
-    sampler.submit(Request("short", random_ids(qwen, 30, 1), max_tokens=3))
-    order = []
-    while not sampler.idle:
-        order += [generated.request.id for generated in sampler.step()]
-    assert order == ["short", "long"]
-
-
 def test_many_prompts_do_not_stall_what_is_in_progress(qwen: Loaded) -> None:
     sampler = Sampler(qwen.with_eos(), prefill_tokens=64)
     sampler.submit(Request("long", random_ids(qwen, 20, 0), max_tokens=30))
@@ -100,19 +88,6 @@ def test_the_next_turn_computes_only_what_is_new(qwen: Loaded) -> None:
     assert (second.reused, second.prefilled) == (59, 8), "the last sampled token was never fed"
 
 
-def test_a_new_version_uses_nothing_of_the_old_one(qwen: Loaded) -> None:
-    sampler = Sampler(qwen.with_eos())
-    request = Request("a", random_ids(qwen, 50, 0), max_tokens=10)
-    assert drive(sampler, [request])["a"].version == 0
-    sampler.new_version(1)
-    generated = drive(sampler, [request])["a"]
-    assert (generated.version, generated.reused, generated.prefilled) == (1, 0, 50)
-    sampler.submit(request)
-    sampler.step()
-    with pytest.raises(EngineError, match="drain"):
-        sampler.new_version(2)
-
-
 def test_all_choices_of_a_request_are_of_one_version(qwen: Loaded) -> None:
     sampler = Sampler(qwen.with_eos(), max_rows=1)
     sampler.submit(Request("a", random_ids(qwen, 10, 0), max_tokens=2, n=2))
@@ -120,21 +95,6 @@ def test_all_choices_of_a_request_are_of_one_version(qwen: Loaded) -> None:
     with pytest.raises(EngineError, match="drain"):
         sampler.new_version(1)
     assert len(drive(sampler)["a"].responses) == 2
-
-
-def test_an_aborted_request_is_not_answered_and_frees_its_row(qwen: Loaded) -> None:
-    sampler = Sampler(qwen.with_eos(), max_rows=2)
-    requests = [Request(f"r{i}", random_ids(qwen, 20 + i, i), max_tokens=9) for i in range(4)]
-    for request in requests:
-        sampler.submit(request)
-    sampler.step()
-    sampler.abort("r0")
-    sampler.abort("r3")
-    sampler.abort("unknown")
-    done = drive(sampler)
-    assert set(done) == {"r1", "r2"}
-    for generated in done.values():
-        np.testing.assert_allclose(generated.responses[0].logprobs, recomputed(qwen, generated), atol=1e-4)
 
 
 MOVES = st.one_of(
@@ -212,12 +172,6 @@ def test_a_response_ends_at_any_end_token_and_keeps_it(qwen: Loaded) -> None:
     ended = drive(Sampler(qwen.with_eos(*ends)), [request])["r"].responses[0]
     assert ended.finish_reason is FinishReason.STOP
     np.testing.assert_array_equal(ended.ids, endless.ids[: at + 1])
-
-
-def test_a_response_ends_where_its_stop_function_says(qwen: Loaded) -> None:
-    request = Request("r", random_ids(qwen, 20, 0), max_tokens=30, stop=lambda ids: len(ids) == 4)
-    response = drive(Sampler(qwen.with_eos()), [request])["r"].responses[0]
-    assert (len(response.ids), response.finish_reason) == (4, FinishReason.STOP)
 
 
 def test_a_response_ends_with_the_context(qwen: Loaded) -> None:

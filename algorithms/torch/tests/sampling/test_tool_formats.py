@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_torch.chat import FORMATS, ToolFormat, detect_format
-from agl_torch.chat.plain import in_plain_text
+from agl_torch.chat.formats import in_plain_text
 
 from .conftest import CALCULATOR, CHATML, LLAMA
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions
+from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.policies import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind, TransitionKey

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions
+from agl_algorithms.interface import Algorithm
+from agl_algorithms.plugin import GrpoOptions, PpoOptions
+from agl_algorithms.ppo import Ppo
 from agl_core.config.policies import OptimizerSection
 from agl_core.errors import CheckpointError
 from agl_core.protocols import PolicySpec
 from agl_torch.models.loading import Bases, LoadedModel, load_model
-from agl_torch.training.checkpoint import load_policy, save_policy
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.training.trainer import PolicyTrainer, load_policy, save_policy
 
 from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, weights_of
 
@@ -42,51 +43,56 @@ def start(checkpoint: Path, seed: int = 0, **settings: Any) -> tuple[LoadedModel
     return loaded, trainer
 
 
+def flattened(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value.detach().clone()]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in flattened(item)]
+    return [torch.tensor(float(value))] if isinstance(value, int | float) else []
+
+
 def everything(loaded: LoadedModel, trainer: PolicyTrainer) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append(value.detach().clone())
-        elif isinstance(value, dict):
-            for each in value.values():
-                collect(each)
-        elif isinstance(value, list | tuple):
-            for each in value:
-                collect(each)
-        elif isinstance(value, int | float):
-            found.append(torch.tensor(float(value)))
-
-    collect(weights_of(loaded.model))
-    collect(trainer.state_dict())
-    return found
+    return flattened([weights_of(loaded.model), trainer.state_dict()])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path, kind: str) -> None:
-    algorithm = Grpo(GrpoOptions(beta=0.1, epochs=2, minibatches=2))
-    batches = [make_batch(None, seed=i) for i in range(4)]
+def without_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "seconds" not in name}
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Grpo(GrpoOptions(beta=0.1, epochs=2, minibatches=2)),
+    "ppo": Ppo(PpoOptions(critic_learning_rate=1e-2, epochs=2, minibatches=2, critic_epochs=2)),
+}
+
+
+@pytest.mark.parametrize("updated", [False, True], ids=["fresh", "updated"])
+@pytest.mark.parametrize(
+    ("algorithm", "kind"), [*(("grpo", kind) for kind in KINDS), ("ppo", "float32"), ("ppo", "bfloat16-lora")]
+)
+def test_training_goes_on_bit_for_bit(
+    checkpoint: Path, tmp_path: Path, algorithm: str, kind: str, updated: bool
+) -> None:
+    batches = [make_batch(None, seed=i) for i in range(3)]
     torch.manual_seed(1)
     loaded, trainer = start(checkpoint, **KINDS[kind])
-    for batch in batches[:2]:
-        trainer.update(batch, algorithm)
+    trainer.update(batches[0], ALGORITHMS[algorithm])
     save_policy(tmp_path / "p", loaded, trainer)
-    metrics = [trainer.update(batch, algorithm).metrics for batch in batches[2:]]
+    metrics = trainer.update(batches[1], ALGORITHMS[algorithm]).metrics
     expected = everything(loaded, trainer)
 
     torch.manual_seed(2)
     again, resumed = start(checkpoint, seed=99, **KINDS[kind])
-    resumed.update(batches[3], algorithm)  # what it did before must not show
+    if updated:
+        resumed.update(batches[2], ALGORITHMS[algorithm])  # what it did before must not show
     load_policy(tmp_path / "p", again, resumed)
-    assert resumed.version == 2
-    metrics_again = [resumed.update(batch, algorithm).metrics for batch in batches[2:]]
-    for mine, theirs in zip(metrics_again, metrics, strict=True):
-        assert {k: v for k, v in mine.items() if "seconds" not in k} == {
-            k: v for k, v in theirs.items() if "seconds" not in k
-        }
-    found = everything(again, resumed)
-    assert len(found) == len(expected) > 20
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert resumed.version == 1
+    found = resumed.update(batches[1], ALGORITHMS[algorithm]).metrics
+    assert without_seconds(found) == without_seconds(metrics)
+    state = everything(again, resumed)
+    assert len(state) == len(expected) > 20
+    assert all(torch.equal(one, other) for one, other in zip(state, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape("llama", tied=False, eos=("<|eot_id|>",))], ids=["qwen2", "llama"])
@@ -162,19 +168,9 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(
 
 
 class TestErrors:
-    def test_not_a_checkpoint(self, checkpoint: Path, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match="no checkpoint"):
-            load_policy(tmp_path, *start(checkpoint))
-
     def test_of_another_configuration(self, checkpoint: Path, tmp_path: Path) -> None:
         save_policy(tmp_path / "p", *start(checkpoint, lora=LORA))
         with pytest.raises(CheckpointError, match="lora was True, now False"):
-            load_policy(tmp_path / "p", *start(checkpoint))
-
-    def test_of_another_size(self, checkpoint: Path, tmp_path: Path) -> None:
-        other = make_checkpoint(tmp_path / "other", Shape(hidden=64))
-        save_policy(tmp_path / "p", *start(other))
-        with pytest.raises(CheckpointError, match="another model"):
             load_policy(tmp_path / "p", *start(checkpoint))
 
     @pytest.mark.parametrize("file", ["trainer.pt", "model/model.safetensors"])
@@ -186,8 +182,3 @@ class TestErrors:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         with pytest.raises(CheckpointError, match="damaged"):
             load_policy(tmp_path / "p", loaded, trainer)
-
-
-def test_batches_differ() -> None:
-    """The continuation test means something only if its batches are not all the same."""
-    assert not np.array_equal(make_batch(None, seed=0).values_N, make_batch(None, seed=1).values_N)

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.options import GrpoOptions, PpoOptions
+from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
 from agl_core.config.policies import OptimizerSection
-from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
-from agl_core.types import Batch, DropReason
+from agl_core.types import Batch
 from agl_torch.models.loading import LoadedModel, load_model
-from agl_torch.training.checkpoint import load_policy, save_policy
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.training.trainer import PolicyTrainer, load_policy, save_policy
 
-from .conftest import LORA, make_batch, plain_logprobs, weights_of
+from .conftest import LORA, make_batch, weights_of
+from .test_checkpoints import flattened
 
 CPU = torch.device("cpu")
 SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
@@ -124,20 +123,6 @@ def test_it_learns_a_fixed_batch(checkpoint: Path, kind: str, options: dict[str,
     assert last["explained_variance"] > 0.3
 
 
-def test_the_policy_follows_the_advantages(checkpoint: Path) -> None:
-    started = Started(checkpoint)
-    batch = make_batch(started.loaded)
-    result = started.trainer.update(batch, ppo())
-    # With values of 0, what was better than the batch's mean over tokens has a positive advantage.
-    mean = np.repeat(batch.values_N, batch.response_lengths_N)[batch.mask_R].mean()
-    assert (np.sign(result.advantage_N) == np.sign(batch.values_N - mean)).all()
-    for i in np.flatnonzero(np.abs(result.advantage_N) > 0.5):
-        part = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
-        with torch.no_grad():
-            change = plain_logprobs(started.loaded.model, batch, int(i)).numpy() - batch.behaviour_logprobs_R[part]
-        assert np.sign(change[batch.mask_R[part]].sum()) == np.sign(result.advantage_N[i])
-
-
 def test_across_calls_only_the_ends_of_prompts_are_learned(checkpoint: Path) -> None:
     # What the critic is asked about later tokens does not matter: the loss is that of the prompts' values alone.
     started = Started(checkpoint, double=True)
@@ -151,18 +136,6 @@ def test_across_calls_only_the_ends_of_prompts_are_learned(checkpoint: Path) -> 
     assert metrics["value_loss"] == pytest.approx(expected, abs=1e-9)
 
 
-def test_epochs_minibatches_and_clip_reach_the_critic(checkpoint: Path) -> None:
-    started = Started(checkpoint)
-    batch = make_batch(started.loaded)
-    metrics = started.trainer.update(batch, ppo(critic_epochs=4, minibatches=3, value_clip=1e-3)).metrics
-    assert metrics["critic_steps_applied"] == 12
-    assert metrics["steps_applied"] == 3
-    assert metrics["value_clip_fraction"] > 0
-    unclipped = Started(checkpoint).trainer.update(batch, ppo(critic_epochs=4, minibatches=3, value_clip=None)).metrics
-    assert "value_clip_fraction" not in unclipped
-    assert unclipped["value_loss"] < metrics["value_loss"]
-
-
 def test_a_critic_is_made_only_when_one_is_needed(checkpoint: Path) -> None:
     started = Started(checkpoint)
     batch = make_batch(started.loaded)
@@ -172,12 +145,6 @@ def test_a_critic_is_made_only_when_one_is_needed(checkpoint: Path) -> None:
     started.trainer.update(batch, ppo())
     started.trainer.update(batch, ppo())
     assert len(started.copies) == 1
-
-
-def test_a_policy_without_initial_weights_has_no_critic(loaded: LoadedModel) -> None:
-    trainer = PolicyTrainer(loaded, SETTINGS, tokens_per_micro_batch=100)
-    with pytest.raises(EngineError, match="initial weights"):
-        trainer.update(make_batch(loaded), ppo())
 
 
 def test_policy_and_critic_do_not_move_each_other(checkpoint: Path) -> None:
@@ -202,42 +169,6 @@ def test_with_lora_only_an_adapter_and_the_head_are_trained(checkpoint: Path) ->
     assert len(started.trainer.state_dict()["critic"]["weights"]) == len(adapter) + 2
 
 
-def flattened(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value.detach().clone()]
-    if isinstance(value, dict):
-        return [each for item in value.values() for each in flattened(item)]
-    if isinstance(value, list | tuple):
-        return [each for item in value for each in flattened(item)]
-    return [torch.tensor(float(value))] if isinstance(value, int | float) else []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path, kind: str) -> None:
-    algorithm = ppo(epochs=2, minibatches=2, critic_epochs=2)
-    batches = [make_batch(None, seed=i) for i in range(3)]
-    torch.manual_seed(1)
-    first = Started(checkpoint, **KINDS[kind])
-    first.trainer.update(batches[0], algorithm)
-    save_policy(tmp_path / "p", first.loaded, first.trainer)
-    metrics = first.trainer.update(batches[1], algorithm).metrics
-    expected = flattened([weights_of(first.loaded.model), first.trainer.state_dict()])
-
-    torch.manual_seed(2)
-    for updates_before in (0, 1):
-        again = Started(checkpoint, **KINDS[kind])
-        for _ in range(updates_before):
-            again.trainer.update(batches[2], algorithm)  # what it did before must not show
-        load_policy(tmp_path / "p", again.loaded, again.trainer)
-        found = again.trainer.update(batches[1], algorithm).metrics
-        assert {k: v for k, v in found.items() if "seconds" not in k} == {
-            k: v for k, v in metrics.items() if "seconds" not in k
-        }
-        state = flattened([weights_of(again.loaded.model), again.trainer.state_dict()])
-        assert len(state) == len(expected) > 40
-        assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
-
-
 def test_a_checkpoint_without_a_critic_takes_it_away(checkpoint: Path, tmp_path: Path) -> None:
     started = Started(checkpoint)
     save_policy(tmp_path / "p", started.loaded, started.trainer)
@@ -247,19 +178,6 @@ def test_a_checkpoint_without_a_critic_takes_it_away(checkpoint: Path, tmp_path:
     assert started.trainer.state_dict()["critic"] is None
     again = started.trainer.update(batch, ppo()).metrics
     assert again["explained_variance"] == fresh["explained_variance"]
-
-
-@pytest.mark.parametrize("field", ["behaviour_logprobs_R", "values_N", "scores_N", "temperature_N"])
-def test_a_fault_in_any_field_reaches_neither_policy_nor_critic(checkpoint: Path, field: str) -> None:
-    started = Started(checkpoint)
-    batch = make_batch(started.loaded)
-    poisoned = getattr(batch, field).copy()
-    poisoned[0] = math.nan
-    result = started.trainer.update(replace(batch, **{field: poisoned}), ppo())
-    assert result.dropped[0] is DropReason.NON_FINITE
-    assert not any(result.dropped[1:])
-    assert all(map(math.isfinite, result.metrics.values()))
-    assert all(torch.isfinite(each).all() for each in flattened(started.trainer.state_dict()))
 
 
 def test_a_value_loss_that_is_not_finite_is_skipped_and_counted(checkpoint: Path) -> None:
@@ -276,49 +194,3 @@ def test_a_value_loss_that_is_not_finite_is_skipped_and_counted(checkpoint: Path
     assert result.metrics["critic_steps_skipped"] == 1
     assert result.metrics["critic_steps_applied"] == 2
     assert all(torch.isfinite(each).all() for each in flattened(started.trainer.state_dict()))
-
-
-def test_equal_targets_have_no_explained_variance(checkpoint: Path) -> None:
-    started = Started(checkpoint)
-    batch = make_batch(started.loaded)
-    metrics = started.trainer.update(replace(batch, values_N=np.ones(len(batch))), ppo()).metrics
-    assert "explained_variance" not in metrics
-    assert metrics["value_loss"] == pytest.approx(0.5)
-
-
-def test_nothing_to_train_on_leaves_the_critic_alone(checkpoint: Path) -> None:
-    started = Started(checkpoint)
-    batch = make_batch(started.loaded)
-    started.trainer.update(batch, ppo())
-    before = flattened(started.trainer.state_dict()["critic"])
-    result = started.trainer.update(replace(batch, values_N=np.full(len(batch), math.nan)), ppo())
-    assert result.metrics["transitions_dropped"] == len(batch)
-    after = flattened(started.trainer.state_dict()["critic"])
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_progress_rises_to_one(checkpoint: Path) -> None:
-    seen: list[float] = []
-    started = Started(checkpoint)
-    batch = make_batch(started.loaded)
-    started.trainer.update(batch, ppo(critic_epochs=2, minibatches=2, beta=0.1), seen.append)
-    assert seen == sorted(seen)
-    assert seen[-2] == pytest.approx(1.0)
-    assert seen[-1] == 1.0
-    assert 0 < seen[0] < 0.2
-
-
-def test_gradient_checkpointing_changes_no_result(checkpoint: Path) -> None:
-    results = []
-    for checkpointing in (False, True):
-        loaded = load_model(PolicySpec(str(checkpoint)), CPU, seed=0)
-        trainer = PolicyTrainer(
-            loaded,
-            SETTINGS,
-            tokens_per_micro_batch=200,
-            gradient_checkpointing=checkpointing,
-            initial=lambda: load_model(PolicySpec(str(checkpoint)), CPU, seed=0),
-        )
-        batch = make_batch(loaded)
-        results.append([trainer.update(batch, ppo()).metrics for _ in range(2)][1]["value_loss"])
-    assert results[0] == pytest.approx(results[1], rel=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agl_algorithms.options import ReinforceOptions
+from agl_algorithms.plugin import ReinforceOptions
 from agl_algorithms.reinforce import Reinforce
 from agl_core.config.policies import OptimizerSection
 from agl_torch.models.loading import LoadedModel

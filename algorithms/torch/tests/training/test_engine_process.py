@@ -17,15 +17,12 @@ import openai
 import pytest
 import pytest_asyncio
 
-from agl_core import kinds
 from agl_core.errors import ConfigError, EngineError
-from agl_core.plugins import Plugins
-from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
+from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
 from agl_core.types import Batch
-from agl_torch import plugin
 from agl_torch.engine import TorchEngine
-from agl_torch.options import TorchOptions
+from agl_torch.plugin import TorchOptions
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint
 
@@ -217,15 +214,6 @@ async def test_why_it_does_not_start(tmp_path: Path, checkpoint: Path) -> None:
     assert stages == ["loading the weights"]
 
 
-async def test_a_start_has_a_deadline(tmp_path: Path, checkpoint: Path) -> None:
-    engine = TorchEngine(TorchOptions(**SMALL, start_timeout=0.05), context(tmp_path, checkpoint))
-    with pytest.raises(EngineError, match=r"did not start in 0\.05 s; it was starting its process.*start_timeout"):
-        await engine.start()
-    assert engine.pid is not None
-    with pytest.raises(ProcessLookupError):
-        os.kill(engine.pid, 0)
-
-
 DYING = """
 from agl_torch import process
 from agl_torch.sampling import Sampler
@@ -277,15 +265,6 @@ async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str
     await engine.stop()
     with pytest.raises(EngineError, match="not running"):
         await engine.versions()
-
-
-def test_what_the_package_registers(tmp_path: Path, checkpoint: Path) -> None:
-    plugins = Plugins()
-    plugins.register(plugin, "test")
-    component = plugins.components(kinds.ENGINE)["torch"]
-    engine: Engine = component.build(component.options(), context(tmp_path, checkpoint))
-    assert isinstance(engine, TorchEngine)
-    assert all(field.description for field in component.options.model_fields.values())
 
 
 def test_the_run_needs_no_torch(tmp_path: Path) -> None:

@@ -93,13 +93,6 @@ def test_every_transition_is_in_one_pass_within_the_limits(seed: int, budget: in
         assert micro.tokens == np.diff(batch.offsets)[micro.transitions_n].sum()
 
 
-def test_logits_bound_a_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "LOGITS_PER_MICRO_BATCH", 320 * 12)
-    for batch in (make_batch(None), make_shared(0)):
-        for micro in laid_out(batch):
-            assert len(micro.transitions_n) == 1 or len(micro.targets_R) <= 12
-
-
 @given(st.integers(0, 1000), st.sampled_from([2, 5, 300]))
 def test_a_shared_prefix_is_computed_once(seed: int, alphabet: int) -> None:
     batch = make_shared(seed, groups=1, alphabet=alphabet)
@@ -107,15 +100,6 @@ def test_a_shared_prefix_is_computed_once(seed: int, alphabet: int) -> None:
     sequences = [sequence(batch, i) for i in range(len(batch))]
     prefixes = {each[:end] for each in sequences for end in range(1, len(each) + 1)}
     assert micro.computed == len(prefixes)
-
-
-def test_turns_of_one_rollout_need_no_mask() -> None:
-    rng = np.random.default_rng(0)
-    batch = batch_of([([5, 6], [7]), ([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8, 9, 10, 11], [12])], rng)
-    [micro] = laid_out(batch)
-    assert not micro.branches
-    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
-    assert (micro.tokens, micro.computed) == (3 + 6 + 8, 8)
 
 
 def test_a_prefix_is_shared_where_that_pays() -> None:
@@ -182,17 +166,6 @@ def test_gradients_equal_those_of_each_transition_alone(in_float64: LoadedModel,
     assert (gradient(together) - expected).norm() < 1e-6 * expected.norm()
 
 
-def test_logits_exist_at_response_positions_only(loaded: LoadedModel) -> None:
-    batch = make_batch(None)
-    [micro] = micro_batches(batch, np.array([0]), WIDE, CPU)
-    seen: list[torch.Size] = []
-    hook = loaded.model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2].shape))
-    score(loaded.model, micro)
-    hook.remove()
-    assert seen == [torch.Size([int(batch.response_lengths_N[0]), 320])]
-    assert loaded.model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 320)
-
-
 @pytest.mark.parametrize("logit_scale", [None, 0.0625])
 def test_logits_in_parts_give_the_same_scores_and_gradients(
     in_float64: LoadedModel, monkeypatch: pytest.MonkeyPatch, logit_scale: float | None
@@ -233,23 +206,3 @@ def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
             logprobs, entropy = score(in_float64.model, micro)
         torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
         torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
-
-
-def test_a_group_of_long_rollouts_computes_its_prompt_once() -> None:
-    """Six turns a rollout: fewer tokens than each rollout in one row has."""
-    rng = np.random.default_rng(0)
-
-    def some(count: int) -> list[int]:
-        return [int(token) for token in rng.integers(3, 300, count)]
-
-    task, pairs, longest = some(200), [], 0
-    limits = replace(WIDE, hidden_size=576)
-    for _ in range(8):
-        prompt = task
-        for _ in range(6):
-            pairs.append((prompt, some(40)))
-            prompt = prompt + pairs[-1][1] + some(60)
-        longest = len(prompt) - 60
-    [micro] = laid_out(batch_of(pairs, rng), limits)
-    assert micro.computed == 200 + 8 * (longest - 200)
-    assert [branch.seen for branch in micro.branches] == [()] + 7 * [((0, 200),)]

@@ -15,7 +15,7 @@ from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.wire.updates import UpdateRequest, decode_result, encode_result
 from agl_torch.models.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
-from agl_torch.options import TorchOptions
+from agl_torch.plugin import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
 
@@ -36,20 +36,6 @@ def test_every_setting_arrives(checkpoint: Path) -> None:
         assert load(checkpoint).context_length == 256
     finally:
         torch.set_num_threads(threads)
-
-
-def test_rows_bound_what_is_decoded_together(checkpoint: Path) -> None:
-    for rows in (1, 2):
-        policy = load(checkpoint, max_rows=rows).policies["default"]
-        shapes: list[int] = []
-        policy.loaded.model.register_forward_pre_hook(
-            lambda _, args, kwargs, shapes=shapes: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
-        )
-        for name in "abc":
-            policy.sampler.submit(Request(name, np.array([5, 6, 7], dtype=np.int32), max_tokens=4))
-        while not policy.sampler.idle:
-            policy.sampler.step()
-        assert max(shapes) == rows
 
 
 def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) -> None:

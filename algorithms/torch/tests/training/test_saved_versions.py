@@ -17,9 +17,8 @@ from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.engine import TorchEngine
-from agl_torch.models.adapters import fingerprint
-from agl_torch.models.loading import Bases, load_model
-from agl_torch.options import TorchOptions
+from agl_torch.models.loading import Bases, fingerprint, load_model
+from agl_torch.plugin import TorchOptions
 from agl_torch.policies import Policies
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint

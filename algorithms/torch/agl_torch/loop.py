@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from agl_core.errors import EngineError
@@ -23,12 +23,6 @@ class _Submit:
     model: str
     request: Request
     future: Future[Generated]
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    model: str
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +47,13 @@ class EngineLoop:
 
     def __init__(self, samplers: Mapping[str, Sampler], lost: Callable[[str], object]) -> None:
         self._samplers, self._lost = dict(samplers), lost
-        self._inbox: deque[_Submit | _Abort | _Exclusive] = deque()
+        self._inbox: deque[_Submit | _Exclusive] = deque()
+        self._aborted: list[tuple[str, str]] = []
+        """Models and request ids; each request was posted before."""
         self._wake = threading.Condition()
         self._closing = False
         self._futures: dict[tuple[str, str], Future[Generated]] = {}
-        self._held: deque[_Submit | _Abort | _Exclusive] = deque()
+        self._held: deque[_Submit | _Exclusive] = deque()
         """From the first exclusive job on that could not run yet, what came after it, in order."""
         self._leaving: set[str] = set()
         """Models to let go of."""
@@ -81,7 +77,9 @@ class EngineLoop:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._post(_Abort(model, request.id))
+            with self._wake:
+                self._aborted.append((model, request.id))
+                self._wake.notify()
             raise
 
     def add(self, name: str, sampler: Sampler) -> None:
@@ -103,7 +101,7 @@ class EngineLoop:
     def counters(self) -> dict[str, int]:
         totals: dict[str, int] = {}
         for sampler in self._samplers.values():
-            for name, value in sampler.counters.as_dict().items():
+            for name, value in asdict(sampler.counters).items():
                 totals[name] = totals.get(name, 0) + value
         return totals
 
@@ -111,14 +109,13 @@ class EngineLoop:
     def cache_nbytes(self) -> int:
         return sum(sampler.cache_nbytes for sampler in self._samplers.values())
 
-    def _post(self, message: _Submit | _Abort | _Exclusive) -> None:
+    def _post(self, message: _Submit | _Exclusive) -> None:
         with self._wake:
-            closed = self._closing
-            if not closed:
+            if not self._closing:
                 self._inbox.append(message)
                 self._wake.notify()
-        if closed and not isinstance(message, _Abort):
-            message.future.set_exception(EngineError("The engine is stopping."))
+                return
+        message.future.set_exception(EngineError("The engine is stopping."))
 
     # What follows runs on the thread.
 
@@ -140,11 +137,14 @@ class EngineLoop:
     def _receive(self) -> bool:
         """Take what was posted; wait for it when there is nothing else to do. False when closing."""
         with self._wake:
-            while not (self._inbox or self._held or self._closing or self._leaving or self._busy):
+            while not (self._inbox or self._held or self._aborted or self._closing or self._leaving or self._busy):
                 self._wake.wait()
             self._held += self._inbox
             self._inbox.clear()
-            return not self._closing
+            aborted, self._aborted = self._aborted, []
+        for model, request_id in aborted:
+            self._abort(model, request_id)
+        return not self._closing
 
     @property
     def _busy(self) -> bool:
@@ -158,25 +158,13 @@ class EngineLoop:
             self._samplers = {name: sampler for name, sampler in self._samplers.items() if name not in gone}
 
     def _handle_held(self) -> None:
-        """Handle messages in order, up to the first job that has to wait; an abort need not wait behind it."""
-        waiting: deque[_Submit | _Abort | _Exclusive] = deque()
-        for message in self._held:
-            if isinstance(message, _Abort):
-                waiting = deque(m for m in waiting if not self._is_of(m, message))
-                self._abort(message)
-            elif waiting:
-                waiting.append(message)
-            elif isinstance(message, _Submit):
+        """Handle messages in order, up to the first job that has to wait."""
+        while self._held and (isinstance(self._held[0], _Submit) or not self._busy):
+            message = self._held.popleft()
+            if isinstance(message, _Submit):
                 self._submit(message)
-            elif self._busy:
-                waiting.append(message)
             else:
                 _run_job(message)
-        self._held = waiting
-
-    @staticmethod
-    def _is_of(message: _Submit | _Abort | _Exclusive, abort: _Abort) -> bool:
-        return isinstance(message, _Submit) and message.model == abort.model and message.request.id == abort.request_id
 
     def _submit(self, message: _Submit) -> None:
         try:
@@ -186,9 +174,15 @@ class EngineLoop:
         else:
             self._futures[message.model, message.request.id] = message.future
 
-    def _abort(self, message: _Abort) -> None:
-        if self._futures.pop((message.model, message.request_id), None) is not None:
-            self._samplers[message.model].abort(message.request_id)
+    def _abort(self, model: str, request_id: str) -> None:
+        """Also of a request that waits behind a job."""
+        self._held = deque(
+            message
+            for message in self._held
+            if not isinstance(message, _Submit) or (message.model, message.request.id) != (model, request_id)
+        )
+        if self._futures.pop((model, request_id), None) is not None:
+            self._samplers[model].abort(request_id)
 
     def _step(self, name: str, sampler: Sampler) -> None:
         try:
@@ -208,10 +202,7 @@ class EngineLoop:
             self._closing = True
             self._held += self._inbox
             self._inbox.clear()
-        for message in self._held:
-            if not isinstance(message, _Abort):
-                _fail(message.future, error)
-        for future in self._futures.values():
+        for future in (*(message.future for message in self._held), *self._futures.values()):
             _fail(future, error)
         self._held.clear()
         self._futures.clear()

@@ -18,10 +18,9 @@ from starlette.routing import Route
 from agl_core.errors import AglError, nearest
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_torch.chat import ChatError
+from agl_torch.loop import EngineLoop
+from agl_torch.model_server import Exchange, ModelServer, parse_request
 from agl_torch.sampling import Generated
-from agl_torch.serve.loop import EngineLoop
-from agl_torch.serve.model import Exchange, ModelServer
-from agl_torch.serve.request import parse_request
 
 _LONGEST_NOTE = 1000
 """Characters."""

@@ -1,1 +1,0 @@
-"""A policy's model and tokenizer, loaded."""

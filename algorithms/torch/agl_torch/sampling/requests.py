@@ -1,0 +1,216 @@
+"""Requests and generations of token ids, and how a response's next token is chosen.
+
+Log-probabilities are exact. Random numbers depend on the seed, the choice and the position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt to answer, `n` times."""
+
+    id: str
+    prompt_ids: Tokens
+    """[P] int32, not empty and shorter than the context."""
+    max_tokens: int
+    """Limit of each response; the context's end limits it too."""
+    n: int = 1
+    temperature: float = 1.0
+    """0 takes the likeliest token; its log-probabilities are then those of temperature 1."""
+    top_p: float = 1.0
+    seed: int = 0
+    """What is drawn depends on the seed, the choice's index and the position only."""
+    forced_ids: tuple[int, ...] = ()
+    """Tokens that every response starts with, whatever the policy prefers; they are masked."""
+    stop: Callable[[Sequence[int]], bool] | None = None
+    """Asked after each sampled token, with the response so far: whether it is complete."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Response:
+    """One sampled response, all of it from one version of the weights."""
+
+    ids: Tokens
+    """[T] int32, exactly as sampled, the end token included."""
+    logprobs: Logprobs
+    """[T] float32, log-softmax(logits / temperature) at each id, over the full vocabulary."""
+    mask: TokenMask | None
+    """[T] bool, False where a token was forced; None: all sampled."""
+    finish_reason: FinishReason
+    """STOP or LENGTH."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """The responses to one request."""
+
+    request: Request
+    responses: tuple[Response, ...]
+    version: int
+    prefilled: int
+    """Prompt tokens computed, summed over the responses."""
+    reused: int
+    """Prompt tokens taken from the cache, summed over the responses."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Tokens since the sampler was made."""
+
+    prefilled: int = 0
+    """Prompt tokens that were computed (again, for a response that had to give up its slot)."""
+    reused: int = 0
+    """Prompt tokens taken from the cache."""
+    decoded: int = 0
+    """Response tokens, forced ones included."""
+    preempted: int = 0
+    """How often a response in progress gave up its slot."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request and its rows."""
+
+    request: Request
+    rows: list[Row] = field(default_factory=list)
+    prefilled: int = 0
+    reused: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return all(row.finish_reason is not None for row in self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One response in the making."""
+
+    job: Job
+    uniforms: Uniforms
+    limit: int
+    """Tokens that the response may have: by the request and by the context."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    started: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.job.request
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.concatenate([self.request.prompt_ids, np.array(self.ids, np.int32)])
+
+    def __len__(self) -> int:
+        return len(self.request.prompt_ids) + len(self.ids)
+
+    @property
+    def forced_id(self) -> int:
+        """The token that must come next, or -1."""
+        position, forced = len(self.ids), self.request.forced_ids
+        return forced[position] if position < len(forced) else -1
+
+    @property
+    def response(self) -> Response:
+        """What it came to; only of a row that is finished."""
+        assert self.finish_reason is not None
+        forced = len(self.request.forced_ids)
+        return Response(
+            ids=np.array(self.ids, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            mask=np.arange(len(self.ids)) >= forced if forced else None,
+            finish_reason=self.finish_reason,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens that may have to be cached for it: all but the last, which is never fed."""
+        return len(self.request.prompt_ids) + self.limit - 1
+
+
+_BLOCK = 64
+_MAX_CDF_ENTRIES = 1 << 23
+"""Rows are sampled in parts, so that the float64 tables of a large vocabulary stay small."""
+
+
+class Uniforms:
+    """The random numbers of one response: a function of (seed, choice, position) and nothing else.
+
+    >>> Uniforms(7, choice=0)[3] == Uniforms(7, choice=0)[3]
+    True
+    """
+
+    def __init__(self, seed: int, choice: int) -> None:
+        self._seed, self._choice = seed, choice
+        self._generator: np.random.Generator | None = None
+        self._drawn: list[float] = []
+
+    def __getitem__(self, position: int) -> float:
+        """A number in [0, 1) for the token at this position of the response."""
+        if self._generator is None:
+            key = np.array([self._seed % 2**64, self._choice], np.uint64)
+            self._generator = np.random.Generator(np.random.Philox(key=key))
+        while len(self._drawn) <= position:
+            self._drawn.extend(self._generator.random(_BLOCK).tolist())
+        return self._drawn[position]
+
+
+def choose(
+    logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor, forced_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The next token of each row and its log-probability.
+
+    `temperature_B` 0 means greedy, with the log-probability under temperature 1. With `top_p_B` below 1 the
+    token is drawn from the smallest set of likeliest tokens that has this probability; the log-probability is
+    that of the full distribution all the same. `uniform_B` (float64) are numbers in [0, 1); `forced_B` (int64)
+    are the tokens to take instead, or -1. Returns ids [B] int64 and log-probabilities [B] float32.
+    """
+    greedy_B = temperature_B == 0
+    scale_B = torch.where(greedy_B, torch.ones_like(temperature_B), temperature_B)
+    logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
+    ids_B = logprobs_BV.argmax(-1)
+    if not bool(greedy_B.all()):
+        ids_B = torch.where(greedy_B, ids_B, _draw(logprobs_BV, top_p_B, uniform_B))
+    ids_B = torch.where(forced_B >= 0, forced_B, ids_B)
+    return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+
+
+def _draw(logprobs_BV: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
+    rows = max(1, _MAX_CDF_ENTRIES // logprobs_BV.shape[1])
+    return torch.cat(
+        [
+            _inverse_cdf(_nucleus(logprobs.double().exp(), top_p), uniform)
+            for logprobs, top_p, uniform in zip(
+                torch.split(logprobs_BV, rows), torch.split(top_p_B, rows), torch.split(uniform_B, rows), strict=True
+            )
+        ]
+    )
+
+
+def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    """Probabilities outside of each row's nucleus set to 0 (not renormalised)."""
+    if bool((top_p_B >= 1).all()):
+        return probs_BV
+    sorted_BV, order_BV = torch.sort(probs_BV, dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    outside_BV = (before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
+    outside_BV[:, 0] = False
+    return torch.zeros_like(probs_BV).scatter_(1, order_BV, sorted_BV.masked_fill(outside_BV, 0.0))
+
+
+def _inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first id whose cumulative weight exceeds uniform × total: never one of weight 0."""
+    cdf_BV = weights_BV.cumsum(-1)
+    target_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
+    return torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0].clamp_(max=cdf_BV.shape[1] - 1)

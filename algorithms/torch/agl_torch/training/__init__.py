@@ -1,1 +1,0 @@
-"""An update of one policy's weights, and its checkpoint."""
