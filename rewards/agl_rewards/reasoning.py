@@ -23,6 +23,8 @@ _KEY = "reasoning_gym"
 
 _APART = 1 << 24
 """Between the seeds of two datasets. Task i of seed s is task i - 1 of seed s + 1, so the seeds must be far apart."""
+_HELD_OUT = 1000
+"""Tasks of the split eval; [eval] tasks takes the first of them."""
 
 
 class ReasoningGymOptions(BaseModel):
@@ -40,7 +42,6 @@ class ReasoningGymOptions(BaseModel):
         description="eval: tasks of a seed of its own, the same in every run. A dataset with few different tasks may "
         "repeat some of those of training.",
     )
-    size: int = Field(1000, ge=1, le=_APART, description="How many tasks.")
     settings: dict[str, Any] = Field(
         {},
         description="Settings of the dataset, for instance min_terms = 2; of several, a table for each, by its name.",
@@ -67,18 +68,18 @@ class ReasoningGymTasks:
             )
         self._shares = shares
         self._made = {
-            name: {"dataset": name, "seed": self._seed, "size": options.size, "settings": settings.get(name, {})}
+            name: {"dataset": name, "seed": self._seed, "size": _APART, "settings": settings.get(name, {})}
             for name in shares
         }
         self._datasets = {name: _dataset(made) for name, made in self._made.items()}
 
     @property
-    def size(self) -> int:
-        """How many there are."""
-        return self._options.size
+    def size(self) -> int | None:
+        """None: those of training have no end."""
+        return None if self._options.split == "train" else _HELD_OUT
 
     def task(self, index: int) -> Task:
-        """The task at this index, 0 … size-1."""
+        """The task at this index, from 0 on."""
         [name] = Random(f"{self._seed} {index}").choices([*self._shares], [*self._shares.values()])
         entry = self._datasets[name][index]
         metadata = {_KEY: {**self._made[name], "index": index}, "answer": str(entry["answer"])}

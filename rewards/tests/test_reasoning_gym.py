@@ -32,10 +32,10 @@ async def score(task: Task, result: Any, time_limit: float = 60.0) -> float:
 
 @pytest.mark.parametrize("name", ["chain_sum", "word_sorting", "simple_equations", "needle_haystack"])
 async def test_tasks_and_scores_are_those_of_the_dataset(name: str) -> None:
-    source = tasks(seed=3, dataset=name, size=5)
+    source = tasks(seed=3, dataset=name)
     theirs = reasoning_gym.create_dataset(name, seed=4 << 24, size=5)
 
-    for index in range(source.size):
+    for index in range(5):
         task, entry = source.task(index), theirs[index]
         assert (task.input, task.split) == (entry["question"], "train")
         assert task.metadata["answer"] == str(entry["answer"])
@@ -57,7 +57,7 @@ async def test_what_an_answer_runs_changes_nothing_but_its_own_score(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGL_TEST_KEY", "secret")
-    task = tasks(dataset=name, size=1).task(0)
+    task = tasks(dataset=name).task(0)
     spoiled = tmp_path / "spoiled"
     verifier = f"__import__('reasoning_gym').get_score_answer_fn('{name}').__self__.__class__"
     hostile = [
@@ -91,9 +91,9 @@ def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
 async def test_a_mixture_has_each_dataset_by_its_share_with_its_settings_and_verifier() -> None:
     settings = {"chain_sum": {"min_terms": 6, "max_terms": 6}}
     options: dict[str, Any] = {"dataset": {"chain_sum": 3, "word_sorting": 1}, "settings": settings}
-    source = tasks(size=100, **options)
+    source = tasks(**options)
     mixture = [source.task(index) for index in range(100)]
-    assert mixture == [tasks(size=100, **options).task(index) for index in range(100)]
+    assert mixture == [tasks(**options).task(index) for index in range(100)]
     assert len({each.id for each in mixture}) == 100
     sums = [each for each in mixture if each.id.startswith("chain_sum")]
     assert 60 <= len(sums) <= 90

@@ -85,7 +85,7 @@ class Bench:
             "name": name,
             "seed": seed,
             "agent": {"entry": "trl_training:solve"},
-            "tasks": {"train": {"source": "reasoning_gym", "size": self.steps * self.groups, **DATASET}},
+            "tasks": {"train": {"source": "reasoning_gym", **DATASET}},
             "policies": {
                 "default": {
                     "model": {"path": str(self.model), "dtype": "float32"},

@@ -201,7 +201,7 @@ JUDGE = {
     "base_url": "http://another/v1", "model": "another", "rubric": "Short.", "field": "result", "max_calls": 1,
     "api_key_env": "JUDGE_KEY", "cache": "judgements",
 }  # fmt: skip
-GYM = {"dataset": "basic_arithmetic", "split": "eval", "size": 2, "settings": {"max_terms": 2}}
+GYM = {"dataset": "basic_arithmetic", "split": "eval", "settings": {"max_terms": 2}}
 RECORDED = {"run": "second", "split": "other", "without_logprobs": True}
 PLACES: Mapping[str, Given] = {
     "csv": {"path": "table.csv"},
@@ -250,7 +250,7 @@ EFFECTS: Mapping[str, Effect] = {
     },
     **{
         f"task_source.reasoning_gym.{name}": Effect(
-            train_tasks, {f"tasks.train.{name}": value}, _tasks("reasoning_gym", dataset="chain_sum", size=3)
+            train_tasks, {f"tasks.train.{name}": value}, _tasks("reasoning_gym", dataset="chain_sum")
         )
         for name, value in GYM.items()
     },

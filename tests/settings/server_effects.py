@@ -94,16 +94,6 @@ async def shows_pages_there(bench: Bench, given: Given) -> bool:
     return urlsplit(printed.get().split()[-1]).port == PORT
 
 
-async def largest_request_of_an_agent(server: LightningServer, url: str) -> int:
-    """The status of a request of 2 MiB that is no JSON."""
-    await server.queue.enqueue([make.rollout("a")])
-    (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    headers = {"Authorization": f"Bearer {lease.key}"}
-    async with httpx.AsyncClient(trust_env=False) as client:
-        reply = await client.post(f"{url}/v1/chat/completions", content=b"x" * (2 << 20), headers=headers)
-    return reply.status_code
-
-
 async def passed_on(bench: Bench, given: Given) -> Any:
     """What an agent's request for embeddings comes to: the status, and the key that another server saw."""
     seen: list[str | None] = []
@@ -138,7 +128,6 @@ EFFECTS: Mapping[str, Effect] = {
     "server.port": Effect(serving(has_the_port), {"server.port": PORT}, APART),
     "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
-    "gateway.max_body_mib": Effect(serving(largest_request_of_an_agent), {"gateway.max_body_mib": 1}, APART),
     "gateway.passthrough.url": Effect(passed_on, OTHER, APART),
     "gateway.passthrough.api_key_env": Effect(
         passed_on, {"gateway.passthrough.api_key_env": "OTHER_KEY"}, {**APART, **OTHER}

@@ -238,11 +238,8 @@ class PassthroughSection(Section):
 
 
 class GatewaySection(Section):
-    """What agents may send to the Lightning Server."""
+    """What agents may ask of the Lightning Server besides model calls."""
 
-    max_body_mib: int = Field(
-        64, ge=1, le=1024, description="The largest request of an agent, in MiB; images and audio need space."
-    )
     passthrough: PassthroughSection = PassthroughSection()
 
 

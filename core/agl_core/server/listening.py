@@ -54,9 +54,10 @@ BODY_BYTES_PER_SECOND = 16 << 10
 CONNECTION = "agl.connection"
 """In a request's scope: the `HttpConnection` over which it came."""
 LARGEST_BODY = "agl.largest_body"
-"""In a request's scope: how many bytes its body may have, and what to do about one that has more."""
+"""In a request's scope: how many bytes its body may have."""
+MAX_AGENT_BODY = 64 << 20
+"""Bytes of a request of an agent: images and audio need space."""
 _OWN_LIMIT = "/v1/traces"
-_REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
 _QUIET = 60.0
 """Seconds between two lines of the log about refused requests."""
 _UNSENT = 0.01
@@ -87,15 +88,10 @@ class Listening:
         """Let go of the port without having served."""
         self._socket.close()
 
-    async def start(
-        self, app: ASGIApp, refusals: Refusals, largest: int | None = None, operations: Sequence[AnyOperation] = ()
-    ) -> None:
-        """Answer from now on. A body of an agent may have `largest` bytes, if given.
-
-        `operations` are those that `app` answers besides workers'.
-        """
+    async def start(self, app: ASGIApp, refusals: Refusals, operations: Sequence[AnyOperation] = ()) -> None:
+        """Answer from now on. `operations` are those that `app` answers besides workers'."""
         config = uvicorn.Config(
-            RequestLimits(app, largest, operations),
+            RequestLimits(app, operations),
             lifespan="off",
             proxy_headers=False,
             ws="none",
@@ -292,12 +288,12 @@ class RequestLimits:
 
     A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
     of one that says beforehand how large it is. Exports of spans have a limit of their own. A client that hangs up
-    before its body is whole is an ApiError, too. `of_agents` is the largest body of an agent, in bytes, if
-    the configuration sets it; `operations` say their own, besides those of workers.
+    before its body is whole is an ApiError, too. `operations` say the largest body of their own, besides those of
+    workers.
     """
 
-    def __init__(self, app: ASGIApp, of_agents: int | None = None, operations: Sequence[AnyOperation] = ()) -> None:
-        self._app, self._of_agents = app, of_agents
+    def __init__(self, app: ASGIApp, operations: Sequence[AnyOperation] = ()) -> None:
+        self._app = app
         self._largest = {operation.path: operation.largest for operation in (*OF_WORKERS, *operations)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -308,14 +304,13 @@ class RequestLimits:
             await openai_error(_head_too_large())(scope, receive, send)
             return
         path = scope["path"]
-        of_agents = None if path.startswith("/agl/") else self._of_agents
-        most: int | None = None if path.endswith(_OWN_LIMIT) else self._largest.get(path, of_agents or MAX_BODY)
-        remedy = _REMEDY if of_agents else ""
-        scope[LARGEST_BODY] = most, remedy
-        await self._app(scope, _checked(headers, receive, most, remedy), send)
+        usual = MAX_BODY if path.startswith("/agl/") else MAX_AGENT_BODY
+        most: int | None = None if path.endswith(_OWN_LIMIT) else self._largest.get(path, usual)
+        scope[LARGEST_BODY] = most
+        await self._app(scope, _checked(headers, receive, most), send)
 
 
-def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None, remedy: str) -> Receive:
+def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None) -> Receive:
     declared = dict(headers).get(b"content-length", b"")
     announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     arrived, is_whole = 0, False
@@ -323,14 +318,14 @@ def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | N
     async def read() -> Message:
         nonlocal arrived, is_whole
         if most is not None and announced > most:
-            raise body_too_large(most, remedy)
+            raise body_too_large(most)
         message = await receive()
         if message["type"] == "http.disconnect" and not is_whole:
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         is_whole |= not message.get("more_body", False)
         arrived += len(message.get("body", b""))
         if most is not None and arrived > most:
-            raise body_too_large(most, remedy)
+            raise body_too_large(most)
         return message
 
     return read
@@ -354,9 +349,9 @@ def decompressed(body: bytes, encoding: str, most: int, error: ApiError) -> byte
     return plain
 
 
-def body_too_large(most: int, remedy: str) -> ApiError:
+def body_too_large(most: int) -> ApiError:
     """The answer to a body of more than `most` bytes."""
-    return ApiError(413, f"The request body is larger than {most >> 20} MiB.{remedy}", code="body_too_large")
+    return ApiError(413, f"The request body is larger than {most >> 20} MiB.", code="body_too_large")
 
 
 def _head_too_large() -> ApiError:

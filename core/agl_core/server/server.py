@@ -96,7 +96,6 @@ class LightningServer:
         self._source = source
         self._gateway = Gateway(Attribution(keys, self.queue, source), store, self._relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
-        self._largest = gateway.max_body_mib << 20
         self._intake = SpanIntake(store)
         self._traces = TraceService(self.queue, self._intake, keys=keys, source=source)
         self._grpc: GrpcTraces | None = None
@@ -139,9 +138,7 @@ class LightningServer:
         self._watching = [asyncio.create_task(self.queue.watch())]
         calls = ModelCalls(self._app(), self._gateway, self._passthrough)
         try:
-            await listening.start(
-                calls, self._refusals, self._largest, () if self._source is None else self._source.operations
-            )
+            await listening.start(calls, self._refusals, () if self._source is None else self._source.operations)
         except ServerError:
             await self.stop()
             raise

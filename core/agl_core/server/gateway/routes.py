@@ -140,8 +140,8 @@ class CallRequest(Request):
         body, encoding = b"".join(parts), self.headers.get("content-encoding", "").strip().lower()
         if not encoding:
             return body
-        most, remedy = self.scope[LARGEST_BODY]
-        return decompressed(body, encoding, most, body_too_large(most, remedy))
+        most = self.scope[LARGEST_BODY]
+        return decompressed(body, encoding, most, body_too_large(most))
 
 
 class _IndexedHeaders(Headers):

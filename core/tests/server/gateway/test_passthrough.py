@@ -80,8 +80,9 @@ async def other() -> AsyncIterator[OtherServer]:
 
 
 @pytest.fixture
-async def stack(other: OtherServer) -> AsyncIterator[Stack]:
-    gateway = GatewaySection(max_body_mib=2, passthrough=PassthroughSection(url=other.url))
+async def stack(other: OtherServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+    monkeypatch.setattr("agl_core.server.listening.MAX_AGENT_BODY", 2 << 20)
+    gateway = GatewaySection(passthrough=PassthroughSection(url=other.url))
     async with running_stack(gateway=gateway, keys=Keys(passthrough="key-of-the-other")) as running:
         yield running
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from agl_core.config.models import GatewaySection
 from agl_core.server.listening import MAX_HEADER_BYTES, MAX_HEADERS
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey
@@ -34,9 +33,10 @@ PATIENCE = 120.0
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
+async def stack(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
     """Agents may send as much as others."""
-    async with running_stack(gateway=GatewaySection(max_body_mib=MAX_BODY >> 20)) as running:
+    monkeypatch.setattr("agl_core.server.listening.MAX_AGENT_BODY", MAX_BODY)
+    async with running_stack() as running:
         yield running
 
 
