@@ -45,6 +45,7 @@ MADE = {
     kinds.STORE: {"fast_disk"},
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
+    kinds.SECTION: {"opening"},
     RELEASE_CHECK: {"small_enough"},
     REDACTOR: {"colleagues"},
 }
@@ -102,6 +103,7 @@ def exercise(plugins: Plugins) -> None:
     asyncio.run(
         _try_engine(made(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
     )
+    assert made(kinds.SECTION, "opening", hour=8).hour == 8
     with TemporaryDirectory() as name:
         folder = Path(name)
         curve = made(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")

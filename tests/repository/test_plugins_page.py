@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agl_core import hooks, kinds
+from agl_core import hooks
 from agl_core.config import check, load
 from agl_core.plugins import Plugins
 
@@ -47,7 +47,7 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
     plugins, origins = Plugins.load(files), {str(file) for file in files}
     brought = {
         kind: {name for name, each in plugins.components(kind).items() if each.origin in origins}
-        for kind in kinds.KINDS
+        for kind in plugins.kinds
     }
     assert brought == PAGE.MADE
     other = {name for name in vars(hooks) if re.match(r"(rollout|episode|policy)_|register_commands", name)}
