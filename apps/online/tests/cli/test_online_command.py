@@ -143,15 +143,6 @@ def test_the_page_begins_with_a_configuration_that_records(place: Place) -> None
     assert (trained.returncode, "nothing to train" in trained.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("table", ["online", "learn"])
-def test_a_configuration_in_which_nothing_answers_says_so(place: Place, table: str) -> None:
-    settings = {"online": {"online": {"applications": {"support": 1}}}, "learn": {"learn": {}}}[table]
-    (place.folder / "shop.toml").write_text(tomli_w.dumps({**CONFIG, **settings}))
-    served = place.agl("serve", "shop.toml")
-    assert served.returncode == 2
-    assert "[online]" in served.stderr
-
-
 def test_sessions_are_deleted_by_the_server_or_without_one(place: Place) -> None:
     def raw() -> bytes:
         return b"".join(each.read_bytes() for each in (place.folder / "runs" / "shop").glob("store.sqlite*"))

@@ -70,13 +70,6 @@ def recording(folder: Path, model: ScriptedUpstream) -> Path:
     return folder
 
 
-def test_without_sessions_there_is_nothing_to_serve(tmp_path: Path, agl: Agl) -> None:
-    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
-    refused = agl("serve", str(tmp_path / "train.toml"), "--set", f"runs={tmp_path / 'runs'}")
-    assert (refused.returncode, "no [online]" in refused.stderr) == (2, True)
-    assert not (tmp_path / "runs" / "run").exists()
-
-
 def test_without_its_packages_the_remedy_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
     done = without_server_packages("serve", "train.toml", folder=tmp_path)

@@ -182,16 +182,6 @@ async def test_a_version_is_swapped_without_dropping_a_call(calc: Checkpoints) -
         assert "calc@30 is no longer served" in bench.said
 
 
-async def test_two_versions_are_served_beside_each_other_and_promotion_moves_one(calc: Checkpoints) -> None:
-    calc.mark_stable("default", 10)
-    async with serving("calc@stable", "calc@latest") as bench:
-        assert (await bench.ask("calc@stable"), await bench.ask("calc@latest")) == ("calc@10", "calc@30")
-        calc.mark_stable("default", 30)
-        await bench.shelf.refresh()
-        assert (await bench.ask("calc@stable"), await bench.ask("calc")) == ("calc@30", "calc@30")
-        assert len(bench.engine.loaded) == 1
-
-
 async def test_a_step_that_is_written_again_is_loaded_again(calc: Checkpoints) -> None:
     """A run that is resumed from an earlier checkpoint goes on to other weights of the same step."""
     async with serving("calc@latest") as bench:

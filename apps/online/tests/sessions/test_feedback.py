@@ -108,15 +108,6 @@ async def test_what_is_sent_twice_counts_once_and_the_latest_number_counts(use: 
     assert [each.note for each in await use.said(key.rollout)][:2] == ["thanks", None]
 
 
-async def test_without_feedback_there_is_no_reward(use: Deployed) -> None:
-    await use.ask("a", "talk")
-    await use.say(session="talk", correction={"answer": "b"})
-    [session] = await use.sessions()
-    assert await use.numbers(session.id) == {}
-    [said] = await use.said(session.id)
-    assert (said.correction, said.rewards) == ({"answer": "b"}, {})
-
-
 async def test_what_cannot_be_joined_says_why(use: Deployed) -> None:
     reply = await use.ask("a", "talk")
     [session] = await use.sessions()

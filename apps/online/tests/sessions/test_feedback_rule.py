@@ -68,16 +68,6 @@ async def test_missing_feedback_is_missing_and_what_contradicts_itself_is_droppe
     assert not contradicts([said(FIRST, thumbs=1.0), said(SECOND, correction="No.")])
 
 
-async def test_a_rule_scores_the_episodes_that_it_is_for() -> None:
-    rules = [
-        ScoringRule("task", lambda episode: 5.0, modes=frozenset({Mode.TRAIN})),
-        ScoringRule("users", users_said, modes=frozenset({Mode.USE})),
-    ]
-    of_session, _ = await score(session(said(thumbs=1.0)), rules, {})
-    of_task, _ = await score(make.episode(make.transition()), rules, {})
-    assert (of_session.terminal, of_task.terminal) == (1.0, 5.0)
-
-
 def batch_drops(*episodes: Episode) -> list[str | None]:
     credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
     return [each.dropped for each in make_batches([[each] for each in episodes], credit).dropped]

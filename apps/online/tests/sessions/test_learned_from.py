@@ -11,7 +11,7 @@ from agl_core.plugins import Plugins
 from agl_core.testing.server import until
 from agl_core.training.rollouts.episodes import recorded_episodes
 from agl_core.types import DropReason, Episode
-from agl_online.feedback import said_of, users_said
+from agl_online.feedback import users_said
 
 from .deployed import Deployed, deployed
 
@@ -37,40 +37,6 @@ async def test_feedback_on_a_call_and_on_a_session_is_its_reward(use: Deployed) 
     found = await learned(use)
     assert [t.reward for t in found["by-call"].transitions] == [1.0, 0.0]
     assert found["by-session"].terminal == 0.5
-    assert found["silent"].dropped is DropReason.NO_REWARD
-
-
-async def test_an_application_says_that_an_answer_was_copied(use: Deployed) -> None:
-    """Nothing else sees it. Where the application says nothing, there is no such evidence, not evidence against it."""
-    shop = use.keys.of_application("shop")
-    copied = (await use.ask("the address?", "copied")).id
-    await use.ask("the address?", "ignored")
-    await use.say(call=copied, parts={"copied": 1})
-    for name in ("copied", "ignored"):
-        await use.post("sessions/end", shop, session=name)
-    found = await learned(use)
-    assert [t.reward for t in found["copied"].transitions] == [1.0]
-    assert found["ignored"].dropped is DropReason.NO_REWARD
-    await use.say(call=copied, thumbs="down")
-    assert [t.reward for t in (await learned(use))["copied"].transitions] == [0.5]
-    assert [t.reward for t in (await learned(use, weights={"copied": 3.0}))["copied"].transitions] == [0.75]
-
-
-async def test_a_rule_weighs_feedback_by_how_rarely_it_is_given(use: Deployed) -> None:
-    """A custom rule: of happy users one in ten says so, of the others one in two. Silence stays silence."""
-
-    def corrected(episode: Episode) -> float | None:
-        thumbs = [each.rewards["thumbs"] for each in said_of(episode.annotations) if "thumbs" in each.rewards]
-        return None if not thumbs else (1 / 0.1 if thumbs[-1] else -1 / 0.5)
-
-    shop = use.keys.of_application("shop")
-    for name, thumbs in (("happy", "up"), ("angry", "down"), ("silent", None)):
-        await use.ask("hello", name)
-        if thumbs is not None:
-            await use.say(session=name, thumbs=thumbs)
-        await use.post("sessions/end", shop, session=name)
-    found = await learned(use, rule=corrected)
-    assert (found["happy"].terminal, found["angry"].terminal) == (10.0, -2.0)
     assert found["silent"].dropped is DropReason.NO_REWARD
 
 
