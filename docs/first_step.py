@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load
-from agl_core.training.rollouts.episodes import recorded_episodes
+from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Episode, Mode
 
 

@@ -44,8 +44,6 @@ class Capability(StrEnum):
     RECORDED_TEXTS = "recorded texts"
     """An engine that tokenises recorded replies, and trains on them without knowing the log-probabilities that they
     were sampled with (`agl_core.protocols.Engine.tokenize`)."""
-    IMAGES = "images"
-    """An engine whose models take images in messages, and that trains on replies to them."""
     GROUPS = "groups"
     """Several rollouts of each task, to compare. The run's settings provide these two."""
     REPLAY = "replay"

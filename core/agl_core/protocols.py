@@ -261,7 +261,7 @@ class Engine(ABC):
     token to its last.
 
     **Updates.** `update` builds the algorithm that it names: from the installed plugins and the files of the context,
-    with the options as its settings (`agl_core.engines.algorithms`). The engine asks what was built for what it needs:
+    with the options as its settings (`agl_core.engines.child`). The engine asks what was built for what it needs:
     epochs, minibatches, a critic, a reference. It does not read the options, whose names
     are the algorithm's own. An engine may serve one algorithm only, that of `PolicySpec.algorithm`.
     Transitions that cannot be trained on are left out, each with a `DropReason`

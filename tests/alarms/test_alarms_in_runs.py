@@ -16,9 +16,9 @@ import tomli_w
 
 from agl_core.analysis.health import read_health
 from agl_core.config import load
-from agl_core.training.progress import Silent
+from agl_core.training.metrics import Observer
 from agl_core.training.run import train
-from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import new_run_dir
 from agl_core.types import AlarmName
 
 from .ailing_parts import WELL
@@ -36,7 +36,7 @@ AT_ONCE = {AlarmName.NO_REWARD, AlarmName.NOTHING_TO_TRAIN, AlarmName.ASSERTED_T
 """Their cause is in the configuration, so they come with the first step."""
 
 
-class Said(Silent):
+class Said(Observer):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

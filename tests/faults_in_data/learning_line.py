@@ -23,7 +23,7 @@ from agl_core.learning.trainable import filter_trainable
 from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
-from agl_core.training.rollouts.episodes import recorded_episodes
+from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
 from agl_torch.models.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer

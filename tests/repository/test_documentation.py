@@ -18,7 +18,8 @@ from agl_core.capture import StatusRule, message_status
 from agl_core.capture import status as capture_status
 from agl_core.capture.status import REPORTED, WORDS, Seen
 from agl_core.plugins import Component, Plugins
-from agl_core.training.alarms import paragraphs, rollouts, stall, steps
+from agl_core.training import alarms, failures, stall
+from agl_core.training.alarms import paragraphs
 from agl_core.types import AlarmName, Evidence, Symptom
 from agl_verl.options import VerlOptions
 
@@ -129,15 +130,15 @@ def _table(section: str) -> set[str]:
 
 def test_the_page_of_health_has_every_alarm_with_its_threshold_and_every_reason() -> None:
     page = (ROOT / "docs" / "health.md").read_text().splitlines()
-    alarms = [f"| `{name}` | {' | '.join(texts)} |" for name, texts in _alarms().items()]
-    assert [line for line in page if line.count(" | ") == 3 and line.startswith("| `")] == alarms
+    rows = [f"| `{name}` | {' | '.join(texts)} |" for name, texts in _alarms().items()]
+    assert [line for line in page if line.count(" | ") == 3 and line.startswith("| `")] == rows
     reasons = [line.split("`")[1] for line in page if line.count(" | ") == 1 and line.startswith("| `")]
     assert reasons == [*Symptom, *Evidence]
 
 
 def _alarms() -> dict[AlarmName, tuple[str, ...]]:
     """When each alarm is raised, by its own threshold, why that matters, and what to do."""
-    checks = vars(steps) | vars(rollouts) | vars(stall)
+    checks = vars(alarms) | vars(failures) | vars(stall)
     limits = {name: inspect.signature(checks[name]).parameters.get("limit") for name in AlarmName}
     return {
         name: tuple(text.replace("`limit`", f"{limit.default:g}" if limit else "") for text in paragraphs(checks[name]))
@@ -147,7 +148,7 @@ def _alarms() -> dict[AlarmName, tuple[str, ...]]:
 
 def test_the_page_of_metrics_has_every_number_that_an_alarm_looks_at() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    read = {key for keys in steps.CHECKS.values() for key in keys}
+    read = {key for keys in alarms.CHECKS.values() for key in keys}
     assert [key for key in sorted(read) if f"`{key}`" not in page and not key.startswith("dropped/")] == []
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agl_core.training.alarms import Alarm
-from agl_core.training.alarms.steps import Watch
+from agl_core.training.alarms import Alarm, Watch
 from agl_core.types import AlarmName
 
 from .settings_bench import Bench, Effect, Given

@@ -9,9 +9,8 @@ from typing import Any, cast
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts.collect import Collector
-from agl_core.training.rollouts.episodes import scoring_rules
+from agl_core.training.metrics import Observer
+from agl_core.training.rollouts import Collector, scoring_rules
 from agl_core.types import Attempt, Ending, Episode, Mode, Rollout, RolloutState, Task
 from agl_online.config import learn_section
 from agl_online.experience import SessionSource, Taken
@@ -53,7 +52,7 @@ def taking(look: Callable[[Taken | None], Any]) -> Callable[[Bench, Given], Awai
                 since=lambda version: UPDATES - version,
                 between=between,
             )
-            with Silent().phase("rollouts", 1) as phase:
+            with Observer().phase("rollouts", 1) as phase:
                 try:
                     return look(await source.take(1, phase))
                 except EnoughError:

@@ -18,8 +18,7 @@ from agl_core.server import Keys, LightningServer
 from agl_core.server.source import RolloutSource
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import local_server, run_settings
+from agl_core.training.server import local_server, new_run_dir, run_settings
 from agl_core.types import AttemptKey, Call, Mode
 from agl_online.cli.serve import _upstream
 from agl_online.config import online_section

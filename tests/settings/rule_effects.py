@@ -20,8 +20,8 @@ from agl_core.errors import ConfigError
 from agl_core.learning import score
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.rollouts.episodes import scoring_rules
-from agl_core.training.run_folder import make_run_dir
+from agl_core.training.rollouts import scoring_rules
+from agl_core.training.server import make_run_dir
 from agl_core.types import Ending, Episode, Mode, Reward, RolloutState, Run, Task, ToolResult, ToolStatus
 from agl_rewards import JudgeError
 

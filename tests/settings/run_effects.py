@@ -15,7 +15,7 @@ from unittest import mock
 from agl_core import kinds
 from agl_core.capture import attach
 from agl_core.errors import ConfigError
-from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import new_run_dir
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
 

@@ -14,7 +14,7 @@ import numpy as np
 import agl_core
 import agl_online
 from agl_core import Capability, kinds
-from agl_core.builtin.fifo import Fifo
+from agl_core.builtin.buffers import Fifo
 from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import DrawContext, DrawnGroup, Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore

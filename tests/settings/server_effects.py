@@ -21,9 +21,8 @@ from agl_core.cli.shared.viewing import shown
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.testing.upstream import served
-from agl_core.training.progress import Silent
-from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import local_server
+from agl_core.training.metrics import Observer
+from agl_core.training.server import local_server, new_run_dir
 from agl_core.training.session import open_session
 from agl_core.wire.keys import SERVER_FILE
 from agl_core.wire.workers import LeaseRequest
@@ -52,7 +51,7 @@ def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[
         run_dir = new_run_dir(loaded)
         async with (
             local_server(loaded, run_dir) as server,
-            open_session(loaded, run_dir, server, Silent()),
+            open_session(loaded, run_dir, server, Observer()),
         ):
             told = json.loads((run_dir / SERVER_FILE).read_text())
             assert told["worker_key"] == server.worker_key

@@ -13,10 +13,9 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core.config import LoadedConfig, load
-from agl_core.training.progress import Silent
+from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import train
-from agl_core.training.run_folder import new_run_dir
-from agl_core.training.summary import Summary
+from agl_core.training.server import new_run_dir
 from agl_core.types import Attempt
 
 from .scripted_parts import SEEN
@@ -150,7 +149,7 @@ class Bench:
         if key not in self._runs:
             loaded = self.load(given)
             run_dir = new_run_dir(loaded)
-            summary = await train(loaded, run_dir, Silent())
+            summary = await train(loaded, run_dir, Observer())
             async with loaded.store.build(run_dir, True) as store:
                 rollouts = await store.rollouts(run=run_dir.name)
                 attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.id)]

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from agl_core.analysis.runs import read_entry
 from agl_core.cli import app
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
-from agl_core.training.progress import Silent
+from agl_core.training.metrics import Observer
 from agl_core.training.run import train
-from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import new_run_dir
 
 from . import scripted_parts
 from .settings_bench import Bench
 
 
-class Said(Silent):
+class Said(Observer):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -53,7 +53,7 @@ def test_one_that_always_raises(benches: tuple[Bench, Bench]) -> None:
     assert "KeyError: 'Ghent'" in evaluated
     assert "in solve\n    return look_up('Ghent')" in evaluated
     assert "in look_up\n    return {}[city]" in evaluated
-    assert sum("4 of 4 rollouts ended as crashed" in line for line in lines) == 2
+    assert sum("4 of 4 rollouts ended as crashed" in line for line in lines) == 1, "it goes on, and is told once"
 
 
 def test_one_that_never_calls_the_model(benches: tuple[Bench, Bench]) -> None:
@@ -183,5 +183,5 @@ def test_no_run_is_stopped_by_a_step_that_has_something(benches: tuple[Bench, Be
             "train.patience": 1,
         }
     )
-    summary = asyncio.run(train(loaded, new_run_dir(loaded), Silent()))
+    summary = asyncio.run(train(loaded, new_run_dir(loaded), Observer()))
     assert summary.state.endings == {"crashed": 4, "finished": 8}

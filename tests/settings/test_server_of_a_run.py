@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from agl_core.errors import ServerError
-from agl_core.training.progress import Silent
+from agl_core.training.metrics import Observer
 from agl_core.training.run import train
-from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import local_server
+from agl_core.training.server import local_server, new_run_dir
 from agl_core.training.session import open_session
 from agl_core.types import Mode, Rollout, Task
 from agl_core.wire.headers import HEADER_ROLLOUT
@@ -42,7 +41,7 @@ async def keys_of_a_session(bench: Bench, run_dir: Path) -> tuple[str, str]:
     loaded = bench.load({"workers.embedded": False})
     async with (
         local_server(loaded, run_dir) as server,
-        open_session(loaded, run_dir, server, Silent()),
+        open_session(loaded, run_dir, server, Observer()),
     ):
         return server.worker_key, server.keys.secret
 
@@ -63,7 +62,7 @@ async def test_what_a_run_writes_is_for_its_owner_alone(benches: tuple[Bench, Be
     try:
         loaded = benches[0].load({"seed": 4, "train.checkpoint_every": 1, "workers.embedded": False})
         folder = new_run_dir(loaded)
-        async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Silent()):
+        async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Observer()):
             serving = modes(folder)
         ran = await benches[0].run({"seed": 5})
         ran.summary.write()
@@ -88,7 +87,7 @@ async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_any
 ) -> None:
     loaded = benches[0].load({"server.host": "0.0.0.0"})
     with pytest.raises(ServerError, match=r"0\.0\.0\.0.*AGL_WORKER_KEY"):
-        await train(loaded, run_dir, Silent())
+        await train(loaded, run_dir, Observer())
     assert not (run_dir / SERVER_FILE).exists()
     assert not (run_dir / "seen.json").exists(), "the engine was started"
 
@@ -99,7 +98,7 @@ async def test_with_a_key_it_does(benches: tuple[Bench, Bench], run_dir: Path, m
     loaded = benches[0].load({"server.host": "0.0.0.0", "workers.embedded": False})
     async with (
         local_server(loaded, run_dir) as server,
-        open_session(loaded, run_dir, server, Silent()),
+        open_session(loaded, run_dir, server, Observer()),
     ):
         assert (server.worker_key, server.keys.operator) == ("chosen-by-me", "chosen-too")
         assert not {WORKER_KEY, OPERATOR_KEY} & os.environ.keys(), "what agents start inherits the environment"
@@ -114,7 +113,7 @@ async def test_what_clients_find_as_their_key_is_good_for_no_attempt(
 ) -> None:
     """In the trainer's process, whose environment agents share: a request gets its attempt's key by its stamp."""
     loaded = benches[0].load()
-    async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Silent()):
+    async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()):
         rollout = Rollout("s1-g0-m1", run_dir.name, 0, "g", Task("t", {"answer": 1, "wait": 60}), Mode.TRAIN, 1, 1)
         await server.queue.enqueue([rollout])
         while not server.counters.calls:  # noqa: ASYNC110

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.training.alarms.rollouts import asserted_rewards, asserted_tool_results, assertions_in
+from agl_core.training.failures import asserted_rewards, asserted_tool_results, assertions_in
 
 from .settings_bench import Bench
 

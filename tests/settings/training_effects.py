@@ -10,11 +10,9 @@ from agl_core.errors import TrainingError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts.collect import Collector
-from agl_core.training.rollouts.plan import plan_train_group
-from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import local_server
+from agl_core.training.metrics import Observer
+from agl_core.training.rollouts import Collector, TrainingPlan
+from agl_core.training.server import local_server, new_run_dir
 from agl_core.training.session import open_session
 from agl_core.types import Attempt, Ending, Rollout, RolloutState
 
@@ -47,7 +45,7 @@ def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[An
     async def observe(bench: Bench, given: Given) -> Any:
         loaded = bench.load(given)
         tasks = loaded.tasks["train"].build(loaded.folder, 0)
-        groups = [plan_train_group(tasks, 0, groups_per_step=1, size=1, seed=0, run="r", restart=0)]
+        groups = [TrainingPlan(tasks, "r", 0, seed=0, groups_per_step=1, group_size=1).group(0)]
         store = MemoryStore()
         collector = Collector(
             store,
@@ -57,7 +55,7 @@ def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[An
             Plugins().hook,
             lambda: None,
         )
-        with Silent().phase("rollouts", 1) as phase:
+        with Observer().phase("rollouts", 1) as phase:
             collected = await collector.collect(groups, phase)
         return [(episode.dropped, episode.terminal) for episode in collected.episodes]
 
@@ -130,7 +128,7 @@ async def has_a_worker(bench: Bench, given: Given) -> bool:
     run_dir = new_run_dir(loaded)
     async with (
         local_server(loaded, run_dir) as server,
-        open_session(loaded, run_dir, server, Silent()) as session,
+        open_session(loaded, run_dir, server, Observer()) as session,
     ):
         return session.worker is not None
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agl_algorithms.interface import Algorithm
 from agl_core.config.policies import OptimizerSection
-from agl_core.engines.algorithms import find_algorithm
+from agl_core.engines.child import find_algorithm
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult

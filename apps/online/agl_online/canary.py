@@ -19,7 +19,7 @@ from agl_core.learning.health import answer, has_failed
 from agl_core.returns import episode_return
 from agl_core.store.interface import ErasableStore
 from agl_core.training.metrics import mean
-from agl_core.training.rollouts.collect import Collector, Scored
+from agl_core.training.rollouts import Collector, Scored
 from agl_core.types import AttemptKey, DropReason, Ending, Mode, Rollout, RolloutState
 from agl_online.config import CanarySection
 from agl_online.ledger import By, Decision, State

@@ -23,12 +23,11 @@ from agl_core.store.files import is_written
 from agl_core.store.interface import ErasableStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.evaluate import Evaluated
+from agl_core.training.experience import Source
 from agl_core.training.loop import Trainer, uninterrupted
-from agl_core.training.progress import Observer
-from agl_core.training.rollouts.experience import Source
+from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import train
-from agl_core.training.run_folder import make_run_dir
-from agl_core.training.summary import Summary
+from agl_core.training.server import make_run_dir
 from agl_core.types import AlarmName
 from agl_online import canary, gate
 from agl_online.canary import Outcome, Outcomes

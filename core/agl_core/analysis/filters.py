@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agl_core.analysis.rollouts import RolloutEntry, RolloutList, counted_of, entries_of, healths_of
 from agl_core.analysis.text.words import message_text
 from agl_core.store.interface import Store
-from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
+from agl_core.training.rollouts import by_rollout, counted_attempts
 from agl_core.types import Call, Ending, Json, Mode, Rollout, ToolResult, ToolStatus, TrainingRecord, Verdict
 
 _AT_ONCE = 200

@@ -11,7 +11,7 @@ from agl_core.analysis.filters import Query, matching
 from agl_core.analysis.rollouts import GroupCredit, RolloutEntry, entries_of, group_credit
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
-from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
+from agl_core.training.rollouts import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord
 
 _LOOKED_INTO = 40

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 from agl_core.analysis.curves.metrics import MetricsLine, read_lines
 from agl_core.client import LightningClient, ServerAddress
 from agl_core.store.interface import Store
-from agl_core.training.alarms import Alarm, paragraphs
-from agl_core.training.alarms.rollouts import REMEDIES, no_reward
-from agl_core.training.alarms.stall import who_waits
-from agl_core.training.alarms.steps import FIRST, no_contrast
+from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
+from agl_core.training.failures import REMEDIES, no_reward
+from agl_core.training.stall import who_waits
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 from agl_core.wire.operation import Empty
 from agl_core.wire.workers import ACTIVITY, Activity

@@ -21,7 +21,7 @@ from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, EpisodesError
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.run_folder import first_free, removed_unless_begun
+from agl_core.training.server import first_free, removed_unless_begun
 from agl_core.types import (
     Attempt,
     Call,

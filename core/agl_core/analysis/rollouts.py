@@ -12,7 +12,7 @@ from agl_core.learning import Health, build_episode, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
-from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
+from agl_core.training.rollouts import by_rollout, counted_attempts
 from agl_core.types import (
     Attempt,
     AttemptKey,

@@ -20,7 +20,7 @@ from agl_core.store.files import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.summary import SUMMARY_FILE
+from agl_core.training.metrics import SUMMARY_FILE
 from agl_core.wire.keys import SERVER_FILE
 
 _Found = TypeVar("_Found")

@@ -14,9 +14,8 @@ __all__ = ["discounted", "identical", "immediate", "register_components", "stepw
 @hookimpl
 def register_components(register: Register) -> None:
     """Buffers, the store that needs no server, tasks of files and of other runs, and trackers that are extras."""
-    from agl_core.builtin.fifo import Fifo
+    from agl_core.builtin.buffers import PRIORITISED_NEEDS, Fifo, Prioritised, PrioritisedOptions
     from agl_core.builtin.recorded import RecordedOptions, recorded, recorded_needs
-    from agl_core.builtin.replay import PRIORITISED_NEEDS, Prioritised, PrioritisedOptions
     from agl_core.builtin.tasks import (
         DatasetOptions,
         FileOptions,
@@ -25,8 +24,7 @@ def register_components(register: Register) -> None:
         jsonl_tasks,
         parquet_tasks,
     )
-    from agl_core.builtin.trackers.on_mlflow import MlflowOptions, MlflowTracker
-    from agl_core.builtin.trackers.weights_and_biases import WandbOptions, WandbTracker
+    from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbOptions, WandbTracker
     from agl_core.store.sqlite import SqliteOptions, build
 
     register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)

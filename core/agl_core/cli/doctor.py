@@ -219,12 +219,12 @@ def _engine(loaded: LoadedConfig, asked: list[Workload], can_run: bool) -> Itera
     """What the engine needs and returns and, if the agent can be run, one rollout of it."""
     from agl_core.cli.shared.upstreams import open_upstream
     from agl_core.protocols import RecordedTasks
+    from agl_core.training.metrics import Observer
     from agl_core.training.preflight import first_look
-    from agl_core.training.progress import Silent
     from agl_core.training.server import local_server
     from agl_core.training.session import engine_context, open_session
 
-    class Served(Silent):
+    class Served(Observer):
         def serving(self, upstream: Upstream) -> None:
             self.upstream = upstream
 

@@ -64,7 +64,7 @@ def evaluate(
     from agl_core.server.listening import run
     from agl_core.training.metrics import METRICS_FILE
     from agl_core.training.run import evaluate as run_evaluation
-    from agl_core.training.run_folder import new_run_dir
+    from agl_core.training.server import new_run_dir
 
     folder, checkpoint = _place(target, step)
     loaded = load(Path(target) if folder is None else folder / CONFIG_FILE, set_, seed)

@@ -91,7 +91,7 @@ def run(
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
     import agl_core.server  # noqa: F401  # If its packages are missing, say so before anything else.
-    from agl_core.training.run_folder import removed_unless_begun
+    from agl_core.training.server import removed_unless_begun
     from agl_core.wire.keys import take_keys
 
     take_keys()  # They are of another server, and the command is to have none of them.
@@ -142,7 +142,7 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 
     from agl_core import private
     from agl_core.config import CONFIG_FILE
-    from agl_core.training.run_folder import first_free
+    from agl_core.training.server import first_free
 
     configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
     return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))
@@ -158,8 +158,7 @@ def _checked(name: str) -> str:
 
 def _configured(config: Path, name: str | None) -> _Setting:
     from agl_core.config import load
-    from agl_core.training.run_folder import new_run_dir
-    from agl_core.training.server import passthrough_key
+    from agl_core.training.server import new_run_dir, passthrough_key
     from agl_core.training.session import engine_context
 
     loaded = load(config, [f"name={name}"] if name else [])

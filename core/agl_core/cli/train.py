@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agl_core.analysis.health import RunVerdict
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.config import LoadedConfig
-    from agl_core.training.summary import Summary
+    from agl_core.training.metrics import Summary
 
 Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).")]
 Resume = Annotated[
@@ -72,7 +72,7 @@ def train(
     from agl_core.cli.shared.screen import Screen
     from agl_core.config import CONFIG_FILE, check, load
     from agl_core.training.run import train as run_training
-    from agl_core.training.run_folder import new_run_dir
+    from agl_core.training.server import new_run_dir
     from agl_core.wire.keys import OPERATOR_KEY
 
     checkpoint = None

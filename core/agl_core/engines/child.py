@@ -26,9 +26,12 @@ from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
+from agl_core import kinds
 from agl_core.engines import wire
-from agl_core.errors import EngineError
+from agl_core.errors import ConfigError, EngineError
+from agl_core.plugins import Component, Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch
 from agl_core.types.estimates import Needs, Workload
@@ -67,8 +70,8 @@ class Served(Protocol):
 
 
 @runtime_checkable
-class ServedVersions(Served, Protocol):
-    """An engine whose policies come and go, for `agl_core.protocols.Engine.publish`; on the main thread too."""
+class FullyServed(Served, Protocol):
+    """An engine that can do all that `agl_core.protocols` has of engines; one after the other, as updates are."""
 
     def publish(self, name: str, spec: PolicySpec) -> None: ...
 
@@ -76,24 +79,9 @@ class ServedVersions(Served, Protocol):
 
     def merge(self, spec: PolicySpec, folder: Path) -> None: ...
 
-
-@runtime_checkable
-class Estimating(Protocol):
-    """An engine that says what a run would take; asked as `update` is."""
-
     def estimate(self, work: Workload) -> Needs: ...
 
-
-@runtime_checkable
-class Tokenizing(Protocol):
-    """An engine that tokenises recorded replies; asked as `update` is."""
-
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]: ...
-
-
-@runtime_checkable
-class Scoring(Protocol):
-    """An engine that says how probable recorded replies are; asked as `update` is."""
 
     def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]: ...
 
@@ -156,11 +144,11 @@ class Host(Generic[wire.Options]):
     def _read(self, source: IO[bytes], at_end: Callable[[], None] | None) -> None:
         while line := source.readline():
             command = wire.Command.model_validate_json(line)
-            asked = (command, source.read(command.size))
+            body = source.read(command.size)
             if command.do in ("versions", "stats"):
-                threading.Thread(target=self._answer, args=(self._engine, *asked), daemon=True).start()
+                threading.Thread(target=self._answer, args=(self._engine, command, body), daemon=True).start()
             else:
-                self._commands.put(asked)
+                self._commands.put((command, body))
         try:
             if at_end is not None:
                 at_end()
@@ -177,26 +165,35 @@ class Host(Generic[wire.Options]):
         self._write(answer)
 
     def _done(self, engine: Served, command: wire.Command, body: bytes) -> Any:
-        if command.do == "update":
-            return encode_result(engine.update(UpdateRequest.decode(body), self._reporter(command.number)))
-        if command.do == "estimate":
-            assert isinstance(engine, Estimating)
-            return asdict(engine.estimate(Workload(**json.loads(body))))
-        if command.do == "tokenize":
-            assert isinstance(engine, Tokenizing)
-            return wire.encode_tokens(engine.tokenize(command.policy or "", wire.decode_replies(body)))
-        if command.do == "logprobs":
-            assert isinstance(engine, Scoring)
-            request = UpdateRequest.decode(body)
-            return engine.logprobs(request.policy, request.batch).tolist()
-        if command.do == "versions":
-            return dict(engine.versions())
-        if command.do == "stats":
-            return dict(engine.stats())
-        if command.do in ("publish", "withdraw", "merge"):
-            return _versions_changed(engine, command, body)
-        assert command.folder is not None
-        return engine.save(command.folder) if command.do == "save" else engine.load(command.folder)
+        folder = command.folder or Path()
+        match command.do:
+            case "update":
+                return encode_result(engine.update(UpdateRequest.decode(body), self._reporter(command.number)))
+            case "save":
+                return engine.save(folder)
+            case "load":
+                return engine.load(folder)
+            case "versions":
+                return dict(engine.versions())
+            case "stats":
+                return dict(engine.stats())
+        if not isinstance(engine, FullyServed):
+            raise EngineError(f"This engine does not support '{command.do}'.")
+        policy = command.policy or ""
+        match command.do:
+            case "estimate":
+                return asdict(engine.estimate(Workload(**json.loads(body))))
+            case "tokenize":
+                return wire.encode_tokens(engine.tokenize(policy, wire.decode_replies(body)))
+            case "logprobs":
+                request = UpdateRequest.decode(body)
+                return engine.logprobs(request.policy, request.batch).tolist()
+            case "publish":
+                return engine.publish(policy, wire.SPEC.validate_json(body))
+            case "withdraw":
+                return engine.withdraw(policy)
+            case "merge":
+                return engine.merge(wire.SPEC.validate_json(body), folder)
 
     def _reporter(self, number: int) -> Progress:
         reported = 0.0
@@ -215,13 +212,13 @@ class Host(Generic[wire.Options]):
             self._answers.flush()
 
 
-def _versions_changed(engine: Served, command: wire.Command, body: bytes) -> None:
-    if not isinstance(engine, ServedVersions):
-        raise EngineError("This engine serves and merges no policies without a run.")
-    if command.do == "merge":
-        assert command.folder is not None
-        engine.merge(wire.SPEC.validate_json(body), command.folder)
-    elif command.do == "publish":
-        engine.publish(command.policy or "", wire.SPEC.validate_json(body))
-    else:
-        engine.withdraw(command.policy or "")
+def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:
+    """What a plugin registered under the name, and the options as its settings; `component.build(settings)` builds it.
+
+    PluginError if no plugin brings it, ConfigError for options that it does not have.
+    """
+    component = plugins.component(kinds.ALGORITHM, name, "algorithm.name")
+    try:
+        return component, component.options.model_validate(dict(options))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{name}: {error}") from error

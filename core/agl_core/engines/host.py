@@ -1,4 +1,8 @@
-"""The run's side of an engine: a child process that holds the weights, and pipes to it."""
+"""The run's side of an engine: a child process that holds the weights, and pipes to it.
+
+Before it starts, models of the Hugging Face hub are looked for: the hub's own libraries try an unreachable hub again
+and again, for half a minute, in a process that took seconds to start. This asks once.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,19 @@ import sys
 import time
 from abc import abstractmethod
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 
 from agl_core import private
+from agl_core.config.sections import HUB_NAME
 from agl_core.engines import wire
-from agl_core.engines.hub import check_models
 from agl_core.errors import EngineError
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
 from agl_core.types import Batch
@@ -33,8 +38,9 @@ from agl_core.wire.updates import UpdateRequest, decode_result
 LOG_NAME = "engine.log"
 LINES_SHOWN, LINES_SEARCHED = 12, 400
 """How many of the log's last lines an error shows, and how many are searched for a known reason."""
-_LONGEST_LINE = 2**30
+_MAX_LINE = 2**30
 """A result has numbers for every transition."""
+_HUB_TIMEOUT = httpx.Timeout(3.0)
 
 
 class ProcessEngine(Engine, Generic[wire.Options]):
@@ -60,16 +66,14 @@ class ProcessEngine(Engine, Generic[wire.Options]):
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count(wire.START + 1)
-        self._asked: dict[int, asyncio.Queue[wire.Answer | None]] = {}
-        """Answers to what is being asked, by number; None: there will be no more."""
+        self._answers: dict[int, asyncio.Queue[wire.Answer | None]] = {}
+        """Answers to commands under way, by number; None: there will be no more."""
         self._loss = ""
         """What the process said that it lost."""
         self._stopped = False
         self._stage = "starting its process"
-        self._began = 0.0
-        """The start, and"""
-        self._stage_began = 0.0
-        """its stage, by `time.monotonic`."""
+        self._began = self._stage_began = 0.0
+        """The start and its stage, by `time.monotonic`."""
         self._report: StageReport = lambda stage, seconds: None
         self._log = context.run_dir / LOG_NAME
         self._log_start = 0
@@ -103,7 +107,12 @@ class ProcessEngine(Engine, Generic[wire.Options]):
         self._began = self._stage_began = time.monotonic()
         try:
             await self._launch()
-            ready = await self._ready()
+            settings = wire.encode_settings(self._options, self._context)
+            try:
+                async with asyncio.timeout(self.seconds_to_start):
+                    ready = wire.Ready.model_validate(await self._exchange("start", wire.START, settings))
+            except TimeoutError as error:
+                raise self._too_slow() from error
         except BaseException:
             await self.stop()
             raise
@@ -178,36 +187,23 @@ class ProcessEngine(Engine, Generic[wire.Options]):
         if self._reading is not None:
             await self._reading
 
-    async def _ready(self) -> wire.Ready:
-        """Give the process its settings, and wait until it serves."""
-        settings = wire.encode_settings(self._options, self._context)
-        try:
-            async with asyncio.timeout(self.seconds_to_start):
-                return wire.Ready.model_validate(await self._exchange("start", wire.START, settings))
-        except TimeoutError as error:
-            raise self._too_slow() from error
-
     async def _launch(self) -> None:
-        log = self._open_log()
+        self._context.run_dir.mkdir(parents=True, exist_ok=True)
+        log = private.opener(str(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
+            self._log_start = os.fstat(log).st_size  # What came before is of another restart, and explains nothing.
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", self.module),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
                 env={**self.environment, **os.environ},
-                limit=_LONGEST_LINE,
+                limit=_MAX_LINE,
                 start_new_session=True,  # Ctrl-C is for the run, which stops the engine when it is done with it.
             )
         finally:
             os.close(log)
         self._reading = asyncio.create_task(self._read(self._process))
-
-    def _open_log(self) -> int:
-        self._context.run_dir.mkdir(parents=True, exist_ok=True)
-        log = private.opener(str(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._log_start = os.fstat(log).st_size  # What came before is of another restart, and explains nothing.
-        return log
 
     async def _read(self, process: Process) -> None:
         """Hand out what the process says, until it says no more."""
@@ -216,11 +212,11 @@ class ProcessEngine(Engine, Generic[wire.Options]):
             answer = wire.Answer.decode(line)
             if answer.number is None:
                 self._loss = answer.error or ""
-            elif answer.number in self._asked:  # Otherwise its caller has given up.
-                self._asked[answer.number].put_nowait(answer)
+            elif answer.number in self._answers:  # Otherwise its caller has given up.
+                self._answers[answer.number].put_nowait(answer)
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), self.seconds_to_end)
-        for answers in self._asked.values():
+        for answers in self._answers.values():
             answers.put_nowait(None)
 
     async def _ask(
@@ -234,14 +230,15 @@ class ProcessEngine(Engine, Generic[wire.Options]):
         if self._process is None or self._stopped:
             raise EngineError("The engine is not running: call start() first, and nothing after stop().")
         number = next(self._numbers)
-        return await self._exchange(do, number, wire.Command.of(number, do, folder, policy).encode(body), progress)
+        command = wire.Command(number=number, do=do, folder=folder, policy=policy)
+        return await self._exchange(do, number, command.encode(body), progress)
 
     async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
         process, reading = self._process, self._reading
         assert process is not None
         assert process.stdin is not None
         assert reading is not None
-        answers = self._asked[number] = asyncio.Queue()
+        answers = self._answers[number] = asyncio.Queue()
         try:
             if reading.done():
                 raise self._lost(doing)
@@ -259,7 +256,7 @@ class ProcessEngine(Engine, Generic[wire.Options]):
                     progress(answer.progress)
             raise self._lost(doing)
         finally:
-            del self._asked[number]
+            del self._answers[number]
 
     def _begin(self, stage: str) -> None:
         self._stage, self._stage_began = stage, time.monotonic()
@@ -297,13 +294,13 @@ class ProcessEngine(Engine, Generic[wire.Options]):
     def _lost(self, doing: str) -> EngineError:
         assert self._process is not None
         code = self._process.returncode
-        said = [self._loss] if self._loss else self._log_lines(LINES_SEARCHED)
+        lines = [self._loss] if self._loss else self._log_lines(LINES_SEARCHED)
         at = f"{self._where}; " if doing == "start" else ""
         return EngineError(
             _sentences(
                 f"The engine was lost during '{doing}' ({at}exit code {'none' if code is None else code})",
                 self._loss,
-                self.remedy(said, code),
+                self.remedy(lines, code),
                 self._how_to_resume,
                 self._end_of_log,
             )
@@ -331,3 +328,46 @@ def _sentences(*parts: str | None) -> str:
     """Parts of a message, each ended with a full stop but for the last."""
     *before, last = (part.strip() for part in parts if part)
     return " ".join([*(part if part.endswith((".", "?", "!")) else f"{part}." for part in before), last])
+
+
+def check_models(models: Iterable[str]) -> None:
+    """EngineError for a model that is neither a folder nor downloaded, while the hub does not answer or is not asked.
+
+    Whether an answering hub has the model is the engine's to find out: it may need credentials.
+    """
+    for model in dict.fromkeys(models):
+        is_of_the_hub = HUB_NAME.fullmatch(model) and not Path(model).exists()
+        reason = _why_out_of_reach(model) if is_of_the_hub and downloaded(model) is None else None
+        if reason is not None:
+            raise EngineError(
+                f"There is no folder '{model}', no model of that name in {_cache()}, and {reason}. Check the spelling "
+                f"and the network. Without a network: download the model elsewhere (hf download {model}), then name "
+                f"its folder, or copy it to this cache and set HF_HUB_OFFLINE=1."
+            )
+
+
+def _why_out_of_reach(model: str) -> str | None:
+    if any(
+        os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    ):
+        return "the Hugging Face hub is not asked, as HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    try:
+        httpx.head(f"{hub}/{model}/resolve/main/config.json", timeout=_HUB_TIMEOUT)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        return f"the Hugging Face hub at {hub} does not answer ({error})"
+    return None
+
+
+def downloaded(model: str) -> Path | None:
+    """The folder of a hub model's revision in the cache, if any is there; the engine finds out whether it is whole."""
+    revisions = (_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    return next((file.parent for file in revisions), None)
+
+
+def _cache() -> Path:
+    """Where huggingface_hub keeps models."""
+    user = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{user}/huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()

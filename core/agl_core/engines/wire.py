@@ -49,14 +49,10 @@ class Command(BaseModel):
     """Bytes that follow: of update and logprobs an `agl_core.wire.updates.UpdateRequest`, an estimate's `Workload`, of
     publish and merge a policy's spec, of tokenize the replies."""
 
-    @classmethod
-    def of(cls, number: int, do: Action, folder: Path | None, policy: str | None = None) -> Command:
-        """With the folder as the process finds it, whatever its working directory."""
-        return cls(number=number, do=do, folder=None if folder is None else folder.absolute(), policy=policy)
-
     def encode(self, body: bytes = b"") -> bytes:
-        """The line and its body."""
-        return self.model_copy(update={"size": len(body)}).model_dump_json().encode() + b"\n" + body
+        """The line and its body; the process may have another working directory."""
+        folder = self.folder and self.folder.absolute()
+        return self.model_copy(update={"size": len(body), "folder": folder}).model_dump_json().encode() + b"\n" + body
 
 
 class Answer(BaseModel):
@@ -92,8 +88,8 @@ class Answer(BaseModel):
     @property
     def error_class(self) -> type[AglError] | None:
         """The class of an error on purpose; None for any other error."""
-        found = getattr(errors, self.kind or "", None)
-        return found if isinstance(found, type) and issubclass(found, AglError) else None
+        kind = getattr(errors, self.kind or "", None)
+        return kind if isinstance(kind, type) and issubclass(kind, AglError) else None
 
 
 class Ready(BaseModel):
@@ -130,13 +126,13 @@ def decode_replies(body: bytes) -> list[RecordedReply]:
     return [RecordedReply(**reply) for reply in json.loads(body)]
 
 
-def encode_tokens(found: Sequence[TokenizedReply | None]) -> list[list[list[int]] | None]:
+def encode_tokens(replies: Sequence[TokenizedReply | None]) -> list[list[list[int]] | None]:
     """The answer to `encode_replies`, as JSON values."""
-    return [None if each is None else [each.prompt_ids.tolist(), each.response_ids.tolist()] for each in found]
+    return [None if r is None else [r.prompt_ids.tolist(), r.response_ids.tolist()] for r in replies]
 
 
 def decode_tokens(value: Sequence[Sequence[Sequence[int]] | None]) -> list[TokenizedReply | None]:
-    return [None if each is None else TokenizedReply(*(np.array(ids, np.int32) for ids in each)) for each in value]
+    return [None if v is None else TokenizedReply(*(np.array(ids, np.int32) for ids in v)) for v in value]
 
 
 def in_one_line(error: Exception) -> str:

@@ -9,14 +9,11 @@ from typing import Any
 
 from agl_core.config.models import EvalSection
 from agl_core.protocols import TaskSource
-from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.training.alarms.rollouts import common_failure, failures
-from agl_core.training.metrics import episode_metrics
-from agl_core.training.progress import Observer
-from agl_core.training.rollouts.collect import Collector
-from agl_core.training.rollouts.plan import plan_groups
-from agl_core.types import Episode, Mode
+from agl_core.training.failures import common_failure, failures
+from agl_core.training.metrics import Observer, episode_metrics
+from agl_core.training.rollouts import Collector, plan_evaluation
+from agl_core.types import Episode, Mode, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +30,18 @@ class TaskScore:
         return sum(reward >= success for reward in self.rewards) / len(self.rewards)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Evaluated:
     """What an evaluation found."""
 
-    entries: list[dict[str, Any]]
+    entries: list[dict[str, Any]] = field(default_factory=list)
     """For the run's record, one for each set and mode."""
-    metrics: dict[str, float]
-    calls: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    calls: int = 0
     """LLM calls made."""
-    scores: list[TaskScore]
-    alarms: list[Alarm]
-    episodes: Mapping[str, Sequence[Episode]] = field(default_factory=dict)
+    scores: list[TaskScore] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+    episodes: dict[str, Sequence[Episode]] = field(default_factory=dict)
     """By set and mode, as `eval/sampled`."""
 
 
@@ -58,66 +55,57 @@ class Evaluator:
     run: str
     restart: int
     observer: Observer
-    store: Store
 
     async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
         """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
         The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
         """
-        entries: list[dict[str, Any]] = []
-        metrics: dict[str, float] = {}
-        position = 0
-        episodes: dict[str, list[Episode]] = {}
-        scores: list[TaskScore] = []
-        for name, source in self.sets.items():
+        evaluated, position = Evaluated(), 0
+        for split, source in self.sets.items():
+            count = min(self.settings.tasks, source.size or self.settings.tasks)
             for mode in self.settings.modes:
-                started = time.monotonic()
-                count = min(self.settings.tasks, source.size or self.settings.tasks)
                 tries = 1 if mode is Mode.EVAL_GREEDY else repeat
-                groups = plan_groups(
-                    source,
-                    range(count),
+                groups = plan_evaluation(
+                    *(source, count),
                     run=self.run,
                     restart=self.restart,
                     step=step,
                     mode=mode,
-                    split=name,
+                    split=split,
                     position=position,
                     repeat=tries,
                 )
                 position += count
-                with self.observer.phase(f"evaluation {name} {short(mode)}", step) as phase:
-                    collected = await self.collector.collect(groups, phase)
-                found = episode_metrics(collected.episodes)
-                metrics |= {f"{name}/{short(mode)}/{key}": value for key, value in found.items()}
-                episodes[f"{name}/{short(mode)}"] = collected.episodes
-                scores += _scores(name, short(mode), collected.episodes, tries)
-                entries.append(
-                    {
-                        "step": step,
-                        "set": name,
-                        "mode": short(mode),
-                        "reward": found["reward/mean"],
-                        "rollouts": count * tries,
-                        "seconds": time.monotonic() - started,
-                    }
-                )
-        every = [each for found in episodes.values() for each in found]
-        alarm = await failures(self.store, every) if step == 0 or common_failure(every) else None
-        calls = sum(len({t.key.call for t in e.transitions}) for e in every)
-        return Evaluated(entries, metrics, calls, scores, [] if alarm is None else [alarm], episodes)
+                await self._evaluate(evaluated, step, split, mode.value.removeprefix("eval-"), groups, tries)
+        episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
+        evaluated.calls = sum(len({t.key.call for t in episode.transitions}) for episode in episodes)
+        if step == 0 or common_failure(episodes):
+            alarm = await failures(self.collector.store, episodes)
+            evaluated.alarms = [] if alarm is None else [alarm]
+        return evaluated
 
-
-def _scores(held_out: str, mode: str, episodes: Sequence[Episode], tries: int) -> list[TaskScore]:
-    """The scores of episodes in the order of their tasks; without a terminal reward it is 0, as in the metrics."""
-    tasks = [episodes[first : first + tries] for first in range(0, len(episodes), tries)]
-    return [
-        TaskScore(held_out, mode, of_task[0].task.id, tuple(each.terminal or 0.0 for each in of_task))
-        for of_task in tasks
-    ]
-
-
-def short(mode: Mode) -> str:
-    """`greedy` or `sampled`."""
-    return mode.value.removeprefix("eval-")
+    async def _evaluate(
+        self, evaluated: Evaluated, step: int, split: str, mode: str, groups: list[list[Rollout]], tries: int
+    ) -> None:
+        """Run the rollouts of one set in one mode, `tries` for each task; a task without a reward counts as 0."""
+        started, name = time.monotonic(), f"{split}/{mode}"
+        with self.observer.phase(f"evaluation {split} {mode}", step) as phase:
+            episodes = (await self.collector.collect(groups, phase)).episodes
+        metrics = episode_metrics(episodes)
+        evaluated.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
+        evaluated.episodes[name] = episodes
+        for first in range(0, len(episodes), tries):
+            rewards = tuple(episode.terminal or 0.0 for episode in episodes[first : first + tries])
+            evaluated.scores.append(TaskScore(split, mode, episodes[first].task.id, rewards))
+        seconds = time.monotonic() - started
+        evaluated.entries.append(
+            {
+                "step": step,
+                "set": split,
+                "mode": mode,
+                "reward": metrics["reward/mean"],
+                "rollouts": len(episodes),
+                "seconds": seconds,
+            }
+        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,34 +17,26 @@ from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_s
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import ErasableStore
-from agl_core.training.alarms import Alarm
-from agl_core.training.alarms.rollouts import (
-    Check,
-    Patience,
-    check_serving,
-    common_failure,
-    contradicted_tool_results,
-    failures,
-    no_reward,
-    nothing_to_train,
-    why_nothing,
-)
-from agl_core.training.alarms.steps import Watch
+from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.evaluate import Evaluated
+from agl_core.training.experience import Drawn, Experience, Source
+from agl_core.training.failures import Check, Patience, check_serving, rollout_alarms, why_nothing
 from agl_core.training.metrics import (
     MetricsLog,
+    Observer,
+    Phase,
     contrast_metrics,
     drop_metrics,
     episode_metrics,
+    evaluation_line,
     staleness_metrics,
+    step_line,
     update_metrics,
 )
-from agl_core.training.progress import Observer, Phase, evaluation_line, step_line
-from agl_core.training.rollouts.experience import Drawn, Experience, Source
-from agl_core.training.rollouts.plan import plan_train_group
+from agl_core.training.rollouts import TrainingPlan
 from agl_core.training.session import Session
-from agl_core.types import Episode, Rollout, TrainingRecord
+from agl_core.types import AlarmName, Rollout, TrainingRecord
 
 Result = TypeVar("Result")
 
@@ -76,14 +67,13 @@ class Trainer:
     log: MetricsLog
     observer: Observer
     assertions: Sequence[Check] = ()
-    """Alarms about what only the agent's side asserts; each is raised once."""
+    """Alarms about what only the agent's side asserts."""
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
-    """Alarms about the numbers of the steps."""
     saved_step: int = 0
     """The step of the latest checkpoint."""
-    _latest: Sequence[Episode] = field(default=(), init=False)
-    """The rollouts of the latest step."""
+    _latest: Drawn = field(default_factory=lambda: Drawn([]), init=False)
+    """The groups of the latest step."""
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
@@ -93,25 +83,23 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.loaded.policies.items()}
-        config = self.loaded.config
-        self._patience = Patience(config.train.patience)
+        self._patience = Patience(self.loaded.config.train.patience)
         self._experience = self._source()
 
     async def train(self) -> None:
         """Train from where `state` is to the last step. TrainingError if the steps have nothing to train on."""
         settings = self.loaded.config.train
-        last = settings.steps
-        every = self.loaded.config.eval.every
+        last, every = settings.steps, self.loaded.config.eval.every
         self._resumed = time.monotonic() - self.state.seconds
         if every and not self.state.evaluations:
             await self._evaluate()
         try:
             while self.state.step < last:
                 step = self.state.step + 1
-                started, tokens = time.monotonic(), await self._tokens()
+                started, before = time.monotonic(), await self._stats()
                 with self.observer.phase("rollouts", step) as phase:
                     drawn = await self._experience.draw(last - self.state.step, self._draw_context(step), phase)
-                await uninterrupted(self._learn(step, drawn, started, tokens))
+                await uninterrupted(self._learn(step, drawn, started, before))
                 if every and (step % every == 0 or step == last):
                     await self._evaluate()
                 if step % settings.checkpoint_every == 0 or step == last:
@@ -129,27 +117,20 @@ class Trainer:
 
     def _of_tasks(self, per_step: int) -> Experience:
         """Groups of rollouts of `[tasks.train]`."""
-        settings = self.loaded.config.asynchronous
+        config, session = self.loaded.config, self.session
+        plan = TrainingPlan(
+            *(session.tasks["train"], session.run, session.restart, config.seed),
+            groups_per_step=per_step,
+            group_size=config.train.group_size,
+        )
         return Experience(
-            self.session.collector,
+            session.collector,
             self.buffer,
-            partial(self._plan, per_step),
+            plan.group,
             per_update=per_step,
-            in_flight=settings.in_flight or per_step * (settings.max_staleness + 1),
+            in_flight=config.asynchronous.in_flight or per_step * (config.asynchronous.max_staleness + 1),
             begun=self.state.groups_begun,
             unfinished=self.state.groups_unfinished,
-        )
-
-    def _plan(self, per_step: int, position: int) -> list[Rollout]:
-        settings = self.loaded.config.train
-        return plan_train_group(
-            self.session.tasks["train"],
-            position,
-            groups_per_step=per_step,
-            size=settings.group_size,
-            seed=self.loaded.config.seed,
-            run=self.session.run,
-            restart=self.session.restart,
         )
 
     @property
@@ -158,164 +139,161 @@ class Trainer:
         settings = self.loaded.config.train
         return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
 
-    @property
-    def _without_logprobs(self) -> bool:
-        source = self.session.tasks.get("train")
-        return isinstance(source, RecordedTasks) and source.without_logprobs
-
     def _draw_context(self, step: int) -> DrawContext:
         staleness = self.loaded.config.asynchronous.max_staleness
         return DrawContext(step, self.loaded.config.seed, self.session.versions, staleness, self._min_group_size)
 
-    async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
-        """Credit, update and record. Once the weights move, the training records have to be stored."""
+    async def _learn(self, step: int, drawn: Drawn, started: float, before: Mapping[str, float]) -> None:
+        """Credit, update and record. Once the weights move, the training records have to be stored.
+
+        `before` are the engine's counters when the step `started`.
+        """
         settings = self.loaded.config.train
         ages = staleness_metrics(drawn.episodes, self.session.versions)
-        prepared = make_batches(
-            without_stale(drawn.groups, self.session.versions, self.loaded.config.asynchronous.max_staleness),
-            self._credit,
-            weights=drawn.weights,
-            agents=settings.agents,
-            min_group_size=self._min_group_size,
-            step=step,
-            without_logprobs=self._without_logprobs,
-        )
+        batches = self._batches(step, drawn)
         rolled_out = time.monotonic()
-        results = await self._update(step, prepared)
+        results = await self._update(step, batches)
         updated = time.monotonic()
-        training_records = await self._record(step, prepared, results, drawn.rollouts)
-        alarms = await self._alarms(drawn, training_records)
-        drops = Counter(record.dropped for record in training_records if record.dropped)
-        idle = sum(record.dropped is None and record.advantage == 0 for record in training_records)
-        found = episode_metrics(drawn.new)
-        stats = await self.session.engine.stats()
+        records = await self._record(step, batches, results, drawn.rollouts)
+        alarms = await rollout_alarms(self.assertions, drawn, records, settings.agents, self.session.server.store)
+        stats = await self._stats()
         metrics = {
-            **found,
-            **contrast_metrics(drawn.groups),
+            **self._metrics(drawn, batches, results, records),
             **ages,
-            **drawn.metrics,
-            **update_metrics(
-                {name: each.metrics for name, each in results.items()}, several=len(self.loaded.policies) > 1
-            ),
-            **{f"tokens/{key}": value - tokens[key] for key, value in (await self._tokens()).items()},
-            **drop_metrics(record.dropped for record in training_records),
-            **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
-            "transitions/kept": float(len(training_records) - drops.total()),
-            "transitions/dropped": float(drops.total()),
-            "transitions/without_advantage": float(idle),
-            "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in prepared.batches.values())),
-            "groups/in_flight": float(drawn.in_flight),
-            "groups/carried_over": float(drawn.carried_over),
-            "buffer/replayed": float(drawn.replayed),
-            "buffer/size": float(drawn.buffered),
-            "hooks/failed": float(self._new_hook_failures()),
+            **{key.replace("_", "/", 1): stats[key] - before[key] for key in stats if key.startswith("tokens_")},
             "seconds/rollouts": rolled_out - started,
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
         }
-        stalls = self._stalls()
-        alarms += self.watch.look(metrics)
-        self.log.write(step, "train", {**metrics, **self.watch.held}, [*alarms, *stalls])
-        state = self.state
-        state.step = step
-        state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
-        state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.new)
-        state.passed_through += int(found["calls/passed_through"])
-        state.kept += len(training_records) - drops.total()
-        state.without_advantage += idle
-        state.count_dropped(drops)
-        state.train_rewards.append(found["reward/mean"])
+        alarms = self.watch.look(metrics, [*alarms, *self._stalls()])
+        self.log.write(step, "train", {**metrics, **self.watch.held}, alarms)
+        self._count(step, drawn, metrics, stats)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
-        self._latest = drawn.new
-        state.count_endings(drawn.new)
-        self._count_memory(stats)
-        check_serving(step, {name: each.metrics for name, each in results.items()}, settings.serving_gap)
-        self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
+        check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
+        self._patience.check(step, why_nothing(drawn.new, records, batches.episodes_dropped))
 
-    async def _alarms(self, drawn: Drawn, training_records: Sequence[TrainingRecord]) -> list[Alarm]:
-        seen: dict[Callable[..., str | None], str | None] = {
-            no_reward: no_reward(drawn.episodes),
-            nothing_to_train: nothing_to_train(drawn.episodes, training_records, self.loaded.config.train.agents),
-            **{check: check(drawn.new) for check in (*self.assertions, contradicted_tool_results)},
-        }
-        self.assertions = [check for check in self.assertions if seen[check] is None]
-        alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]
-        if common_failure(drawn.new) and (failure := await failures(self.session.server.store, drawn.new)):
-            alarms.append(failure)
-        return self.watch.add(alarms)
+    def _batches(self, step: int, drawn: Drawn) -> StepBatches:
+        """The training data of the groups, without what is too old."""
+        config, tasks = self.loaded.config, self.session.tasks.get("train")
+        return make_batches(
+            without_stale(drawn.groups, self.session.versions, config.asynchronous.max_staleness),
+            self._credit,
+            weights=drawn.weights,
+            agents=config.train.agents,
+            min_group_size=self._min_group_size,
+            step=step,
+            without_logprobs=isinstance(tasks, RecordedTasks) and tasks.without_logprobs,
+        )
 
-    def _stalls(self) -> list[Alarm]:
-        """The stalls since this was last asked; they were said when they were seen."""
-        stall = self.session.stall
-        return [] if stall is None else self.watch.add(stall.take())
-
-    async def _engine(self, work: Awaitable[Result], what: str) -> Result:
-        """What the engine answers; an alarm is raised if that takes too long."""
-        stall = self.session.stall
-        return await (work if stall is None else stall.watched(work, what))
-
-    def _say(self, where: str, alarms: Sequence[Alarm]) -> None:
-        for alarm in alarms:
-            self.observer.say(f"{where}: {alarm.text}")
-
-    async def _update(self, step: int, prepared: StepBatches) -> dict[str, UpdateResult]:
+    async def _update(self, step: int, batches: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
         results: dict[str, UpdateResult] = {}
         with self.observer.phase("update", step) as phase:
-            training = [policy for policy in self.loaded.policies if policy in prepared.batches]
-            for number, policy in enumerate(training):
+            policies = [policy for policy in self.loaded.policies if policy in batches.batches]
+            for number, policy in enumerate(policies):
                 algorithm = self.loaded.policies[policy].algorithm
                 update = self.session.engine.update(
                     policy,
-                    prepared.batches[policy],
+                    batches.batches[policy],
                     algorithm.component.name,
                     to_jsonable_python(algorithm.options.model_dump()),
-                    _part(phase, number, len(training)),
+                    _part(phase, number, len(policies)),
                 )
-                result = results[policy] = await self._engine(update, "an update")
+                result = results[policy] = await self._watched(update, "an update")
                 self.session.versions[policy] = result.version
                 self.loaded.plugins.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
         return results
 
     async def _record(
-        self, step: int, prepared: StepBatches, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
+        self, step: int, batches: StepBatches, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
     ) -> list[TrainingRecord]:
         """Store the training records, and the step of each rollout, all or nothing.
 
         The step of a rollout is the one that trained on it, which may differ from the one that it was planned for.
         """
-        training_records = [
+        records = [
             TrainingRecord(*key, step=step, credit=credit, advantage=advantage, weight=weight, dropped=reason)
             for policy, result in results.items()
             for key, credit, advantage, weight, reason in zip(
-                prepared.batches[policy].keys,
-                prepared.batches[policy].values_N.tolist(),
+                batches.batches[policy].keys,
+                batches.batches[policy].values_N.tolist(),
                 result.advantage_N.tolist(),
                 result.weight_N.tolist(),
                 result.dropped,
                 strict=True,
             )
         ]
-        training_records += prepared.dropped
+        records += batches.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
         store = self.session.server.store
-        removed = await store.erased([each.id for each in rollouts]) if isinstance(store, ErasableStore) else set()
+        removed = await store.erased([r.id for r in rollouts]) if isinstance(store, ErasableStore) else set()
         await store.put(
-            *(each for each in training_records if each.rollout not in removed),
-            *(each for each in moved if each.id not in removed),
+            *(record for record in records if record.rollout not in removed),
+            *(rollout for rollout in moved if rollout.id not in removed),
         )
-        return training_records
+        return records
 
-    def _new_hook_failures(self) -> int:
-        """How often lifecycle hooks failed since this was last asked."""
+    def _metrics(
+        self,
+        drawn: Drawn,
+        batches: StepBatches,
+        results: Mapping[str, UpdateResult],
+        records: Sequence[TrainingRecord],
+    ) -> dict[str, float]:
+        """The numbers of a step, but for its times and tokens."""
+        updates = {name: result.metrics for name, result in results.items()}
+        dropped = sum(record.dropped is not None for record in records)
+        idle = sum(record.dropped is None and record.advantage == 0 for record in records)
         before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
-        return self._hook_failures - before
+        return {
+            **episode_metrics(drawn.new),
+            **contrast_metrics(drawn.groups),
+            **drawn.metrics,
+            **update_metrics(updates, several=len(self.loaded.policies) > 1),
+            **drop_metrics(record.dropped for record in records),
+            **{f"episodes_dropped/{reason}": float(count) for reason, count in batches.episodes_dropped.items()},
+            "transitions/kept": float(len(records) - dropped),
+            "transitions/dropped": float(dropped),
+            "transitions/without_advantage": float(idle),
+            "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in batches.batches.values())),
+            "groups/in_flight": float(drawn.in_flight),
+            "groups/carried_over": float(drawn.carried_over),
+            "buffer/replayed": float(drawn.replayed),
+            "buffer/size": float(drawn.buffered),
+            "hooks/failed": float(self._hook_failures - before),
+        }
 
-    async def _tokens(self) -> dict[str, float]:
-        """The engine's counters of tokens prefilled, reused and decoded, since it started."""
-        stats = await self._engine(self.session.engine.stats(), "answering")
-        return {key.removeprefix("tokens_"): value for key, value in stats.items() if key.startswith("tokens_")}
+    def _count(self, step: int, drawn: Drawn, metrics: Mapping[str, float], stats: Mapping[str, float]) -> None:
+        """Bring the state to the end of the step."""
+        state, self._latest = self.state, drawn
+        state.step = step
+        state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
+        state.llm_calls += sum(len({t.key.call for t in episode.transitions}) for episode in drawn.new)
+        state.passed_through += int(metrics["calls/passed_through"])
+        state.kept += int(metrics["transitions/kept"])
+        state.without_advantage += int(metrics["transitions/without_advantage"])
+        drops = {k.removeprefix("dropped/"): int(v) for k, v in metrics.items() if k.startswith("dropped/")}
+        state.count(drops, Counter(episode.ending for episode in drawn.new))
+        state.train_rewards.append(metrics["reward/mean"])
+        self._count_memory(stats)
+
+    def _stalls(self) -> list[Alarm]:
+        """The stalls since this was last asked; they were said when they were seen."""
+        return [] if self.session.stall is None else self.session.stall.take()
+
+    def _say(self, where: str, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            if alarm.name is not AlarmName.STALL:
+                self.observer.say(f"{where}: {alarm.text}")
+
+    async def _watched(self, work: Awaitable[Result], what: str) -> Result:
+        """The engine's answer; an alarm is raised if it takes too long."""
+        return await (work if self.session.stall is None else self.session.stall.watched(work, what))
+
+    async def _stats(self) -> Mapping[str, float]:
+        """The engine's counters since it started: tokens prefilled, reused and decoded, memory."""
+        return await self._watched(self.session.engine.stats(), "answering")
 
     async def _evaluate(self) -> Evaluated:
         """Evaluate the weights as they are on every held-out set."""
@@ -327,9 +305,9 @@ class Trainer:
         self.state.llm_calls += evaluated.calls
         passed_through = (v for k, v in evaluated.metrics.items() if k.endswith("calls/passed_through"))
         self.state.passed_through += int(sum(passed_through))
-        self._count_memory(await self.session.engine.stats())
+        self._count_memory(await self._stats())
         if evaluated.entries:
-            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self._stalls()])
+            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.watch.wanted(self._stalls())])
             self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
         return evaluated
 
@@ -340,7 +318,7 @@ class Trainer:
         await self.session.engine.save(part)
         self.saved_step = self.state.step
         folder = await asyncio.to_thread(self.checkpoints.commit, part, self.state)
-        await asyncio.to_thread(self.log.keep, self.state.step, folder, self._latest)
+        await asyncio.to_thread(self.log.keep, self.state.step, folder, self._latest.new)
         return folder
 
     def count_time(self) -> None:

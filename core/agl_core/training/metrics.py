@@ -1,14 +1,16 @@
-"""The numbers of a step, by documented key (docs/metrics.md), and where they are written."""
+"""What a run shows and writes while it goes on: its phases, a line for each step, the numbers by documented key."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,69 @@ from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
 from agl_core.learning.health import answer, has_failed, is_gibberish, is_refusal, is_repetitive, response_text
-from agl_core.protocols import KeepingTracker, Tracker
+from agl_core.protocols import KeepingTracker, Tracker, Upstream
 from agl_core.returns import are_equal, episode_return
 from agl_core.training.alarms import Alarm
-from agl_core.types import Ending, Episode, FinishReason, Mode
+from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
+from agl_core.types import Ending, Episode, FinishReason, Json, Mode
 
 logger = logging.getLogger(__name__)
 
 BEST = 10
 """Rollouts of a step that trackers keep."""
-METRICS_FILE = "metrics.jsonl"
-"""The metrics file in a run's folder."""
+METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
+"""In a run's folder."""
+
+
+class Phase:
+    """One phase under way: rollouts, update or evaluation. This one shows nothing."""
+
+    def advance(self, share: float, note: str = "") -> None:
+        """`share` of it (0 … 1) is done; `note` is what is known so far, the reward for instance."""
+
+
+class Observer:
+    """Shows progress. This one shows nothing; subclasses show what they are for."""
+
+    def phase(self, name: str, step: int) -> AbstractContextManager[Phase]:
+        """A context in which a phase runs."""
+        return nullcontext(Phase())
+
+    def say(self, text: str) -> None:
+        """Print one line that stays on the screen."""
+
+    def serving(self, upstream: Upstream) -> None:
+        """The engine serves the policies here from now on."""
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:
+    """A training step as one line: reward, what else there is to note, mean prompt and response length, seconds.
+
+    >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1})
+    'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s'
+    """
+    prompt, response = metrics.get("length/prompt"), metrics.get("length/response")
+    lengths = "" if prompt is None or response is None else f"{prompt:.0f} + {response:.0f} tokens  "
+    rollouts, update = metrics["seconds/rollouts"], metrics["seconds/update"]
+    return (
+        f"{numbered(step, steps)}  reward {metrics['reward/mean']:.3f}  {f'{note}  ' if note else ''}{lengths}"
+        f"rollouts {rollouts:.1f} s  update {update:.1f} s"
+    )
+
+
+def evaluation_line(step: int, steps: int, entries: Sequence[Mapping[str, Any]]) -> str:
+    """An evaluation as one line: the reward of each set and mode, seconds.
+
+    >>> evaluation_line(20, 40, [{"set": "eval", "mode": "greedy", "reward": 0.25, "seconds": 3.0}])
+    'step  20/40  eval greedy 0.250  3.0 s'
+    """
+    rewards = "  ".join(f"{entry['set']} {entry['mode']} {entry['reward']:.3f}" for entry in entries)
+    return f"{numbered(step, steps)}  {rewards}  {sum(entry['seconds'] for entry in entries):.1f} s"
+
+
+def numbered(step: int, steps: int) -> str:
+    """How lines about a step begin."""
+    return f"step {step:>3}/{steps}"
 
 
 def mean(values: Iterable[float]) -> float:
@@ -75,19 +129,19 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """The verdicts on these rollouts with their reasons, and what their responses and tool calls are like."""
-    found = [health_of(episode) for episode in episodes]
-    counts = Counter(f"health/{each.verdict}" for each in found)
-    counts.update(f"unhealthy/{symptom}" for each in found for symptom in each.symptoms)
-    counts.update(f"unobserved/{evidence}" for each in found for evidence in each.missing)
+    healths = [health_of(episode) for episode in episodes]
+    counts = Counter(f"health/{health.verdict}" for health in healths)
+    counts.update(f"unhealthy/{symptom}" for health in healths for symptom in health.symptoms)
+    counts.update(f"unobserved/{evidence}" for health in healths for evidence in health.missing)
     transitions = [t for e in episodes for t in e.transitions]
-    answers = [said.strip() for e in episodes if e.ending is Ending.FINISHED and (said := answer(e)) is not None]
+    answers = [text.strip() for e in episodes if e.ending is Ending.FINISHED and (text := answer(e)) is not None]
     shares = {
         "responses/repetitive": mean(is_repetitive(response_text(t)) for t in transitions),
         "responses/gibberish": mean(map(is_gibberish, transitions)),
-        "answers/empty": mean(not said for said in answers),
-        "answers/question": mean(said.endswith(("?", "？")) for said in answers),
+        "answers/empty": mean(not text for text in answers),
+        "answers/question": mean(text.endswith(("?", "？")) for text in answers),
         "answers/refused": mean(map(is_refusal, answers)),
-        "tool_results/failed": mean(has_failed(each) for t in transitions for each in t.tool_results),
+        "tool_results/failed": mean(has_failed(result) for t in transitions for result in t.tool_results),
     }
     return {key: float(count) for key, count in sorted(counts.items())} | shares
 
@@ -143,15 +197,15 @@ class MetricsLog:
         lines, kept, steps = self._path.read_bytes().splitlines(), [], []
         for number, line in enumerate(lines, 1):
             try:
-                read = orjson.loads(line)
-                if read["step"] <= step:
+                values = orjson.loads(line)
+                if values["step"] <= step:
                     kept.append(line)
-                    if read.get("kind") == "train":
-                        steps.append({key: value for key, value in read.items() if isinstance(value, float)})
+                    if values.get("kind") == "train":
+                        steps.append({key: value for key, value in values.items() if isinstance(value, float)})
             except (orjson.JSONDecodeError, LookupError, TypeError) as error:
                 if number < len(lines):
                     raise CheckpointError(
-                        f"Line {number} of {self._path} is not a line of metrics ({error!r}). Remove or mend it, and "
+                        f"Line {number} of {self._path} is not a line of metrics ({error!r}). Remove or repair it, and "
                         f"resume again."
                     ) from error
         private.replace(self._path, b"".join(line + b"\n" for line in kept))
@@ -215,3 +269,79 @@ class MetricsLog:
                     last_frames(error),
                 )
             self._failed.add(tracker)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of a run (`summary.json`)."""
+
+    run_dir: Path
+    seed: int
+    state: RunState
+    stopped_by: signal.Signals | None
+    """The signal that stopped it early: Ctrl-C is SIGINT."""
+    checkpoint: Path | None
+    abandoned: int
+    """Agents that could not be ended when their time was up."""
+    problems: dict[str, int]
+    """Failures of adapters."""
+
+    def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
+        """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again)."""
+        of_set = [e for e in self.state.evaluations if e["set"] == set_name]
+        steps = sorted({e["step"] for e in of_set})
+
+        def at(evaluated: list[int]) -> dict[str, float | None]:
+            rewards = {e["mode"]: e["reward"] for e in of_set if e["step"] in evaluated}
+            return {mode: rewards.get(mode) for mode in ("greedy", "sampled")}
+
+        return {"before": at(steps[:1]), "after": at(steps[1:][-1:])}
+
+    @property
+    def file(self) -> Path:
+        return self.run_dir / SUMMARY_FILE
+
+    @property
+    def sets(self) -> list[str]:
+        """The held-out sets, in the order of their evaluation."""
+        return list(dict.fromkeys(e["set"] for e in self.state.evaluations))
+
+    @property
+    def models(self) -> list[Path]:
+        """The latest weights of each policy, as transformers loads them."""
+        return [] if self.checkpoint is None else [link for link in model_links(self.checkpoint) if link.exists()]
+
+    @property
+    def headline(self) -> str:
+        return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
+
+    def as_json(self, verdict: Mapping[str, Json] | None = None) -> dict[str, Any]:
+        state = self.state
+        return {
+            "verdict": verdict,
+            "reward": self.rewards(self.headline),
+            "rewards": {name: self.rewards(name) for name in self.sets},
+            "steps": state.step,
+            "seconds": state.seconds,
+            "peak_rss_bytes": state.peak_rss_bytes,
+            "rollouts": state.endings,
+            "llm_calls": state.llm_calls,
+            "passed_through": state.passed_through,
+            "transitions": {
+                "kept": state.kept,
+                "without_advantage": state.without_advantage,
+                "dropped": state.dropped,
+            },
+            "seed": self.seed,
+            "interrupted": self.stopped_by is not None,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "models": [str(model) for model in self.models],
+            "agents_abandoned": self.abandoned,
+            "adapter_problems": self.problems,
+            "evaluations": state.evaluations,
+            "train_rewards": state.train_rewards,
+        }
+
+    def write(self, verdict: Mapping[str, Json] | None = None) -> None:
+        """Write the file, with what the run came to (`agl_core.analysis.health.verdict_of`)."""
+        private.replace(self.file, orjson.dumps(self.as_json(verdict), option=orjson.OPT_INDENT_2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,15 +11,14 @@ import orjson
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, last_frames
-from agl_core.kinds import Capability
 from agl_core.learning.health import health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import RecordedTasks, TaskSource
 from agl_core.training.alarms import Alarm
-from agl_core.training.alarms.rollouts import common_failure, failures
-from agl_core.training.progress import Phase
-from agl_core.training.rollouts.plan import plan_look
-from agl_core.types import Episode, Json
+from agl_core.training.failures import common_failure, failures
+from agl_core.training.metrics import Phase
+from agl_core.training.rollouts import plan_look
+from agl_core.types import Episode
 from agl_core.types.estimates import Workload
 
 if TYPE_CHECKING:
@@ -36,28 +34,24 @@ def workload(loaded: LoadedConfig) -> Workload:
 
     ConfigError if a source of tasks cannot make its first task.
     """
-    config = loaded.config
+    config, train, held_out = loaded.config, loaded.config.train, loaded.config.eval
     sources = {
         name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()
     }
     check_agent(config, sources["train"])
-    asked = orjson.dumps(sources["train"].task(0).input)
+    # Each held-out set is evaluated before training, every so many steps, and at the end.
+    evaluations = 0 if held_out.every == 0 else 1 + -(-train.steps // held_out.every)
+    tasks = sum(
+        min(held_out.tasks, source.size or held_out.tasks) for name, source in sources.items() if name != "train"
+    )
     return Workload(
-        steps=config.train.steps,
-        groups=config.train.groups_per_step,
-        group_size=config.train.group_size,
-        evaluated=sum(_evaluated(loaded, source) for name, source in sources.items() if name != "train"),
-        prompt_tokens=TEMPLATE_TOKENS + len(asked) // CHARACTERS_PER_TOKEN,
+        steps=train.steps,
+        groups=train.groups_per_step,
+        group_size=train.group_size,
+        evaluated=evaluations * len(held_out.modes) * tasks,
+        prompt_tokens=TEMPLATE_TOKENS + len(orjson.dumps(sources["train"].task(0).input)) // CHARACTERS_PER_TOKEN,
         response_tokens=config.sampling.max_tokens,
     )
-
-
-def _evaluated(loaded: LoadedConfig, source: TaskSource) -> int:
-    """Rollouts of all evaluations on one held-out set: before training, every so many steps, and at the end."""
-    chosen, steps = loaded.config.eval, loaded.config.train.steps
-    times = 0 if chosen.every == 0 else 1 + -(-steps // chosen.every)
-    tasks = chosen.tasks if source.size is None else min(chosen.tasks, source.size)
-    return times * len(chosen.modes) * tasks
 
 
 def first_made(name: str, source: TaskSource) -> TaskSource:
@@ -73,31 +67,6 @@ def first_made(name: str, source: TaskSource) -> TaskSource:
             f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n{last_frames(error)}"
         ) from error
     return source
-
-
-def image_cautions(loaded: LoadedConfig, tasks: Mapping[str, TaskSource]) -> Iterator[str]:
-    """What an engine that takes no images says of sets of tasks that begin with one."""
-    if Capability.IMAGES in loaded.engine.component.provides:
-        return
-    for name, source in tasks.items():
-        if _has_image(source.task(0).input):
-            yield (
-                f"caution: the first task of [tasks.{name}] has an image, and {loaded.engine.label} takes none: a call "
-                f"with an image is refused, and not trained on. Choose an engine that provides images, or tasks "
-                f"without them."
-            )
-
-
-def _has_image(value: Json) -> bool:
-    """Whether a value has an image in one of the forms in which messages have them."""
-    if isinstance(value, str):
-        return value.startswith("data:image/")
-    if isinstance(value, Mapping):
-        is_part = value.get("type") in ("image_url", "input_image") or (
-            value.get("type") == "image" and "source" in value
-        )
-        return is_part or any(map(_has_image, value.values()))
-    return isinstance(value, list) and any(map(_has_image, value))
 
 
 def check_agent(config: RunConfig, source: TaskSource) -> None:
@@ -126,7 +95,7 @@ class Look:
     """The agent's first rollouts, before it is trained."""
 
     seen: list[str]
-    """What each of them was like, in words."""
+    """Each of them in words."""
     fault: Alarm | None
     """How all of them failed, with the first error and what to do; None: at least one finished."""
 
@@ -139,22 +108,19 @@ async def first_look(session: Session, phase: Phase) -> Look:
     planned = plan_look(session.tasks["train"], run=session.run, restart=session.restart)
     episodes = (await session.collector.collect([planned[:1]], phase)).episodes
     if common_failure(episodes) is not None:
-        episodes += (await session.collector.collect([[each] for each in planned[1:]], phase)).episodes
+        episodes += (await session.collector.collect([[rollout] for rollout in planned[1:]], phase)).episodes
     fault = None if common_failure(episodes) is None else await failures(session.server.store, episodes)
-    worker = session.worker and session.worker.worker
-    problems = worker.problems if worker else {}
-    return Look([_described(each) for each in episodes] + [f"problem: {each}" for each in problems], fault)
+    problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
+    return Look([*map(_described, episodes), *(f"problem: {problem}" for problem in problems)], fault)
 
 
 def _described(episode: Episode) -> str:
     """Ending, calls, agents, tools, reward and health of a rollout."""
     calls = Counter(t.agent or "an unnamed agent" for t in episode.transitions)
     by = f" by {', '.join(calls)}" if calls else ""
-    results = [*(each for t in episode.transitions for each in t.tool_results), *episode.unjoined]
-    tools = ", ".join(f"{each.tool} {each.status}" for each in results) or "none"
-    parts = ", ".join(
-        f"{each.name} {each.value:.3g}" for each in episode.rewards if each.call is None and each.source != AGENT_SOURCE
-    )
+    results = [*(result for t in episode.transitions for result in t.tool_results), *episode.unjoined]
+    tools = ", ".join(f"{result.tool} {result.status}" for result in results) or "none"
+    parts = ", ".join(f"{r.name} {r.value:.3g}" for r in episode.rewards if r.call is None and r.source != AGENT_SOURCE)
     reward = "none" if episode.terminal is None else f"{episode.terminal:.3g}" + (f" ({parts})" if parts else "")
     return (
         f"task {episode.task.id}: {episode.ending}, {calls.total()} calls{by}; tools: {tools}; reward: {reward}; "

@@ -1,4 +1,4 @@
-"""A whole run: its folder, its restarts and its interruption."""
+"""A whole run: its restarts and its interruption."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from agl_core import private
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, StoreError, TrainingError, last_frames
+from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, TrainingError, last_frames
 from agl_core.protocols import RecordedTasks, Tracker
 from agl_core.server.source import SourceFactory
-from agl_core.store.interface import Store
-from agl_core.training.alarms.rollouts import assertions_in
-from agl_core.training.alarms.steps import Watch
+from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
 from agl_core.training.evaluate import Evaluated
+from agl_core.training.failures import assertions_in
 from agl_core.training.loop import Trainer, uninterrupted
-from agl_core.training.metrics import METRICS_FILE, MetricsLog
+from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.preflight import first_look
-from agl_core.training.progress import Observer
-from agl_core.training.run_folder import is_new, removed_unless_begun
-from agl_core.training.server import local_server
+from agl_core.training.server import is_new, local_server, removed_unless_begun
 from agl_core.training.session import Session, open_session
-from agl_core.training.summary import SUMMARY_FILE, Summary
 from agl_core.wire.keys import SERVER_FILE
 
 
@@ -49,8 +45,8 @@ async def train(
     superseded. Changes of the configuration are printed, and hold from now on. ConfigError if a change does not fit the
     checkpoint; StoreError if the run's store is empty. The folder of a new run is removed if the run cannot be started.
     With a `source` of rollouts on its server, an engine that is lost is started again, and the source goes on;
-    `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent
-    that is shown; TrainingError if it does not work.
+    `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent that is shown;
+    TrainingError if it does not work.
     """
     config = loaded.config
     if not os.access(run_dir, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
@@ -63,7 +59,7 @@ async def train(
         begun = stack.enter_context(removed_unless_begun(run_dir if is_new(run_dir) and not resume else None))
         weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
         state = read_state(weights) if weights else RunState()
-        if weights and state.config:
+        if weights:
             _report_changes(loaded, state, weights, observer)
         state.config = config.model_dump(mode="json")
         for caution in cautions(loaded):
@@ -72,8 +68,6 @@ async def train(
         log = MetricsLog(run_dir / METRICS_FILE, trackers)
         stack.callback(log.close)
         server = await stack.enter_async_context(local_server(loaded, run_dir, source))
-        if state.step:
-            await _check_recorded(server.store, run_dir, state.step)
         while True:
             resumed = state.step if resume else None
             async with open_session(
@@ -121,12 +115,7 @@ async def train(
 
 
 async def evaluate(
-    loaded: LoadedConfig,
-    run_dir: Path,
-    checkpoint: Path | None,
-    observer: Observer,
-    *,
-    repeat: int = 1,
+    loaded: LoadedConfig, run_dir: Path, checkpoint: Path | None, observer: Observer, *, repeat: int = 1
 ) -> Evaluated:
     """Evaluate a checkpoint (None: the initial weights) on every held-out set, sampled tasks `repeat` times.
 
@@ -154,8 +143,8 @@ async def _look(session: Session, observer: Observer) -> None:
         return
     with observer.phase("first look", 0) as phase:
         look = await first_look(session, phase)
-    for seen in look.seen:
-        observer.say(f"first look: {seen}")
+    for rollout in look.seen:
+        observer.say(f"first look: {rollout}")
     if look.fault is not None:
         raise TrainingError(
             f"The agent does not work yet, so training did not begin: {look.fault.seen}. {look.fault.remedy} "
@@ -171,7 +160,7 @@ def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
         raise
     except Exception as error:
         raise PluginError(
-            f"[trackers.{name}]: it does not start ({type(error).__name__}: {error}). Mend it, or leave it out: "
+            f"[trackers.{name}]: it does not start ({type(error).__name__}: {error}). Fix it, or leave it out: "
             f"--set trackers.{name}=false.\n{last_frames(error)}"
         ) from error
     return tracker
@@ -179,19 +168,10 @@ def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
 
 def _report_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, observer: Observer) -> None:
     """Print what the configuration changes; ConfigError if a change is refused."""
-    found = changes(state.config, loaded.config.model_dump(mode="json"))
-    check_changes(found, state.config, loaded.folder, checkpoint)
-    for change in found:
+    changed = changes(state.config, loaded.config.model_dump(mode="json"))
+    check_changes(changed, state.config, loaded.folder, checkpoint)
+    for change in changed:
         observer.say(f"changed since {checkpoint.name}: {change}")
-
-
-async def _check_recorded(store: Store, run_dir: Path, step: int) -> None:
-    """StoreError if the store of a trained run has no run: it was emptied, or is another store."""
-    if not await store.runs():
-        raise StoreError(
-            f"The store {run_dir / 'store.sqlite'} is empty, but {run_dir} has been trained up to step {step}: what "
-            f"was recorded of it is lost, or is elsewhere. Restore a backup of the store, or start a new run."
-        )
 
 
 async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:
@@ -217,16 +197,18 @@ def _on_signal(task: asyncio.Task[None]) -> Iterator[list[signal.Signals]]:
     signals = (signal.SIGINT, signal.SIGTERM)
     received: list[signal.Signals] = []
 
+    def ignore() -> None:
+        for which in signals:
+            loop.remove_signal_handler(which)
+
     def stop(which: signal.Signals) -> None:
-        for each in signals:
-            loop.remove_signal_handler(each)
+        ignore()
         received.append(which)
         task.cancel()
 
-    for each in signals:
-        loop.add_signal_handler(each, stop, each)
+    for which in signals:
+        loop.add_signal_handler(which, stop, which)
     try:
         yield received
     finally:
-        for each in signals:
-            loop.remove_signal_handler(each)
+        ignore()

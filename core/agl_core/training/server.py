@@ -1,23 +1,96 @@
-"""How a run's server is started, and how a restart of the run begins on it."""
+"""A run's folder, and the server that works in it: how both are made, and how a restart of the run begins."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agl_core.config.load import LoadedConfig
+from agl_core import private
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import GatewaySection, RunConfig
-from agl_core.errors import ConfigError, ServerError, StoreError
+from agl_core.errors import CheckpointError, ConfigError, ServerError, StoreError
 from agl_core.server import Keys, LightningServer
 from agl_core.server.gateway.upstream import RunSettings
 from agl_core.server.source import RolloutSource, SourceFactory
 from agl_core.store.interface import Store
 from agl_core.types import Run
 from agl_core.wire.keys import SERVER_FILE, ServerFile, problem_of_key, take_key
+
+
+def new_run_dir(loaded: LoadedConfig) -> Path:
+    """`runs/NAME`, or `runs/NAME-2` and so on if it is taken; holds the configuration as resolved."""
+    base = loaded.config.runs / loaded.config.name
+    return first_free(base, partial(store_config, loaded.config))
+
+
+def first_free(base: Path, write: Callable[[Path], None]) -> Path:
+    """Make the folder `base`, or `base-2` and so on if it is taken, with the configuration that `write` puts there.
+
+    A folder with nothing but logs is what a failed start left, and is taken over.
+    """
+    for number in range(1, 10_000):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        if folder.is_dir() and all(file.suffix == ".log" for file in folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileExistsError):
+            make_run_dir(folder, write, may_exist=False)
+            return folder
+    raise CheckpointError(f"{base} and thousands of folders beside it are taken. Remove some or set `name`.")
+
+
+def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool = True) -> None:
+    """Make a run's folder and have `write` put its configuration there.
+
+    FileExistsError if the folder exists, unless `may_exist`.
+    """
+    try:
+        private.make_folder(folder, exist_ok=may_exist)
+        write(folder)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not may_exist:
+            raise
+        raise ConfigError(
+            f"The run's folder {folder} cannot be made or written ({error.strerror}: {error.filename}). Check the "
+            f"permissions and the disk, or have runs elsewhere: --set runs=FOLDER."
+        ) from error
+
+
+def is_new(run_dir: Path) -> bool:
+    """Whether a run's folder has nothing but its configuration."""
+    return all(file.name == CONFIG_FILE for file in run_dir.iterdir())
+
+
+@contextmanager
+def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Remove a new run's folder if the block fails before it calls the function that it gets: nothing is in it yet.
+
+    If the engine left a log, which its errors name, the log stays until a run takes the name. None: there is nothing to
+    remove.
+    """
+    has_begun = False
+
+    def begun() -> None:
+        nonlocal has_begun
+        has_begun = True
+
+    try:
+        yield begun
+    except BaseException:
+        if folder is not None and not has_begun:
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.suffix != ".log" or not path.stat().st_size:
+                    path.unlink()
+            with suppress(OSError):  # A log stays.
+                folder.rmdir()
+        raise
 
 
 @asynccontextmanager
@@ -78,29 +151,26 @@ async def _started(
     loaded: LoadedConfig, store: Store, keys: Keys, file: Path, source: RolloutSource | None
 ) -> LightningServer:
     """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
-    wanted = loaded.config.server.port
-    *earlier, last = (wanted,) if wanted else (_port_before(file), 0)
-    for port in earlier:
+    settings = loaded.config.server
+
+    async def listening(port: int) -> LightningServer:
+        server = LightningServer(
+            store,
+            None,
+            run_settings(loaded.config),
+            loaded.plugins.hook,
+            listen=settings.model_copy(update={"port": port}),
+            keys=keys,
+            gateway=loaded.config.gateway,
+            source=source,
+        )
+        await server.start()
+        return server
+
+    if not settings.port and (before := _port_before(file)):
         with suppress(ServerError):
-            return await _listening(loaded, store, keys, port, source)
-    return await _listening(loaded, store, keys, last, source)
-
-
-async def _listening(
-    loaded: LoadedConfig, store: Store, keys: Keys, port: int, source: RolloutSource | None
-) -> LightningServer:
-    server = LightningServer(
-        store,
-        None,
-        run_settings(loaded.config),
-        loaded.plugins.hook,
-        listen=loaded.config.server.model_copy(update={"port": port}),
-        keys=keys,
-        gateway=loaded.config.gateway,
-        source=source,
-    )
-    await server.start()
-    return server
+            return await listening(before)
+    return await listening(settings.port)
 
 
 def passthrough_key(gateway: GatewaySection) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,14 @@ from agl_core.errors import EngineError
 from agl_core.learning import ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
 from agl_core.server import LightningServer
-from agl_core.training.alarms.stall import StallWatch
 from agl_core.training.checkpoints import verify
 from agl_core.training.evaluate import Evaluator
-from agl_core.training.preflight import check_agent, first_made, image_cautions
-from agl_core.training.progress import Observer
-from agl_core.training.rollouts.collect import Collector
-from agl_core.training.rollouts.episodes import scoring_rules
-from agl_core.training.rollouts.recorded import RecordedQueue
+from agl_core.training.metrics import Observer
+from agl_core.training.preflight import check_agent, first_made
+from agl_core.training.recorded import RecordedQueue
+from agl_core.training.rollouts import Collector, Queue, scoring_rules
 from agl_core.training.server import begin_restart
+from agl_core.training.stall import StallWatch
 from agl_core.types import AlarmName
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
@@ -68,32 +67,18 @@ async def open_session(
     `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there.
     """
     config = loaded.config
-    if weights is not None and not await asyncio.to_thread(verify, weights):
-        observer.say(
-            f"caution: the checkpoint {weights} has no digests of its files, since an earlier version of agl wrote "
-            f"it: if it is damaged, agl may not notice"
-        )
+    if weights is not None:
+        await asyncio.to_thread(verify, weights)
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
     tasks = {name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()}
     rules = scoring_rules(loaded)
     source = tasks["train"]
     check_agent(config, source)
-    for caution in image_cautions(loaded, tasks):
-        observer.say(caution)
     has_worker = config.workers.embedded and config.agent is not None
     runner = await choose_own_runner(loaded, server.base_url) if has_worker else None
     run = await begin_restart(server, config, run_dir, resumed_step)
     async with AsyncExitStack() as stack:
-        observer.say("starting the engine")
-        engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
-        stack.push_async_callback(engine.stop)
-        engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
-        upstream = await engine.start()
-        observer.serving(upstream)
-        if weights is not None:
-            await engine.load(weights)
-        server.serve(upstream, await engine.versions())
-        stack.callback(server.withdraw)
+        engine = await _started_engine(loaded, run_dir, server, observer, stack, weights)
         worker = None
         if runner is not None:
             # Until the stack is closed, clients that agents make find the server.
@@ -107,21 +92,40 @@ async def open_session(
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {run_dir}")
         setting = config.alarms.get(AlarmName.STALL)
         stall = None if setting is False else StallWatch(server.activity, server.store, observer.say, setting)
-        collector = Collector(
-            *(server.store, server.queue, rules, config.train.endings, loaded.plugins.hook),
-            check_health=health_check(worker),
-            stall=stall,
-        )
-        held_out = {name: each for name, each in tasks.items() if name != "train"}
-        evaluator = Evaluator(collector, held_out, config.eval, run.id, run.restart, observer, server.store)
+
+        def collector(queue: Queue, rules: Sequence[ScoringRule], stall: StallWatch | None) -> Collector:
+            hook, is_well = loaded.plugins.hook, health_check(worker)
+            return Collector(server.store, queue, rules, config.train.endings, hook, is_well, stall)
+
+        of_agent = of_training = collector(server.queue, rules, stall)
+        held_out = {name: tasks[name] for name in tasks if name != "train"}
+        evaluator = Evaluator(of_agent, held_out, config.eval, run.id, run.restart, observer)
         if isinstance(source, RecordedTasks):
             queue = RecordedQueue(source, config, server.store, engine)
-            rules = rules if config.rewards else [ScoringRule("recorded", queue.reward)]
-            collector = Collector(
-                *(server.store, queue, rules, config.train.endings, loaded.plugins.hook),
-                check_health=health_check(worker),
-            )
-        yield Session(server, run.id, run.restart, engine, worker, collector, evaluator, tasks, stall)
+            of_training = collector(queue, rules if config.rewards else [ScoringRule("recorded", queue.reward)], None)
+        yield Session(server, run.id, run.restart, engine, worker, of_training, evaluator, tasks, stall)
+
+
+async def _started_engine(
+    loaded: LoadedConfig,
+    run_dir: Path,
+    server: LightningServer,
+    observer: Observer,
+    stack: AsyncExitStack,
+    weights: Path | None,
+) -> Engine:
+    """The engine, serving the policies through the server until the stack is closed."""
+    observer.say("starting the engine")
+    engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
+    stack.push_async_callback(engine.stop)
+    engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
+    upstream = await engine.start()
+    observer.serving(upstream)
+    if weights is not None:
+        await engine.load(weights)
+    server.serve(upstream, await engine.versions())
+    stack.callback(server.withdraw)
+    return engine
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:

@@ -17,7 +17,7 @@ from agl_core.cli.run import new_capture
 from agl_core.errors import ConfigError, PluginError
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.rollouts.episodes import recorded_episodes
+from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Call, DropReason, Ending, Episode, Mode, Reward, Rollout, RolloutState, TrainingRecord
 
 TRY = ("reward", "try", "--yes", "train.toml")

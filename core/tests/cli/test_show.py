@@ -13,7 +13,7 @@ import pytest
 from agl_core.cli.shared.screen import Screen
 from agl_core.cli.train import print_summary
 from agl_core.training.checkpoints import RunState
-from agl_core.training.summary import Summary
+from agl_core.training.metrics import Summary
 from agl_core.types import FinishReason, Reward, Run, Source, Task, ToolResult, ToolStatus, TrainingRecord
 
 TITLE = "\x1b]0;owned\x07"

@@ -120,7 +120,7 @@ def register_components(register: Register) -> None:
     provides = {Capability.REFERENCE, Capability.TOKEN_IDS}
     register(kinds.ENGINE, "pretending", built, options=EngineOptions, provides=provides)
     register(kinds.ENGINE, "poor", built)
-    provides |= {Capability.CRITIC, Capability.OWN_ALGORITHMS, Capability.IMAGES}
+    provides |= {Capability.CRITIC, Capability.OWN_ALGORITHMS}
     register(kinds.ENGINE, "rich", built, provides=provides)
     register(kinds.CREDIT, "either", built, yields={CreditKind.REWARD, CreditKind.RETURN})
     register(kinds.CREDIT, "mixing", built, yields=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from agl_core.config import LoadedConfig, check
 from agl_core.config.check import cautions
 from agl_core.errors import CapabilityError
-from agl_core.training.preflight import image_cautions
 from agl_core.types import CreditKind
 
 Load = Callable[..., LoadedConfig]
@@ -168,26 +166,3 @@ def test_training_on_what_older_weights_sampled_without_correction_is_worth_a_wo
     assert "max_staleness is 2" in said
     assert "importance_cap is not set" in said
     assert list(cautions(loaded(minimal, stale, "policies.default.algorithm.grpo.importance_cap=2.0"))) == []
-
-
-IMAGES = (
-    {"question": "What is it?", "picture": "data:image/png;base64,AAAA"},
-    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]}],
-    [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}]}],
-)
-TEXTS = ("What is an image_url?", {"type": "image"}, [{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
-
-
-@pytest.mark.parametrize(("engine", "said"), [("poor", 1), ("rich", 0)])
-def test_tasks_with_images_are_worth_a_word_where_the_engine_takes_none(
-    loaded: Load, minimal: dict[str, Any], engine: str, said: int
-) -> None:
-    run = loaded(minimal, f"engine.name={engine}", "algorithm.name=easy", "credit.name=either")
-    for given in IMAGES:
-        sources: Any = {"train": SimpleNamespace(task=lambda index, given=given: SimpleNamespace(input=given))}
-        lines = list(image_cautions(run, sources))
-        assert len(lines) == said
-        assert all("[tasks.train] has an image, and " in line for line in lines)
-    for given in TEXTS:
-        sources = {"train": SimpleNamespace(task=lambda index, given=given: SimpleNamespace(input=given))}
-        assert list(image_cautions(run, sources)) == []

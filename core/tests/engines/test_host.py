@@ -8,104 +8,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
-from agl_core.engines.host import ProcessEngine
+from agl_core.engines.host import ProcessEngine, check_models
 from agl_core.errors import CheckpointError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import Row, batch_of
 
-CHILD = """
-import os, sys, threading, time
-from pathlib import Path
-import numpy as np
-from agl_core import errors
-from agl_core.engines.child import Host
-from agl_core.protocols import UpdateResult
-from test_host_script import Script
+from .host_child import Script
 
-class Engine:
-    urls, context_length = ("http://127.0.0.1:9/v1",), 77
-    version = 4
-
-    def __init__(self, host):
-        self.host, self.script = host, host.options
-        print("a library that prints", flush=True)
-        print("waiting:", os.environ.get("WAITING"), flush=True)
-        for stage in self.script.stages:
-            host.stage(stage)
-        if self.script.start == "die":
-            os._exit(9)
-        if self.script.start == "hang":
-            time.sleep(600)
-        if self.script.start:
-            raise getattr(errors, self.script.start, ValueError)("no such luck")
-
-    def update(self, request, progress):
-        assert request.policy == "default"
-        if self.script.update == "die":
-            os._exit(9)
-        if self.script.update == "fail":
-            raise RuntimeError("first line\\nRayError: no such luck")
-        if self.script.update == "wait":
-            progress(0.25)
-            while not (self.host.context.run_dir / "go-on").exists():
-                time.sleep(0.01)
-        self.version += 1
-        progress(1.0)
-        values_N = np.array([0.1 + 0.2])
-        return UpdateResult(self.version, {"loss": 1 / 3}, values_N, values_N, (None,))
-
-    def save(self, folder):
-        (Path(folder) / "saved").write_text(str(folder))
-
-    def load(self, folder):
-        raise errors.CheckpointError(f"no checkpoint in {folder}")
-
-    def versions(self):
-        return {"default": self.version}
-
-    def stats(self):
-        if self.script.lost:
-            self.host.lost("A node was lost (10.0.0.7)")
-        return {"tokens_decoded": 5.0, "seed": self.host.context.seed}
-
-host = Host.connect(Script, at_end=(lambda: time.sleep(60)) if os.environ.get("STUCK") else None)
-if host.options.log:
-    print(host.options.log, file=sys.stderr, flush=True)
-with host.starting():
-    engine = Engine(host)
-host.serve(engine)
-"""
-SCRIPT = """
-from pydantic import BaseModel
-
-class Script(BaseModel):
-    start: str = ""
-    update: str = ""
-    lost: bool = False
-    log: str = ""
-    stages: tuple[str, ...] = ()
-"""
 BATCH = batch_of([Row(prompt=[1, 2], response=[3], logprobs=[-0.25], value=1.0)])
 
 
-class Script(BaseModel):
-    start: str = ""
-    update: str = ""
-    lost: bool = False
-    log: str = ""
-    stages: tuple[str, ...] = ()
-
-
 class ScriptedEngine(ProcessEngine):
-    module = "test_host_child"
+    module = "host_child"
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         if any("no such luck" in line for line in lines):
@@ -115,9 +38,7 @@ class ScriptedEngine(ProcessEngine):
 
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineContext:
-    (tmp_path / "test_host_child.py").write_text(CHILD)
-    (tmp_path / "test_host_script.py").write_text(SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     return EngineContext(tmp_path / "run", 3, {"default": PolicySpec(str(tmp_path))}, False, (), "secret")
 
 
@@ -140,45 +61,45 @@ async def update(engine: ScriptedEngine, progress: Any = None) -> Any:
     return await engine.update("default", BATCH, "grpo", {}, progress)
 
 
-async def test_a_start_says_where_it_serves(context: EngineContext) -> None:
-    made = ScriptedEngine(Script(), context)
-    try:
-        upstream = await made.start()
-        assert (upstream.urls, upstream.models) == (("http://127.0.0.1:9/v1",), {"default": "default"})
-        assert (upstream.api_key, upstream.context_length) == ("secret", 77)
-    finally:
-        await made.stop()
-    assert "a library that prints" in (context.run_dir / "engine.log").read_text()
-
-
 @pytest.mark.parametrize("of_the_run", [None, "ACTIVE"])
-async def test_a_variable_of_the_engine_gives_way_to_the_runs_own(
-    engine: Any, context: EngineContext, monkeypatch: pytest.MonkeyPatch, of_the_run: str | None
+async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosses_exactly(
+    context: EngineContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_run: str | None
 ) -> None:
     monkeypatch.delenv("WAITING", raising=False)
     if of_the_run is not None:
         monkeypatch.setenv("WAITING", of_the_run)
     monkeypatch.setattr(ScriptedEngine, "environment", {"WAITING": "PASSIVE"})
-    made = await engine()
-    await made.stop()
-    assert f"waiting: {of_the_run or 'PASSIVE'}\n" in (context.run_dir / "engine.log").read_text()
+    stages: list[tuple[str, float]] = []
+    shares: list[float] = []
+    made = ScriptedEngine(Script(stages=("Ray", "the weights")), context)
+    made.report_stages(lambda stage, seconds: stages.append((stage, seconds)))
+    try:
+        upstream = await made.start()
+        assert (upstream.urls, upstream.models) == (("http://127.0.0.1:9/v1",), {"default": "default"})
+        assert (upstream.api_key, upstream.context_length) == ("secret", 77)
+        result = await update(made, shares.append)
+        assert (result.version, result.metrics, result.dropped) == (5, {"loss": 1 / 3}, (None,))
+        assert (result.advantage_N.dtype, result.advantage_N.tolist(), shares) == (np.float64, [0.1 + 0.2], [1.0])
+        assert (await made.versions(), await made.stats()) == ({"default": 5}, {"tokens_decoded": 5.0, "seed": 3})
+        with pytest.raises(EngineError, match="does not support 'withdraw'"):
+            await made.withdraw("default")
+        monkeypatch.chdir(tmp_path)
+        await made.save(Path("."))
+        assert (tmp_path / "saved").read_text() == str(tmp_path)
+        with pytest.raises(CheckpointError) as raised:  # An error on purpose keeps its class and its words.
+            await made.load(tmp_path / "nowhere")
+        assert str(raised.value) == f"no checkpoint in {tmp_path / 'nowhere'}"
+    finally:
+        await made.stop()
+    assert [stage for stage, _ in stages] == ["Ray", "the weights"]
+    assert 0 < stages[0][1] <= stages[1][1]
+    log = (context.run_dir / "engine.log").read_text()
+    assert "a library that prints" in log
+    assert "Start: the weights." in log
+    assert f"waiting: {of_the_run or 'PASSIVE'}\n" in log, "an engine's variable gives way to the run's own"
 
 
-async def test_everything_crosses_exactly(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, shares = await engine(), []
-    result = await update(made, shares.append)
-    assert (result.version, result.metrics, result.dropped) == (5, {"loss": 1 / 3}, (None,))
-    assert result.advantage_N.dtype == np.float64
-    assert result.advantage_N.tolist() == [0.1 + 0.2]
-    assert shares == [1.0]
-    assert await made.versions() == {"default": 5}
-    assert await made.stats() == {"tokens_decoded": 5.0, "seed": 3}
-    monkeypatch.chdir(tmp_path)
-    await made.save(Path("."))
-    assert (tmp_path / "saved").read_text() == str(tmp_path)
-
-
-async def test_statistics_are_answered_and_progress_is_reported_during_an_update(
+async def test_an_update_is_asked_about_meanwhile_and_runs_on_when_its_caller_gives_up(
     engine: Any, context: EngineContext
 ) -> None:
     made, begun = await engine(update="wait"), asyncio.Event()
@@ -186,27 +107,12 @@ async def test_statistics_are_answered_and_progress_is_reported_during_an_update
     await begun.wait()
     assert (await made.stats())["tokens_decoded"] == 5
     assert await made.versions() == {"default": 4}
-    (context.run_dir / "go-on").touch()
-    assert (await updating).version == 5
-
-
-async def test_an_update_runs_on_when_its_caller_gives_up(engine: Any, context: EngineContext) -> None:
-    made, begun = await engine(update="wait"), asyncio.Event()
-    updating = asyncio.create_task(update(made, lambda _: begun.set()))
-    await begun.wait()
     updating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await updating
     (context.run_dir / "go-on").touch()
     await made.save(context.run_dir)
     assert await made.versions() == {"default": 5}
-
-
-async def test_an_error_on_purpose_keeps_its_class_and_its_words(engine: Any, tmp_path: Path) -> None:
-    made = await engine()
-    with pytest.raises(CheckpointError) as raised:
-        await made.load(tmp_path / "nowhere")
-    assert str(raised.value) == f"no checkpoint in {tmp_path / 'nowhere'}"
 
 
 async def test_any_other_error_comes_with_its_remedy_and_how_to_resume(engine: Any, context: EngineContext) -> None:
@@ -222,22 +128,15 @@ async def test_any_other_error_comes_with_its_remedy_and_how_to_resume(engine: A
 
 
 @pytest.mark.parametrize(("start", "kind"), [("ConfigError", ConfigError), ("ValueError", EngineError)])
-async def test_an_engine_that_does_not_start_says_why(engine: Any, start: str, kind: type[Exception]) -> None:
+async def test_an_engine_that_does_not_start_says_why_and_can_be_stopped(
+    context: EngineContext, start: str, kind: type[Exception]
+) -> None:
+    made = ScriptedEngine(Script(start=start), context)
     with pytest.raises(kind, match=r"did not start: .*no such luck\. Try again\. \(log: .*engine\.log\)"):
-        await engine(start=start)
-
-
-async def test_a_start_says_its_stages_and_after_how_many_seconds(context: EngineContext) -> None:
-    said: list[tuple[str, float]] = []
-    made = ScriptedEngine(Script(stages=("Ray", "the weights")), context)
-    made.report_stages(lambda stage, seconds: said.append((stage, seconds)))
-    try:
         await made.start()
-    finally:
-        await made.stop()
-    assert [stage for stage, _ in said] == ["Ray", "the weights"]
-    assert 0 < said[0][1] <= said[1][1]
-    assert "Start: the weights." in (context.run_dir / "engine.log").read_text()
+    await made.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await update(made)
 
 
 async def test_a_process_that_dies_while_it_starts_was_in_a_stage(engine: Any) -> None:
@@ -256,45 +155,31 @@ async def test_a_start_that_takes_too_long_names_its_stage_and_shows_the_log(
     assert "out of tokens" in str(raised.value).partition(f"The end of {context.run_dir / 'engine.log'}:")[2]
 
 
-async def test_a_start_that_failed_can_be_stopped_and_nothing_comes_after(context: EngineContext) -> None:
-    made = ScriptedEngine(Script(start="ValueError"), context)
-    with pytest.raises(EngineError):
-        await made.start()
-    await made.stop()
-    with pytest.raises(EngineError, match="not running"):
-        await update(made)
-
-
-async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(engine: Any) -> None:
+async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(
+    engine: Any, context: EngineContext
+) -> None:
+    """And not with what an earlier restart died of."""
+    context.run_dir.mkdir()
+    (context.run_dir / "engine.log").write_text("RayError: no such luck\n")
     made = await engine(update="die", log="out of tokens")
     with pytest.raises(EngineError, match=r"lost during 'update' \(exit code 9\)\. Resume the run") as raised:
         await update(made)
     assert "out of tokens" in str(raised.value).partition("The end of")[2]
+    assert "luck" not in str(raised.value)
     with pytest.raises(EngineError, match="lost during 'stats'"):
         await made.stats()
-
-
-async def test_a_killed_process_is_explained_by_its_exit_code_and_the_log_by_the_last_lines(engine: Any) -> None:
-    made = await engine(update="wait")
-    begun = asyncio.Event()
-    updating = asyncio.create_task(update(made, lambda _: begun.set()))
-    await begun.wait()
-    os.kill(made.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"exit code -9\)\. Add memory\. Resume"):
-        await updating
     known = await engine(update="die", log="RayError: no such luck\nand what follows it")
     with pytest.raises(EngineError, match=r"exit code 9\)\. Try again\. Resume"):
         await update(known)
 
 
-async def test_what_an_earlier_restart_died_of_is_not_told_of_this_one(engine: Any, context: EngineContext) -> None:
-    context.run_dir.mkdir()
-    (context.run_dir / "engine.log").write_text("RayError: no such luck\n")
-    made = await engine(update="die", log="nothing to see")
-    with pytest.raises(EngineError, match="nothing to see") as raised:
-        await update(made)
-    assert "luck" not in str(raised.value)
-    assert "Try again" not in str(raised.value)
+async def test_a_killed_process_is_explained_by_its_exit_code(engine: Any) -> None:
+    made, begun = await engine(update="wait"), asyncio.Event()
+    updating = asyncio.create_task(update(made, lambda _: begun.set()))
+    await begun.wait()
+    os.kill(made.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"exit code -9\)\. Add memory\. Resume"):
+        await updating
 
 
 async def test_what_an_engine_lost_is_told_with_whatever_is_asked(engine: Any) -> None:
@@ -304,16 +189,49 @@ async def test_what_an_engine_lost_is_told_with_whatever_is_asked(engine: Any) -
             await asked()
 
 
+MODEL = "nobody/no-such-model"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that has no model."""
+
+    paths: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.paths.append(self.path)
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output clean."""
+
+
 async def test_a_model_that_is_out_of_reach_is_found_out_before_a_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    policies = {"default": PolicySpec("nobody/no-such-model")}
-    made = ScriptedEngine(Script(), EngineContext(tmp_path / "run", 3, policies, False, (), "secret"))
-    with pytest.raises(EngineError, match=r"no folder 'nobody/no-such-model'.*does not answer"):
+    made = ScriptedEngine(Script(), EngineContext(tmp_path / "run", 3, {"default": PolicySpec(MODEL)}, False, (), "k"))
+    with pytest.raises(EngineError, match=rf"no folder '{MODEL}'.*{tmp_path}.*:1 does not answer.*HF_HUB_OFFLINE=1"):
         await made.start()
     assert not (tmp_path / "run").exists()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+        await asyncio.to_thread(check_models, [MODEL, MODEL])  # Whether it has the model is the engine's to find out.
+        monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+        with pytest.raises(EngineError, match=r"is not asked, as HF_HUB_OFFLINE"):
+            await asyncio.to_thread(check_models, [MODEL])
+        await asyncio.to_thread(server.shutdown)
+    assert Hub.paths == [f"/{MODEL}/resolve/main/config.json"]
+
+    downloaded = tmp_path / "hub" / "models--nobody--no-such-model" / "snapshots" / "4f1c"
+    downloaded.mkdir(parents=True)
+    (downloaded / "config.json").write_text("{}")
+    check_models([str(tmp_path), MODEL])
 
 
 async def test_a_process_that_does_not_end_is_killed(context: EngineContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,12 +249,12 @@ def test_a_process_ends_with_its_run(context: EngineContext, tmp_path: Path) -> 
     code = f"""
 import asyncio, os, signal
 from pathlib import Path
-from test_host_script import Script
+from host_child import Script
 from agl_core.engines.host import ProcessEngine
 from agl_core.protocols import EngineContext, PolicySpec
 
 class Engine(ProcessEngine):
-    module = "test_host_child"
+    module = "host_child"
     def remedy(self, lines, exit_code):
         return None
 

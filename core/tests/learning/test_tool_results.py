@@ -14,7 +14,7 @@ import agl_core.capture.status
 from agl_core.capture import message_status
 from agl_core.learning import build_episode
 from agl_core.learning.tool_results import deduplicate
-from agl_core.training.alarms.rollouts import contradicted_tool_results
+from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
 
 

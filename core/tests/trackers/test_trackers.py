@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 
-from agl_core.builtin.trackers.on_mlflow import MlflowOptions, MlflowTracker
-from agl_core.builtin.trackers.opening import check_installed
-from agl_core.builtin.trackers.weights_and_biases import WandbOptions, WandbTracker
+from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbOptions, WandbTracker
 from agl_core.errors import PluginError
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import MetricsLog
@@ -80,44 +72,6 @@ def test_mlflow_in_a_file_and_a_resumed_run_goes_on(run_dir: Path, tmp_path: Pat
     check_mlflow(f"sqlite:///{run_dir / 'mlflow.db'}", run_id, [1, 2, 3, 4], tmp_path / "got")
 
 
-@pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    """A real tracking server on this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{tmp_path}/server.db",
-        "--artifacts-destination",
-        f"{tmp_path}/files",
-    ]
-    with (tmp_path / "server.log").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
-    try:
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                assert process.poll() is None, (tmp_path / "server.log").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-@pytest.mark.storm
-def test_mlflow_on_a_server(run_dir: Path, tmp_path: Path, mlflow_server: str) -> None:
-    options = MlflowOptions(uri=mlflow_server)
-    log_two_steps(run_dir, {"mlflow": MlflowTracker(options, run_dir)})
-    (tmp_path / "got").mkdir()
-    check_mlflow(mlflow_server, (run_dir / "mlflow-run").read_text(), [1, 2], tmp_path / "got")
-
-
 def test_wandb_offline_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     options = WandbOptions()
@@ -151,6 +105,7 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
     assert (run_dir / "mlflow.db").exists(), "the other one got everything"
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    with pytest.raises(PluginError, match=r"pip install 'agl-core\[wandb\]'"):
-        check_installed("no_such_package_at_all", "wandb")
+def test_a_package_that_is_missing_is_named_with_its_extra(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WandbTracker, "module", "no_such_package_at_all")
+    with pytest.raises(PluginError, match=r"pip install 'agl-core\[no_such_package_at_all\]'"):
+        WandbTracker(WandbOptions(), run_dir)

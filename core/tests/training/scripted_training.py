@@ -11,22 +11,21 @@ from typing import Any, cast
 import numpy as np
 
 from agl_core import kinds
+from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
-from agl_core.builtin.fifo import Fifo
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
 from agl_core.kinds import NoOptions
 from agl_core.plugins import Component, Plugins
-from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
+from agl_core.protocols import Buffer, DrawContext, Engine, Progress, UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer
-from agl_core.training.metrics import MetricsLog
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts.collect import Scored
+from agl_core.training.metrics import MetricsLog, Observer
+from agl_core.training.rollouts import Scored
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -97,6 +96,10 @@ class ScriptedCollector:
     cancelled: set[str] = field(default_factory=set)
     most_groups: int = 0
 
+    @property
+    def queue(self) -> ScriptedCollector:
+        return self
+
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             self.begun.append(rollout.id)
@@ -132,7 +135,7 @@ class ScriptedCollector:
         self.cancelled |= set(ids)
 
 
-class CountingEngine:
+class CountingEngine(Engine):
     """An update keeps the batch and makes the next version."""
 
     def __init__(self) -> None:
@@ -154,7 +157,13 @@ class CountingEngine:
     async def stats(self) -> Mapping[str, float]:
         return {}
 
+    async def versions(self) -> Mapping[str, int]:
+        return {"default": self.version}
+
+    async def start(self) -> Any: ...
     async def save(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None: ...
+    async def stop(self) -> None: ...
 
 
 @dataclass
@@ -171,9 +180,19 @@ class Log:
     def keep(self, step: int, checkpoint: Path, episodes: Sequence[Episode]) -> None: ...
 
 
+class Lines(Observer):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
 class NoEvaluation:
     async def evaluate(self, step: int) -> Evaluated:
-        return Evaluated([], {}, 0, [], [])
+        return Evaluated()
 
 
 @dataclass
@@ -256,7 +275,7 @@ def make_bench(
         Fifo() if buffer is None else buffer,
         Checkpoints(folder, keep=100),
         cast(MetricsLog, log),
-        Silent(),
+        Observer(),
         state=replace(state) if state else RunState(),
     )
     return Bench(trainer, collector, engine, store, log)

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import tomli_w
 
+from agl_core.config.load import SERVED, load
+from agl_core.errors import StoreError
 from agl_core.training.checkpoints import RunState, read_state
 from agl_core.training.evaluate import Evaluated
+from agl_core.training.server import begin_restart, local_server
 from agl_core.types import Batch, TrainingRecord
 
-from .scripted_training import Bench, CountingEngine, make_bench
+from .scripted_training import Bench, CountingEngine, Lines, make_bench
 
 
 def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the parts of a run are asked to do from now on, in order."""
     told: list[str] = []
 
-    def noted(place: Any, name: str, what: str) -> None:
-        wrapped = getattr(place, name)
+    def noted(part: Any, name: str, what: str) -> None:
+        wrapped = getattr(part, name)
 
         def note(*arguments: Any, **named: Any) -> Any:
             told.append(what)
             return wrapped(*arguments, **named)
 
-        monkeypatch.setattr(place, name, note)
+        monkeypatch.setattr(part, name, note)
 
     async def evaluate(step: int) -> Evaluated:
         told.append("evaluate")
-        return Evaluated(
-            [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1, [], []
-        )
+        return Evaluated([{"step": step, "set": "eval", "mode": "greedy", "reward": step / 4, "seconds": 0.25}])
 
     async def record(*records: Any) -> None:
         told.append(f"record, as version {bench.trainer.session.versions['default']} is served")
@@ -51,10 +54,10 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_a_step_rolls_out_updates_publishes_records_and_then_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make_bench(tmp_path, steps=3, groups_per_step=1, checkpoint_every=2, eval_every=2)
+    bench, lines = make_bench(tmp_path, steps=3, groups_per_step=1, checkpoint_every=2, eval_every=2), Lines()
     told = journal(bench, monkeypatch)
 
-    await bench.trainer.train()
+    await replace(bench.trainer, observer=lines).train()
 
     def step(version: int) -> list[str]:
         return ["roll out", "update", f"record, as version {version} is served", "log"]
@@ -62,6 +65,11 @@ async def test_a_step_rolls_out_updates_publishes_records_and_then_tells(
     # The last step is evaluated and saved whether or not it is its turn.
     ends = ["evaluate", "log", "checkpoint"]
     assert told == ["evaluate", "log", *step(1), *step(2), *ends, *step(3), *ends]
+    assert [line for line in lines.lines if "eval" in line] == [
+        f"step {step:>3}/3  eval greedy {step / 4:.3f}  0.2 s" for step in (0, 2, 3)
+    ]
+    step_line = r"step   1/3  reward \d\.\d{3}  \d+ \+ \d+ tokens  rollouts \d+\.\d s  update \d+\.\d s"
+    assert re.fullmatch(step_line, lines.lines[1])
 
 
 async def test_without_evaluations_there_is_none_at_the_ends_either(
@@ -90,10 +98,8 @@ class HeldEngine(CountingEngine):
 
 
 async def test_weights_that_have_begun_to_move_are_recorded_before_an_interruption_ends_the_run(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path)
-    engine = HeldEngine()
-    bench.engine = engine
-    cast(Any, bench.trainer.session).engine = engine
+    bench, engine = make_bench(tmp_path), HeldEngine()
+    bench.engine = cast(Any, bench.trainer.session).engine = engine
     training = asyncio.create_task(bench.trainer.train())
     await engine.begun.wait()
 
@@ -110,8 +116,7 @@ async def test_weights_that_have_begun_to_move_are_recorded_before_an_interrupti
 
 
 async def test_an_interruption_while_agents_run_cancels_their_rollouts_and_trains_on_none(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path)
-    waiting = asyncio.Event()
+    bench, waiting = make_bench(tmp_path), asyncio.Event()
 
     async def never(ids: Any) -> Any:
         waiting.set()
@@ -134,33 +139,54 @@ def lasting(state: RunState) -> RunState:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("stop", [1, 2, 3])
-async def test_every_part_of_the_state_goes_on_where_it_was(tmp_path: Path, stop: int, max_staleness: int) -> None:
-    whole = make_bench(tmp_path / "whole", steps=4, max_staleness=max_staleness)
+@pytest.mark.parametrize("stop", [1, 3])
+async def test_every_part_of_the_state_goes_on_where_it_was(
+    tmp_path: Path, stop: int, max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was evaluated is not evaluated again before the run goes on."""
+
+    def evaluating(folder: str, state: RunState | None = None, **settings: int) -> tuple[Bench, list[str]]:
+        bench = make_bench(tmp_path / folder, state, max_staleness=max_staleness, eval_every=1, **settings)
+        return bench, journal(bench, monkeypatch)
+
+    whole, _ = evaluating("whole", steps=4)
     await whole.trainer.train()
 
-    first = make_bench(tmp_path / "parts", steps=stop, max_staleness=max_staleness)
+    first, _ = evaluating("parts", steps=stop)
     await first.trainer.train()
     saved = read_state(first.trainer.checkpoints.latest())
     assert saved == first.trainer.state
-    second = make_bench(tmp_path / "parts", saved, restart=1, steps=4, max_staleness=max_staleness)
+    second, told = evaluating("parts", saved, restart=1, steps=4)
     await second.trainer.train()
 
+    assert told[0] == "roll out"
     assert lasting(second.trainer.state) == lasting(whole.trainer.state)
     assert first.metric("step") + second.metric("step") == whole.metric("step")
     assert [*first.trained, *([id.replace("-r1", "") for id in step] for step in second.trained)] == whole.trained
 
 
-async def test_a_resumed_run_that_was_evaluated_is_not_evaluated_again_before_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = make_bench(tmp_path, steps=2, eval_every=1)
-    journal(first, monkeypatch)
-    await first.trainer.train()
-
-    second = make_bench(tmp_path, read_state(first.trainer.checkpoints.latest()), restart=1, steps=3, eval_every=1)
-    told = journal(second, monkeypatch)
-    await second.trainer.train()
-
-    assert told[0] == "roll out"
-    assert [entry["step"] for entry in second.trainer.state.evaluations] == [0, 1, 2, 3]
+async def test_an_empty_store_is_not_served_where_a_run_was_begun(tmp_path: Path) -> None:
+    file, run = tmp_path / "train.toml", tmp_path / "run"
+    run.mkdir()
+    config = {
+        "config_version": 1,
+        "agent": {"entry": "my_agent:solve"},
+        "tasks": {"train": {"source": "absent"}},
+        "policies": {"default": {"model": {"path": "org/absent"}}},
+    }
+    file.write_text(tomli_w.dumps(config))
+    loaded, store = load(file, needs=SERVED), run / "store.sqlite"
+    async with local_server(loaded, run):
+        pass
+    store.unlink()  # Before a run is begun there is nothing to lose.
+    async with local_server(loaded, run) as server:
+        await begin_restart(server, loaded.config, run, None)
+    saved = store.read_bytes()
+    for content in (None, b""):
+        store.unlink() if content is None else store.write_bytes(content)
+        with pytest.raises(StoreError, match=rf"{store} is empty, but .*server\.json says that a run was begun"):
+            async with local_server(loaded, run):
+                pass
+    store.write_bytes(saved)
+    async with local_server(loaded, run) as server:
+        assert [run.id for run in await server.store.runs()] == ["run"]

@@ -1,15 +1,18 @@
-"""What the numbers of a step mean, worked by hand."""
+"""What the numbers of a step mean, worked by hand, and how they are written."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
+from agl_core.errors import CheckpointError
 from agl_core.hooks import hookimpl
 from agl_core.plugins import Plugins
-from agl_core.training.metrics import contrast_metrics, drop_metrics, episode_metrics, staleness_metrics
+from agl_core.training.metrics import MetricsLog, contrast_metrics, drop_metrics, episode_metrics, staleness_metrics
 from agl_core.types import (
     DropReason,
     Ending,
@@ -71,12 +74,9 @@ def test_of_nothing_there_is_no_mean() -> None:
     assert "reward/mean" not in episode_metrics([])
 
 
-def test_an_episode_is_as_old_as_its_oldest_call() -> None:
+def test_episodes_are_as_old_as_their_oldest_call_and_drops_are_counted_by_reason() -> None:
     episodes = [episode("a", (1, 3)), episode("b", (3, 3)), episode("c", (2,))]
     assert staleness_metrics(episodes, {"default": 3}) == {"staleness/mean": 1.0, "staleness/max": 2.0}
-
-
-def test_drops_are_counted_by_reason() -> None:
     assert drop_metrics([None, "stale", "ending", "stale", None]) == {"dropped/stale": 2.0, "dropped/ending": 1.0}
 
 
@@ -122,3 +122,56 @@ async def test_failures_of_lifecycle_hooks_are_counted_by_step(tmp_path: Path) -
     await bench.trainer.train()
 
     assert bench.metric("hooks/failed") == [1.0, 1.0, 0.0, 0.0]
+
+
+class Tracker:
+    """Raises in its second step and at the end."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, Mapping[str, float]]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.logged.append((step, dict(metrics)))
+        if step == 1:
+            raise ConnectionError("no route to the tracker")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to the tracker")
+
+
+def test_a_tracker_that_raises_is_reported_once_and_all_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = {"remote": Tracker(), "other": Tracker()}
+    log = MetricsLog(tmp_path / "metrics.jsonl", trackers)
+    for step in range(3):
+        log.write(step, "train", {"loss": 0.5})
+    log.write(3, "eval", {"eval/greedy/reward/mean": 0.5})
+    log.close()
+
+    steps = [(step, {"train/loss": 0.5}) for step in range(3)]
+    for tracker in trackers.values():
+        assert tracker.logged == [*steps, (3, {"eval/greedy/reward/mean": 0.5})]
+    assert [record.getMessage().splitlines()[0] for record in caplog.records] == [
+        f"The tracker '{name}' failed (ConnectionError: no route to the tracker). Training goes on, and the tracker is "
+        f"given what comes later; what it misses is in {tmp_path / 'metrics.jsonl'}."
+        for name in trackers
+    ]
+
+
+def test_resuming_takes_out_later_steps_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    """By a kill or a full disk: it is the last one, at any of its bytes. Another one is somebody's mistake."""
+    path = tmp_path / "metrics.jsonl"
+    for step in range(4):
+        MetricsLog(path, {}).write(step, "train", {"loss": 0.5})
+    whole = path.read_bytes()
+    kept = b"".join(whole.splitlines(keepends=True)[:2])
+    for end in (len(whole), *range(len(kept) + 1, len(whole) - len(kept) // 2)):
+        path.write_bytes(whole[:end])
+        assert [*MetricsLog(path, {}, restart=1).forget_after(1)] == [{"loss": 0.5, "time": ANY}] * 2
+        assert path.read_bytes() == kept, whole[:end]
+
+    for broken in (b'{"step":1', b"{}", b"[]", b"3", b""):
+        content = kept + broken + b"\n" + kept
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"Line 3 of {path}"):
+            MetricsLog(path, {}, restart=1).forget_after(1)
+        assert path.read_bytes() == content

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.builtin.replay import (
+from agl_core.builtin.buffers import (
     Prioritised,
     PrioritisedOptions,
     inclusion_probabilities,
@@ -84,29 +83,20 @@ def test_priorities_worked_by_hand() -> None:
     assert spread(group("endless", (0.0, float("inf")))) == 0.0
 
 
-def test_one_of_three_is_drawn_in_proportion_to_its_priority_and_weighs_the_inverse() -> None:
-    often, _ = frequencies(THREE, alpha=1.0)
-    assert often == pytest.approx({"wide": 4 / 7, "half": 2 / 7, "quarter": 1 / 7}, abs=5 * (0.25 / DRAWS) ** 0.5)
-    weights = {name: w for step in range(50) for name, w in replays(THREE, step, alpha=1.0, beta=1.0).items()}
-    assert weights == pytest.approx({"wide": 0.25, "half": 0.5, "quarter": 1.0})
-    halved = {name: w for step in range(50) for name, w in replays(THREE, step, alpha=0.5, beta=0.5).items()}
-    assert halved == pytest.approx({"wide": 4**-0.25, "half": 2**-0.25, "quarter": 1.0})
+def test_one_of_three_is_drawn_by_its_priority_and_weighs_the_inverse() -> None:
+    often, _ = frequencies(THREE)
+    shares = {"wide": 4**0.6, "half": 2**0.6, "quarter": 1.0}
+    total = sum(shares.values())
+    assert often == pytest.approx({name: p / total for name, p in shares.items()}, abs=5 * (0.25 / DRAWS) ** 0.5)
+    weights = {name: w for step in range(50) for name, w in replays(THREE, step).items()}
+    assert weights == pytest.approx({name: 1 / p for name, p in shares.items()})
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_without_alpha_all_are_drawn_alike_and_nothing_is_corrected(ratio: float, beta: float) -> None:
-    groups = {**THREE, "equal": (1.0, 1.0)}
-    often, weighed = frequencies(groups, alpha=0.0, beta=beta, ratio=ratio)
-    assert often == weighed
-    assert often == pytest.approx(dict.fromkeys(groups, ratio / 4), abs=5 * (0.25 / DRAWS) ** 0.5)
-
-
-@pytest.mark.parametrize(("ratio", "alpha"), [(1.0, 1.0), (2.0, 1.0), (2.0, 0.6), (3.0, 0.9)])
-def test_the_corrected_sum_expects_the_same_of_every_group(ratio: float, alpha: float) -> None:
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_the_corrected_sum_expects_the_same_of_every_group(ratio: float) -> None:
     """So it is, up to a constant, the sum over all of them, whatever each contributes: nothing is favoured."""
     groups = {f"g{i}": (0.0, value) for i, value in enumerate((2.0, 0.9, 0.5, 0.4, 0.1))}
-    often, weighed = frequencies(groups, alpha=alpha, beta=1.0, ratio=ratio)
+    often, weighed = frequencies(groups, ratio=ratio)
     assert often["g0"] > often["g2"] > often["g4"]
     expected = sum(weighed.values()) / len(groups)
     # A weight is at most 1, so that is the most that one draw deviates by.
@@ -148,10 +138,12 @@ def test_a_group_stays_until_one_of_its_episodes_is_too_old() -> None:
     assert seen == [["v3", "mixed", "new"], ["v4", "new", "v3"], ["v5", "new", "v3", "v4"], ["v6", "v4", "v5"]]
 
 
-def test_those_that_came_first_make_room() -> None:
+def test_those_that_came_first_make_room_and_too_few_new_groups_are_waited_for() -> None:
     buffer = Prioritised(PrioritisedOptions(ratio=10.0, capacity=2))
     for number in range(5):
+        assert buffer.draw(1, asking()) is None
         buffer.add(group(f"g{number}"))
+        assert (buffer.pending, len(buffer)) == ([f"g{number}"], min(number, 2) + 1)
         drawn = names(buffer.draw(1, asking()))
         assert drawn == [f"g{number}", *(f"g{i}" for i in range(max(0, number - 2), number))]
 
@@ -171,48 +163,30 @@ def test_what_was_dropped_is_dropped_once_and_a_group_that_is_too_small_is_not_r
         ["three-m0", "three-m1"],
         ["two-m0", "two-m1"],
     ]
-    small = Prioritised(PrioritisedOptions(ratio=10.0, alpha=0.0))
+    small = Prioritised(PrioritisedOptions(ratio=10.0))
     for each in first:
         small.add(each)
     assert len(small.draw(3, asking(at_least=3)) or ()) == 3
     assert len(small) == 0
 
 
-def test_too_few_new_groups_are_waited_for_and_cost_nothing() -> None:
-    buffer = holding(THREE, ratio=10.0)
-    buffer.add(group("a"))
-    assert buffer.draw(2, asking()) is None
-    assert (buffer.pending, len(buffer)) == (["a"], 4)
-    buffer.add(group("b"))
-    assert names(buffer.draw(2, asking())) == ["a", "b", *sorted(THREE)]
-
-
-def test_which_group_ended_first_does_not_matter() -> None:
-    drawn = []
-    for order in itertools.permutations(THREE):
-        buffer = holding({name: THREE[name] for name in order})
-        buffer.add(group("new"))
-        drawn.append(names(buffer.draw(1, asking())))
-    assert all(each == drawn[0] for each in drawn)
-
-
-def test_the_draw_is_a_function_of_seed_and_step() -> None:
+def test_the_draw_is_a_function_of_seed_step_and_groups_whichever_ended_first() -> None:
     groups = {f"g{i}": (0.0, 1.0) for i in range(20)}
 
-    def drawn(**asked: int) -> list[str]:
-        buffer = holding(groups, ratio=5.0)
+    def drawn(order: Iterable[str], **asked: int) -> list[str]:
+        buffer = holding({name: groups[name] for name in order}, ratio=5.0)
         buffer.add(group("new"))
         buffer.draw(2, asking(**asked))  # Asked too early, it is asked again.
         return names(buffer.draw(1, asking(**asked)))
 
-    assert drawn(seed=1, step=4) == drawn(seed=1, step=4)
-    assert len({tuple(drawn(seed=seed, step=step)) for seed in (1, 2) for step in (3, 4)}) == 4
+    assert drawn(groups, seed=1, step=4) == drawn(reversed(groups), seed=1, step=4)
+    assert len({tuple(drawn(groups, seed=seed, step=step)) for seed in (1, 2) for step in (3, 4)}) == 4
 
 
 def replaying(folder: Path, seed: int = 0, **settings: Any) -> Bench:
     bench = make_bench(
         folder,
-        buffer=Prioritised(PrioritisedOptions(alpha=1.0)),
+        buffer=Prioritised(PrioritisedOptions()),
         **{"steps": 8, "group_size": 3, "max_staleness": 3, **settings},
     )
     bench.collector.first = lambda rollout: random.Random(f"{seed}:{rollout.id}").random()
@@ -220,7 +194,7 @@ def replaying(folder: Path, seed: int = 0, **settings: Any) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_run_trains_on_every_new_group_once_and_on_old_ones_again(tmp_path: Path, seed: int) -> None:
     bench = replaying(tmp_path, seed)
     asyncio.run(bench.trainer.train())

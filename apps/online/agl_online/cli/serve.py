@@ -47,7 +47,7 @@ def serve(
     from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import CONFIG_FILE, SERVED, load, store_config
     from agl_core.server.listening import run
-    from agl_core.training.run_folder import make_run_dir, removed_unless_begun
+    from agl_core.training.server import make_run_dir, removed_unless_begun
 
     changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
     file = target / CONFIG_FILE if target.is_dir() else target

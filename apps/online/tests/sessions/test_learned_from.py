@@ -9,7 +9,7 @@ from agl_core.learning import ScoringRule, score
 from agl_core.learning.batch import left_out
 from agl_core.plugins import Plugins
 from agl_core.testing.server import until
-from agl_core.training.rollouts.episodes import recorded_episodes
+from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import DropReason, Episode
 from agl_online.feedback import users_said
 

@@ -15,8 +15,8 @@ import tomli_w
 from numpy.typing import NDArray
 
 from agl_core import kinds
+from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
-from agl_core.builtin.fifo import Fifo
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
 from agl_core.kinds import NoOptions
@@ -27,8 +27,8 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.evaluate import Evaluated, TaskScore
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts.collect import Collector
+from agl_core.training.metrics import Observer
+from agl_core.training.rollouts import Collector
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode
 from agl_online.canary import Outcome
 from agl_online.config import LearnSection
@@ -194,7 +194,7 @@ class World:
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(
-            *(loaded, session, Fifo(), checkpoints, log, Silent()),
+            *(loaded, session, Fifo(), checkpoints, log, Observer()),
             state=state,
             saved_step=state.step,
             deployed=self,

@@ -13,8 +13,8 @@ from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts.collect import Collector
+from agl_core.training.metrics import Observer
+from agl_core.training.rollouts import Collector
 from agl_core.types import Attempt, Call, Ending, Mode, Rollout, RolloutState, Task
 from agl_online.config import LearnSection
 from agl_online.experience import SessionSource, Taken, updates_since
@@ -93,7 +93,7 @@ class Sessions:
 
     async def take(self, source: SessionSource | None = None) -> Taken:
         """The sessions of the next step, which is made with them."""
-        with Silent().phase("rollouts", self.step + 1) as phase:
+        with Observer().phase("rollouts", self.step + 1) as phase:
             return await (source or self.source()).take(self.step + 1, phase)
 
     async def train(self, taken: Taken) -> list[str]:

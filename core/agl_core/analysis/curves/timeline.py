@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from agl_core.analysis.curves.metrics import MetricsLine
 from agl_core.store.interface import Store
-from agl_core.training.rollouts.episodes import counted_attempts
+from agl_core.training.rollouts import counted_attempts
 from agl_core.types import Mode
 
 Interval: TypeAlias = tuple[float, float]

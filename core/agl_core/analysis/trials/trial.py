@@ -16,7 +16,7 @@ from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
-from agl_core.training.rollouts.episodes import by_rollout, counted_attempts, recorded_episodes, scoring_rules
+from agl_core.training.rollouts import by_rollout, counted_attempts, recorded_episodes, scoring_rules
 from agl_core.types import (
     DropReason,
     Ending,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from agl_core.analysis.text.words import harmless
 from agl_core.protocols import Upstream
-from agl_core.training.progress import Phase, Silent, numbered
+from agl_core.training.metrics import Observer, Phase, numbered
 
 _UNLIMITED = 1 << 16
 
@@ -40,7 +40,7 @@ class Screen(Console):
 
 
 @dataclass
-class _Bar:
+class _Bar(Phase):
     progress: Progress
     task: TaskID
 
@@ -48,18 +48,16 @@ class _Bar:
         self.progress.update(self.task, completed=share, note=note)
 
 
-class ConsoleObserver:
+class ConsoleObserver(Observer):
     """What the run says, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
 
-    def __init__(self, console: Screen, steps: int, serving: Callable[[Upstream], None] = Silent().serving) -> None:
-        self._console, self._steps = console, steps
-        self.serving = serving
+    def __init__(self, console: Screen, steps: int, serving: Callable[[Upstream], None] | None = None) -> None:
+        self._console, self._steps, self._serving = console, steps, serving
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[Phase]:
         if not self._console.is_terminal:
-            with Silent().phase(name, step) as phase:
-                yield phase
+            yield Phase()
             return
         title = f"{numbered(step, self._steps)}  {name}"
         columns = (
@@ -73,3 +71,7 @@ class ConsoleObserver:
 
     def say(self, text: str) -> None:
         self._console.print(text)
+
+    def serving(self, upstream: Upstream) -> None:
+        if self._serving is not None:
+            self._serving(upstream)

@@ -1,4 +1,4 @@
-"""The experience buffer "prioritised": groups are trained on again while they are new enough (arXiv 1511.05952).
+"""The experience buffers "fifo", on-policy, and "prioritised", which trains on groups again (arXiv 1511.05952).
 
 Prioritised experience replay (Schaul, Quan, Antonoglou and Silver, 2016, section 3), of groups instead of transitions:
 
@@ -21,6 +21,7 @@ was drawn is, up to the constant max w, an unbiased estimate of the sum over all
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -29,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from agl_core.builtin.fifo import Fifo
 from agl_core.kinds import Capability
 from agl_core.learning import staleness
 from agl_core.protocols import DrawContext, DrawnGroup
@@ -38,6 +38,33 @@ from agl_core.types import Episode
 
 _ALPHA = 0.6
 """How much the priority counts in what is drawn: the paper's value for proportional priorities."""
+
+
+class Fifo:
+    """Groups in the order in which they were completed, each for one update.
+
+    It is as on-policy as the run allows: with `async.max_staleness = 0` an update gets what the weights that it
+    changes have sampled.
+    """
+
+    def __init__(self) -> None:
+        self._groups: deque[Sequence[Episode]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def pending(self) -> list[str]:
+        return [group[0].group for group in self._groups]
+
+    def add(self, group: Sequence[Episode]) -> None:
+        self._groups.append(group)
+
+    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+        """The first `count` groups, or None if there are fewer."""
+        if len(self._groups) < count:
+            return None
+        return [DrawnGroup(self._groups.popleft()) for _ in range(count)]
 
 
 class PrioritisedOptions(BaseModel):
@@ -91,19 +118,20 @@ class Prioritised:
         replays = self._replays(math.ceil(self._options.ratio * count), context)
         # Not in the order of completion, which depends on time.
         by_name = sorted(new, key=lambda group: group.episodes[0].group)
-        usable = (_without_dropped(group.episodes) for group in by_name)
+        # Without dropped episodes: those were recorded the first time.
+        usable = ([e for e in group.episodes if e.dropped is None and e.transitions] for group in by_name)
         kept = [_Kept(group, spread(group)) for group in usable if len(group) >= context.min_group_size]
         self._kept = [*self._kept, *kept][-self._options.capacity :]
         return [*new, *replays]
 
     def _replays(self, count: int, context: DrawContext) -> list[DrawnGroup]:
-        self._kept = [each for each in self._kept if not each.too_old(context)]
-        shares = np.array([each.priority for each in self._kept]) ** _ALPHA
-        places = np.flatnonzero(shares)
-        chances = inclusion_probabilities(shares[places], count)
+        self._kept = [group for group in self._kept if not group.too_old(context)]
+        shares = np.array([group.priority for group in self._kept]) ** _ALPHA
+        usable = np.flatnonzero(shares)
+        chances = inclusion_probabilities(shares[usable], count)
         chosen = systematic_sample(chances, np.random.default_rng([context.seed, context.step]))
         weights = chances.min(initial=1.0) / chances
-        return [DrawnGroup(self._kept[places[i]].episodes, float(weights[i])) for i in chosen]
+        return [DrawnGroup(self._kept[usable[i]].episodes, float(weights[i])) for i in chosen]
 
 
 PRIORITISED_NEEDS = frozenset({Capability.REPLAY, Capability.GROUPS})
@@ -116,7 +144,7 @@ def spread(group: Sequence[Episode]) -> float:
     if are_equal(returns):
         return 0.0
     middle = mean(returns)
-    deviation = mean(abs(each - middle) for each in returns)
+    deviation = mean(abs(value - middle) for value in returns)
     return deviation if math.isfinite(deviation) else 0.0
 
 
@@ -139,17 +167,12 @@ def inclusion_probabilities(shares: NDArray[np.float64], count: int) -> NDArray[
 
 
 def systematic_sample(chances: NDArray[np.float64], random: np.random.Generator) -> list[int]:
-    """Distinct places, each with its probability: their number is the sum of `chances`, rounded.
+    """Distinct indices, each with its probability: their number is the sum of `chances`, rounded.
 
     In a random order the probabilities are laid end to end, and marks set at distance 1 from a random start (Madow,
     1949).
     """
     order = random.permutation(len(chances))
     marks = random.random() + np.arange(round(float(chances.sum())))
-    found = np.searchsorted(np.cumsum(chances[order]), marks, side="right")
-    return sorted({int(order[min(place, len(order) - 1)]) for place in found})
-
-
-def _without_dropped(group: Sequence[Episode]) -> list[Episode]:
-    """A group as it is replayed, without dropped episodes: those were recorded the first time."""
-    return [episode for episode in group if episode.dropped is None and episode.transitions]
+    hits = np.searchsorted(np.cumsum(chances[order]), marks, side="right")
+    return sorted({int(order[min(hit, len(order) - 1)]) for hit in hits})

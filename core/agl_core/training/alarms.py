@@ -1,42 +1,80 @@
-"""The alarms on the numbers of the steps, and the watch that looks at each step.
+"""Alarms: what a person should know of a run, with why it matters and what to do.
+
+An alarm is a function of its name, which returns what it saw, or None. Its docstring, which docs/health.md shows, has
+three paragraphs: when the alarm is raised, why that matters, and what to do. Here are the alarms on the numbers of the
+steps; `failures` has those on the rollouts of a step, and `stall` that on a run in which nothing goes on.
 
 "First" are the first 5 steps of a run. An alarm says nothing as long as steps lack a number that it looks at.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean, median
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from agl_core.config import RunConfig
-from agl_core.training.alarms import Alarm
 from agl_core.types import AlarmName
 
 Numbers: TypeAlias = Mapping[str, float]
 """The metrics of one training step (docs/metrics.md)."""
 Values: TypeAlias = Sequence[float | None]
 """One metric of the steps so far, the latest last; None where a step lacks it."""
-Check: TypeAlias = Callable[..., str | None]
-AnyCheck = TypeVar("AnyCheck", bound=Check)
+Check: TypeAlias = Callable[..., Any]
+"""The function of an alarm."""
+NumberCheck = TypeVar("NumberCheck", bound=Callable[..., str | None])
 
 FIRST = 5
 """The steps at the start of a run that later ones are compared with."""
-CHECKS: dict[Check, tuple[str, ...]] = {}
-"""The alarms of this module, each with the metrics that it looks at."""
+CHECKS: dict[Callable[..., str | None], tuple[str, ...]] = {}
+"""The alarms on numbers, each with the metrics that it looks at."""
 
 
-def on(*metrics: str) -> Callable[[AnyCheck], AnyCheck]:
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm that was raised; `metrics.jsonl` has it in the line of its step."""
+
+    name: AlarmName
+    seen: str
+    """What was seen, with its numbers."""
+    why: str
+    """Why it matters."""
+    remedy: str
+    """What to do."""
+    details: str = ""
+    """More of what was seen, in lines of its own: the first error, for example."""
+
+    @classmethod
+    def of(cls, check: Check, seen: str, *, remedy: str = "", details: str = "") -> Alarm:
+        """The alarm of this function; `remedy` is for a cause that is known more exactly."""
+        _, why, general_remedy = paragraphs(check)
+        return cls(AlarmName(check.__name__), seen, why, remedy or general_remedy, details)
+
+    @property
+    def text(self) -> str:
+        sentences = " ".join(part for part in (f"{self.seen}.", self.why, self.remedy, self.details) if part)
+        return f"alarm {self.name}: {sentences}"
+
+
+def paragraphs(check: Check) -> tuple[str, str, str]:
+    """When an alarm is raised, why that matters, and what to do; without its docstring (`python -OO`), nothing."""
+    when, why, remedy, *_ = [*(inspect.getdoc(check) or "").split("\n\n"), "", "", ""]
+    return when.replace("\n", " "), why.replace("\n", " "), remedy.replace("\n", " ")
+
+
+def on(*metrics: str) -> Callable[[NumberCheck], NumberCheck]:
     """Make a function an alarm on these metrics; it gets the values of each, and the run's own `limit` if any."""
 
-    def registered(check: AnyCheck) -> AnyCheck:
+    def register(check: NumberCheck) -> NumberCheck:
         CHECKS[check] = metrics
         return check
 
-    return registered
+    return register
 
 
 @on("reward/mean", "reward/std", "rollouts")
@@ -310,13 +348,12 @@ def _responses(rollouts: Values, turns: Values) -> Values:
     return [None if n is None or t is None else n * t for n, t in zip(rollouts, turns, strict=True)]
 
 
-_UPDATE, _ALARM = "update/", "alarm/"
 _WATCHED = frozenset(chain.from_iterable(CHECKS.values()))
 
 
 @dataclass
 class Watch:
-    """Looks at the numbers of each step. An alarm that goes on is raised once.
+    """Looks at each step. An alarm that goes on is raised once.
 
     `settings` are the run's `[alarms]`; `policies` are its policies' names; a resumed run passes the numbers of the
     steps so far.
@@ -327,12 +364,10 @@ class Watch:
     steps: list[Numbers] = field(default_factory=list)
     held: Numbers = field(init=False)
     """The alarms that hold after the latest step, as metrics."""
-    _raised: set[AlarmName] = field(default_factory=set, init=False)
-    """Alarms of the step under way that other code raised."""
 
     def __post_init__(self) -> None:
         latest = self.steps[-1] if self.steps else {}
-        self.held = {key: value for key, value in latest.items() if key.startswith(_ALARM)}
+        self.held = {key: value for key, value in latest.items() if key.startswith("alarm/")}
         self.steps = [_watched(numbers) for numbers in self.steps]
 
     @classmethod
@@ -344,40 +379,29 @@ class Watch:
         """Those of these alarms that the run has not switched off."""
         return [alarm for alarm in alarms if self.settings.get(alarm.name) is not False]
 
-    def add(self, alarms: Iterable[Alarm]) -> list[Alarm]:
-        """Take in what other code raised during the step; those that the run wants to know of come back."""
-        wanted = self.wanted(alarms)
-        self._raised.update(alarm.name for alarm in wanted)
-        return wanted
-
-    def look(self, numbers: Numbers) -> list[Alarm]:
-        """A step ended with these numbers: the alarms on them that the step before did not have."""
+    def look(self, numbers: Numbers, others: Iterable[Alarm] = ()) -> list[Alarm]:
+        """The alarms after a step with these numbers that did not hold before it; `others` were raised elsewhere."""
         self.steps.append(_watched(numbers))
-        alarms = self.wanted(Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
-        before = self.held
-        self.held = {f"{_ALARM}{name}": 1.0 for name in (*(alarm.name for alarm in alarms), *self._raised)}
-        self._raised = set()
-        return [alarm for alarm in alarms if f"{_ALARM}{alarm.name}" not in before]
+        on_numbers = (Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
+        alarms = self.wanted([*others, *on_numbers])
+        before, self.held = self.held, {f"alarm/{alarm.name}": 1.0 for alarm in alarms}
+        return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
 
-    def _seen(self, check: Check) -> str | None:
+    def _seen(self, check: Callable[..., str | None]) -> str | None:
         limit = self.settings.get(AlarmName(check.__name__))
         settings = {"limit": limit} if limit else {}
-        if len(self.policies) == 1 or not any(key.startswith(_UPDATE) for key in CHECKS[check]):
+        if len(self.policies) == 1 or not any(key.startswith("update/") for key in CHECKS[check]):
             return check(*self._values(check), **settings)
         by_policy = {policy: check(*self._values(check, f"{policy}/"), **settings) for policy in self.policies}
         return "; ".join(f"policy {policy}: {seen}" for policy, seen in by_policy.items() if seen) or None
 
     def _values(self, check: Check, policy: str = "") -> Iterable[Values]:
         """The values of what an alarm looks at; with a policy, in the steps that updated it."""
-        mine = f"{_UPDATE}{policy}"
-        steps = [step for step in self.steps if not policy or any(key.startswith(mine) for key in step)]
-        return ([step.get(key.replace(_UPDATE, mine, 1)) for step in steps] for key in CHECKS[check])
+        updated = f"update/{policy}"
+        steps = [step for step in self.steps if not policy or any(key.startswith(updated) for key in step)]
+        return ([step.get(key.replace("update/", updated, 1)) for step in steps] for key in CHECKS[check])
 
 
 def _watched(numbers: Numbers) -> Numbers:
     """Those of a step's metrics that alarms look at, of any policy: a long run is kept in memory."""
-    return {
-        key: value
-        for key, value in numbers.items()
-        if key in _WATCHED or (key.startswith(_UPDATE) and _UPDATE + key.rpartition("/")[2] in _WATCHED)
-    }
+    return {key: value for key, value in numbers.items() if re.sub("^update/.*/", "update/", key) in _WATCHED}

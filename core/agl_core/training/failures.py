@@ -15,10 +15,11 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.tool_results import CONTRADICTED, FAILED
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
+from agl_core.training.experience import Drawn
 from agl_core.types import DropReason, Ending, Episode, ToolResult, TrainingRecord
 
 Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
-"""An alarm on the new rollouts of a step."""
+"""An alarm on the new rollouts of a step; `alarms` says what an alarm is."""
 
 REMEDIES: Mapping[Ending | DropReason, str] = {
     Ending.CRASHED: "Fix what the agent raises.",
@@ -88,7 +89,7 @@ async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
 
 
 def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    """Tool results count in reward or credit, and only the agent's side says what some were; raised once.
+    """Tool results count in reward or credit, and only the agent's side says what some were.
 
     Whatever the agent starts can say the same, and so earn rewards that it does not deserve.
 
@@ -113,7 +114,7 @@ def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
     Read these rollouts (agl show ROLLOUT) and see docs/security.md.
     """
     tool_results = _tool_results(episodes)
-    denied = [each for each in tool_results if each.status_rule == CONTRADICTED and each.status in FAILED]
+    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and result.status in FAILED]
     if not denied:
         return None
     return (
@@ -123,7 +124,7 @@ def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
 
 
 def asserted_rewards(episodes: Sequence[Episode]) -> str | None:
-    """No rule in [rewards] has a weight, and the reward is what the agent reports; raised once.
+    """No rule in [rewards] has a weight, and the reward is what the agent reports.
 
     Whatever the agent starts can say the same, and so earn rewards that it does not deserve.
 
@@ -148,6 +149,25 @@ def assertions_in(loaded: LoadedConfig) -> list[Check]:
     if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
         checks.append(asserted_rewards)
     return checks
+
+
+async def rollout_alarms(
+    assertions: Sequence[Check],
+    drawn: Drawn,
+    training_records: Sequence[TrainingRecord],
+    agents: Sequence[str],
+    store: Store,
+) -> list[Alarm]:
+    """The alarms on the groups of a step and on what was made of them; `assertions` are those of the run's settings."""
+    seen: dict[Callable[..., str | None], str | None] = {
+        no_reward: no_reward(drawn.episodes),
+        nothing_to_train: nothing_to_train(drawn.episodes, training_records, agents),
+        **{check: check(drawn.new) for check in (*assertions, contradicted_tool_results)},
+    }
+    alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]
+    if common_failure(drawn.new) and (failure := await failures(store, drawn.new)):
+        alarms.append(failure)
+    return alarms
 
 
 def _tool_results(episodes: Sequence[Episode]) -> list[ToolResult]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,15 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.builtin.fifo import Fifo
+from agl_core.builtin.buffers import Fifo
+from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
+from agl_core.learning import PolicyCredit, StepBatches, make_batches, staleness, without_stale
 from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record
 from agl_core.training.checkpoints import read_state
-from agl_core.types import Rollout, TrainingRecord
+from agl_core.types import CreditKind, DropReason, Rollout, TrainingRecord
 
-from ..scripted_training import Bench, StuckError, asking, episode, make_bench
+from .scripted_training import Bench, StuckError, asking, episode, make_bench, transition
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
@@ -53,37 +57,8 @@ def test_without_staleness_each_step_trains_on_what_it_began_in_the_order_of_the
     assert bench.metric("groups/carried_over") == [0.0] * steps
 
 
-async def test_without_staleness_a_step_waits_for_its_slowest_rollout(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path)
-    bench.collector.held = lambda rollout: rollout.id == "s2-g1-m0"
-
-    with pytest.raises(StuckError):
-        await bench.trainer.train()
-
-    assert bench.trained == planned(1, 2)
-    assert bench.collector.cancelled == {"s2-g1-m0"}
-
-
 async def test_a_slow_rollout_holds_up_nobody_and_carries_over(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path, max_staleness=2)
-    bench.collector.held = lambda rollout: rollout.id == "s1-g0-m1" and bench.engine.version < 2
-
-    await bench.trainer.train()
-
-    assert bench.trained == [
-        ["s1-g1-m0", "s1-g1-m1", "s2-g0-m0", "s2-g0-m1"],
-        ["s2-g1-m0", "s2-g1-m1", "s3-g0-m0", "s3-g0-m1"],
-        ["s1-g0-m0", "s1-g0-m1", "s3-g1-m0", "s3-g1-m1"],
-        ["s4-g0-m0", "s4-g0-m1", "s4-g1-m0", "s4-g1-m1"],
-    ]
-    assert bench.stale == set()
-    assert bench.metric("staleness/max") == [0, 1, 2, 2]
-    assert bench.metric("groups/carried_over") == [0, 2, 2, 2]
-    assert bench.metric("groups/in_flight") == [4, 4, 2, 0]
-
-
-async def test_the_step_of_a_rollout_is_written_together_with_what_was_made_of_it(tmp_path: Path) -> None:
-    """Whenever the run is killed, the store says of both or of neither that this step used it."""
+    """The step of a rollout is written with what was made of it: after a kill the store says both or neither."""
     bench = make_bench(tmp_path, max_staleness=2)
     bench.collector.held = lambda rollout: rollout.id == "s1-g0-m1" and bench.engine.version < 2
     writes: list[tuple[Record, ...]] = []
@@ -96,12 +71,20 @@ async def test_the_step_of_a_rollout_is_written_together_with_what_was_made_of_i
     bench.store.put = noted  # type: ignore[method-assign]
     await bench.trainer.train()
 
-    moved = [(each, write) for write in writes for each in write if isinstance(each, Rollout)]
-    assert {each.id: each.step for each, _ in moved}.items() >= {"s1-g0-m0": 3, "s1-g0-m1": 3}.items()
+    assert bench.trained == [
+        ["s1-g1-m0", "s1-g1-m1", "s2-g0-m0", "s2-g0-m1"],
+        ["s2-g1-m0", "s2-g1-m1", "s3-g0-m0", "s3-g0-m1"],
+        ["s1-g0-m0", "s1-g0-m1", "s3-g1-m0", "s3-g1-m1"],
+        ["s4-g0-m0", "s4-g0-m1", "s4-g1-m0", "s4-g1-m1"],
+    ]
+    assert bench.stale == set()
+    assert bench.metric("staleness/max") == [0, 1, 2, 2]
+    assert bench.metric("groups/carried_over") == [0, 2, 2, 2]
+    assert bench.metric("groups/in_flight") == [4, 4, 2, 0]
+    moved = [(record, write) for write in writes for record in write if isinstance(record, Rollout)]
+    assert {rollout.id: rollout.step for rollout, _ in moved}.items() >= {"s1-g0-m0": 3, "s1-g0-m1": 3}.items()
     for rollout, write in moved:
-        assert rollout.step in {
-            record.step for record in write if isinstance(record, TrainingRecord) and record.rollout == rollout.id
-        }
+        assert rollout.step in {r.step for r in write if isinstance(r, TrainingRecord) and r.rollout == rollout.id}
 
 
 async def test_what_is_too_old_is_dropped_and_counted_and_recorded_with_its_step(tmp_path: Path) -> None:
@@ -148,16 +131,6 @@ def test_every_group_is_drawn_once_and_never_more_are_in_flight_than_may_be(
     assert bench.collector.most_groups == min(in_flight, steps * groups)
     assert max(bench.metric("staleness/max"), default=0) <= steps
     assert bench.trainer.state.groups_unfinished == []
-
-
-async def test_the_default_room_is_enough_for_groups_as_old_as_may_be(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path, steps=8, max_staleness=3)
-
-    await bench.trainer.train()
-
-    assert bench.collector.most_groups == 4 * 2
-    assert bench.metric("staleness/max") == [0, 1, 2, 3, 3, 3, 3, 3]
-    assert bench.stale == set()
 
 
 async def test_a_resumed_run_begins_again_what_was_in_flight_and_nothing_else(tmp_path: Path) -> None:
@@ -220,7 +193,7 @@ async def test_a_buffer_that_gives_a_group_twice_or_nothing_new_is_refused(
 
 def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) -> None:
     """The example of docs/plugins.md."""
-    page = (Path(__file__).parents[4] / "docs" / "plugins.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
     plugin = ModuleType("unequal")
     exec(page.split("\n## Buffer\n")[1].split("```python\n")[1].split("```")[0], vars(plugin))
     plugins = Plugins()
@@ -233,3 +206,33 @@ def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) ->
 
     groups = [sorted({id.rsplit("-", 1)[0] for id in step}) for step in bench.trained]
     assert groups == [[f"s{step}-g0", f"s{step + 1}-g0"] for step in (1, 3, 5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "now", "expected"),
+    [((5,), 5, 0), ((5, 3, 4), 5, 2), ((None, 4), 5, 1), ((None,), 5, 0), ((), 5, 0), ((0,), 9, 9)],
+)
+def test_an_episode_is_as_old_as_its_oldest_transition(versions: Sequence[int | None], now: int, expected: int) -> None:
+    assert staleness(episode(versions=versions), {"default": now}) == expected
+
+
+def test_each_transition_is_counted_in_the_versions_of_the_policy_that_answered_it() -> None:
+    mixed = replace(episode(), transitions=(transition("r", 0, 7, "writer"), transition("r", 1, 2, "critic")))
+    assert [staleness(mixed, {"writer": 8, "critic": version}) for version in (2, 5)] == [1, 3]
+    assert staleness(mixed, {"writer": 8}) == 1
+
+
+def test_those_left_of_a_group_are_compared_unless_they_are_too_few() -> None:
+    def batches(*versions: int) -> StepBatches:
+        members = [episode(f"m{i}", (7, version), terminal=float(i), member=i) for i, version in enumerate(versions)]
+        credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
+        return make_batches(without_stale([members], {"default": 7}, 2), credit, min_group_size=2)
+
+    prepared = batches(7, 4, 5)
+    assert {key.rollout for key in prepared.batches["default"].keys} == {"m0", "m2"}
+    assert prepared.batches["default"].rollout_N.tolist() == [0, 0, 1, 1]
+    assert {(record.rollout, record.dropped) for record in prepared.dropped} == {("m1", DropReason.STALE)}
+    too_few = batches(7, 4, 4)
+    assert (too_few.batches, too_few.episodes_dropped) == ({}, {DropReason.STALE: 2, DropReason.GROUP_TOO_SMALL: 1})
+    group = [episode("m0", (0,), dropped=DropReason.ENDING)]
+    assert without_stale([group], {"default": 9}, 1)[0][0].dropped is DropReason.ENDING, "another reason comes first"

@@ -14,9 +14,9 @@ from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.protocols import Engine, RecordedTasks
 from agl_core.store.interface import Store
-from agl_core.training.rollouts.plan import train_index
-from agl_core.types import Call, Choice, Episode, Rollout, RolloutState
-from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_core.training.rollouts import train_index
+from agl_core.types import Call, Episode, Rollout, RolloutState
+from agl_core.types.recorded import RecordedReply
 
 
 class RecordedQueue:
@@ -30,33 +30,32 @@ class RecordedQueue:
     def __init__(self, source: RecordedTasks, config: RunConfig, store: Store, engine: Engine) -> None:
         self._source, self._config, self._store = source, config, store
         self._agents = {name: policy.agents for name, policy in config.policies.items()}
-        tokenizing = engine if engine.supports("tokenize") else None
-        self._tokens = _Tokens(tokenizing, without_logprobs=source.without_logprobs)
+        self._engine = engine if engine.supports("tokenize") else None
+        self._has_own_ids: dict[str, bool] = {}
+        """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
         self._done: dict[str, Rollout] = {}
         self._terminal: dict[str, float | None] = {}
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         seed = self._config.seed
         wanted = [(train_index(self._source, rollout.position, seed), rollout.member) for rollout in rollouts]
-        for rollout, found in zip(rollouts, await self._source.recorded(wanted), strict=True):
+        for rollout, recorded in zip(rollouts, await self._source.recorded(wanted), strict=True):
             self._done[rollout.id] = replace(
                 rollout,
-                task=found.rollout.task,
+                task=recorded.rollout.task,
                 state=RolloutState.DONE,
-                counted_attempt=found.attempt.attempt,
-                ending=found.rollout.ending,
+                counted_attempt=recorded.attempt.attempt,
+                ending=recorded.rollout.ending,
             )
-            self._terminal[rollout.id] = found.terminal
-            keeps = found.rollout.mode.trains
-            calls = [
-                await self._tokens.complete(self._own(call, rollout.id, keeps_logprobs=keeps)) for call in found.calls
-            ]
+            self._terminal[rollout.id] = recorded.terminal
+            trained = recorded.rollout.mode.trains
+            calls = [await self._with_ids(self._own(c, rollout.id, keeps_logprobs=trained)) for c in recorded.calls]
             await self._store.put(
                 self._done[rollout.id],
-                replace(found.attempt, rollout=rollout.id),
+                replace(recorded.attempt, rollout=rollout.id),
                 *calls,
-                *(replace(each, rollout=rollout.id) for each in found.tool_results),
-                *(replace(each, rollout=rollout.id) for each in found.rewards if each.source == AGENT_SOURCE),
+                *(replace(result, rollout=rollout.id) for result in recorded.tool_results),
+                *(replace(reward, rollout=rollout.id) for reward in recorded.rewards if reward.source == AGENT_SOURCE),
             )
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
@@ -72,6 +71,7 @@ class RecordedQueue:
         return reported(episode) if terminal is None else terminal
 
     def _own(self, call: Call, rollout: str, *, keeps_logprobs: bool) -> Call:
+        """The call as one of this run: of its rollout, and of the policy that its agent has here."""
         policy = policy_of(call.agent, call.policy, self._agents, self._agents)
         if policy is None:
             raise ConfigError(
@@ -84,28 +84,22 @@ class RecordedQueue:
             return own
         return replace(
             own,
-            choices=tuple(replace(each, logprobs=None) for each in call.choices),
+            choices=tuple(replace(choice, logprobs=None) for choice in call.choices),
             # It is trained on as if this run had sampled it.
             effective=replace(call.effective, temperature=self._config.sampling.temperature),
         )
 
+    async def _with_ids(self, call: Call) -> Call:
+        """The call with token ids of its policy, made of its texts if they may be.
 
-class _Tokens:
-    """Completes recorded calls with the token ids that their policies' tokenizers make of them."""
-
-    def __init__(self, engine: Engine | None, *, without_logprobs: bool) -> None:
-        self._engine, self._without_logprobs = engine, without_logprobs
-        self._are_own: dict[str, bool] = {}
-        """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
-
-    async def complete(self, call: Call) -> Call:
-        """The call with ids, if they may be made. ConfigError if it has those of another model, and they may not."""
+        ConfigError if it has those of another model, and they may not.
+        """
         if self._engine is None:
             return call
-        has_ids = call.prompt_ids is not None and all(each.response_ids is not None for each in call.choices)
-        if has_ids and await self._fit(self._engine, call):
+        has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
+        if has_ids and await self._are_own(self._engine, call):
             return call
-        if not self._without_logprobs:
+        if not self._source.without_logprobs:
             if has_ids:
                 raise ConfigError(
                     f"[tasks.train]: the recorded token ids are not those that the tokenizer and the chat template of "
@@ -113,34 +107,28 @@ class _Tokens:
                     f"texts instead, set without_logprobs = true (docs/data.md, Training on recorded data)."
                 )
             return call
-        asked = [RecordedReply(messages_of(call), tools_of(call), c.message, _is_complete(c)) for c in call.choices]
-        made = await self._engine.tokenize(call.policy, asked)
-        prompts = [each.prompt_ids for each in made if each is not None]
+        messages, tools = messages_of(call), tools_of(call)
+        replies = [RecordedReply(messages, tools, c.message, not c.finish_reason.is_cut) for c in call.choices]
+        tokenized = await self._engine.tokenize(call.policy, replies)
         return replace(
             call,
-            prompt_ids=prompts[0] if prompts else None,
-            choices=tuple(_tokenized(choice, each) for choice, each in zip(call.choices, made, strict=True)),
+            prompt_ids=next((reply.prompt_ids for reply in tokenized if reply is not None), None),
+            choices=tuple(
+                replace(choice, response_ids=None if reply is None else reply.response_ids, logprobs=None, mask=None)
+                for choice, reply in zip(call.choices, tokenized, strict=True)
+            ),
         )
 
-    async def _fit(self, engine: Engine, call: Call) -> bool:
+    async def _are_own(self, engine: Engine, call: Call) -> bool:
         """Whether the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
-        if call.policy not in self._are_own:
+        if call.policy not in self._has_own_ids:
             messages, request = messages_of(call), call.request
             replied = any(message.get("role") == "assistant" for message in messages)
             if not messages or replied or "chat_template_kwargs" in request or request.get("tool_choice") == "none":
                 return True
             reply = RecordedReply(messages, tools_of(call), call.choices[0].message if call.choices else {})
-            [made] = await engine.tokenize(call.policy, [reply])
-            if made is None or call.prompt_ids is None:
+            [tokenized] = await engine.tokenize(call.policy, [reply])
+            if tokenized is None or call.prompt_ids is None:
                 return True
-            self._are_own[call.policy] = bool(np.array_equal(made.prompt_ids, call.prompt_ids))
-        return self._are_own[call.policy]
-
-
-def _is_complete(choice: Choice) -> bool:
-    return not choice.finish_reason.is_cut
-
-
-def _tokenized(choice: Choice, made: TokenizedReply | None) -> Choice:
-    ids = None if made is None else made.response_ids
-    return replace(choice, response_ids=ids, logprobs=None, mask=None)
+            self._has_own_ids[call.policy] = bool(np.array_equal(tokenized.prompt_ids, call.prompt_ids))
+        return self._has_own_ids[call.policy]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,18 @@ from agl_core.builtin.credit import identical
 from agl_core.builtin.recorded import RecordedOptions, recorded
 from agl_core.config import RunConfig
 from agl_core.errors import ConfigError
-from agl_core.learning import PolicyCredit, ScoringRule, build_episode, make_batches
-from agl_core.protocols import Engine
+from agl_core.learning import PolicyCredit, ScoringRule, make_batches
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
+from agl_core.training.metrics import Observer
 from agl_core.training.preflight import check_agent
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts.collect import Collector
-from agl_core.training.rollouts.plan import plan_train_group
-from agl_core.training.rollouts.recorded import RecordedQueue
+from agl_core.training.recorded import RecordedQueue
+from agl_core.training.rollouts import Collector, TrainingPlan
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Mode, Reward, RolloutState, Run, Sampling
 from agl_core.types.recorded import RecordedReply, TokenizedReply
+
+from .scripted_training import CountingEngine
 
 USER = {"role": "user", "content": "2 + 3?"}
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -35,10 +35,11 @@ MINE = np.array([7, 8], np.int32)
 LOGPROBS = np.array([-0.25, -0.5], np.float32)
 
 
-class Tokenizing(Engine):
+class Tokenizing(CountingEngine):
     """An engine that tokenises: a token for each character."""
 
     def __init__(self, prompt: Sequence[int] = PROMPT) -> None:
+        super().__init__()
         self._prompt = np.array(prompt, np.int32)
 
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
@@ -48,18 +49,6 @@ class Tokenizing(Engine):
             else TokenizedReply(self._prompt, np.array([*map(ord, str(reply.response["content"]))], np.int32))
             for reply in replies
         ]
-
-    async def start(self) -> Any: ...
-    async def update(self, *arguments: Any) -> Any: ...
-    async def save(self, folder: Path) -> None: ...
-    async def load(self, folder: Path) -> None: ...
-    async def versions(self) -> Mapping[str, int]:
-        return {}
-
-    async def stats(self) -> Mapping[str, float]:
-        return {}
-
-    async def stop(self) -> None: ...
 
 
 def config(**sections: Any) -> RunConfig:
@@ -130,10 +119,10 @@ class Taken:
         rules = [ScoringRule("recorded", queue.reward)]
         hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
         collector = Collector(self.store, queue, rules, dict.fromkeys(Ending, "score"), hook, lambda: None)
-        self.group = plan_train_group(source, 0, groups_per_step=1, size=99, seed=0, run="new", restart=0)
+        self.group = TrainingPlan(source, "new", 0, seed=0, groups_per_step=1, group_size=99).group(0)
 
         async def collect() -> list[Episode]:
-            with Silent().phase("rollouts", 1) as phase:
+            with Observer().phase("rollouts", 1) as phase:
                 return (await collector.collect([self.group], phase)).episodes
 
         self.episodes = asyncio.run(collect())
@@ -154,7 +143,7 @@ class Taken:
         return make_batches([self.episodes], credit, without_logprobs=self.without_logprobs)
 
 
-def test_ids_and_log_probabilities_of_training_come_along(tmp_path: Path) -> None:
+def test_rollouts_of_training_come_along_with_ids_log_probabilities_and_rewards(tmp_path: Path) -> None:
     record_run(tmp_path / "old")
 
     taken = Taken(tmp_path / "old")
@@ -164,19 +153,16 @@ def test_ids_and_log_probabilities_of_training_come_along(tmp_path: Path) -> Non
     assert taken.batch.sampled_N.all()
     assert taken.batch.version_N.tolist() == [-1, -1], "no version of this run sampled them"
     assert [key.rollout for key in taken.batch.keys] == ["s1-g0-m0", "s1-g0-m1"]
-
-
-def test_they_are_rollouts_of_this_run_with_the_rewards_of_the_other(tmp_path: Path) -> None:
-    record_run(tmp_path / "old")
-
-    taken = Taken(tmp_path / "old")
-
     assert [episode.terminal for episode in taken.episodes] == [0.0, 0.5]
-    assert [(each.run, each.mode, each.state) for each in asyncio.run(taken.store.rollouts())] == [
+    assert [(r.run, r.mode, r.state) for r in asyncio.run(taken.store.rollouts())] == [
         ("new", Mode.TRAIN, RolloutState.DONE)
     ] * 2
     assert {reward.source for episode in taken.episodes for reward in episode.rewards} == {"recorded"}
-    assert {t.agent for episode in taken.episodes for t in episode.transitions} == {"solver"}
+    first = taken.episodes[0]
+    assert (first.task.input, first.result, first.transitions[0].agent) == (
+        make.rollout("r").task.input, "five", "solver"
+    )  # fmt: skip
+    assert first.transitions[0].messages == (USER,)
 
 
 @pytest.mark.parametrize(
@@ -258,43 +244,19 @@ def test_calls_go_to_the_policy_of_their_agent(tmp_path: Path) -> None:
         Taken(tmp_path / "old", chosen=config(policies={"other": model, "another": model}))
 
 
-class TestRefused:
-    """Before anything starts, with the remedy."""
-
-    def test_what_is_no_run(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"nowhere is not a run's folder .*`agl import`"):
-            recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
-
-    def test_a_run_without_what_is_asked_for(self, tmp_path: Path) -> None:
-        record_run(tmp_path / "old")
-        with pytest.raises(ConfigError, match="has no rollout of the split 'test' that is done"):
-            recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
-
-    def test_groups_that_are_all_too_small(self, tmp_path: Path) -> None:
-        record_run(tmp_path / "old", members=1)
-        source = recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
-        with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
-            check_agent(config(), source)
-        check_agent(config(train={"group_size": 1}), source)
-
-    def test_no_agent_where_one_is_needed(self, tmp_path: Path) -> None:
-        record_run(tmp_path / "old")
-        source = recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
-        tasks = {"train": {"source": "recorded"}, "eval": {"source": "jsonl"}}
-        check_agent(config(), source)
-        with pytest.raises(ConfigError, match=r"names no agent, which the held-out tasks \[tasks.eval\] are for"):
-            check_agent(config(tasks=tasks), source)
-        with pytest.raises(ConfigError, match="names no agent, which training needs"):
-            check_agent(config(), type("Fresh", (), {"size": 1, "task": None})())  # type: ignore[arg-type]
-
-
-def test_what_was_asked_and_answered_comes_along(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is not a run's folder .*`agl import`"):
+        recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
     record_run(tmp_path / "old", members=1)
-    store = Taken(tmp_path / "old").store
-    [rollout] = asyncio.run(store.rollouts())
-    [attempt] = asyncio.run(store.attempts(rollout.id))
-
-    episode = build_episode(rollout, attempt, asyncio.run(store.calls([attempt.key])))
-
-    assert (rollout.task.input, episode.result) == (make.rollout("r").task.input, "five")
-    assert episode.transitions[0].messages == (USER,)
+    with pytest.raises(ConfigError, match="has no rollout of the split 'test' that is done"):
+        recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
+    source = recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
+    with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
+        check_agent(config(), source)
+    alone = {"train": {"group_size": 1}}
+    check_agent(config(**alone), source)
+    held_out = {"train": {"source": "recorded"}, "eval": {"source": "jsonl"}}
+    with pytest.raises(ConfigError, match=r"names no agent, which the held-out tasks \[tasks.eval\] are for"):
+        check_agent(config(tasks=held_out, **alone), source)
+    with pytest.raises(ConfigError, match="names no agent, which training needs"):
+        check_agent(config(), type("Fresh", (), {"size": 1, "task": None})())  # type: ignore[arg-type]

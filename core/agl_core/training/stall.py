@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -23,8 +23,6 @@ MAX_REMEMBERED = 200
 """Rollouts whose durations count."""
 HEALTH_INTERVAL = 2.0
 """Seconds between two looks."""
-_HURT = frozenset({Ending.TIMED_OUT, Ending.CRASHED})
-"""How a rollout ends that waits for too long: it is ended, or its own client gives up."""
 _MAX_NAMED = 3
 """The most rollouts, or tools, that a sentence names."""
 _ENGINE_REMEDY = (
@@ -50,16 +48,13 @@ def stall(seconds: float, who_waits: str) -> str:
 class StallWatch:
     """Raises the alarm when nothing finishes, and says it at once; `setting` is the run's own number of seconds.
 
-    `activity` says what rollouts wait for; `store` has what was recorded of them. It also knows which
-    rollouts the machine kept waiting, so that they are not scored for it.
+    `activity` says what rollouts wait for; `store` has what was recorded of them. Rollouts that ended badly while the
+    machine stood still are named, so that they are not scored for it: it does so while the engine leaves a call
+    unanswered for as long as an alarm takes, and while this process, which is the gateway too, gets no time.
     """
 
     def __init__(
-        self,
-        activity: Callable[[], Activity],
-        store: Store,
-        say: Callable[[str], None],
-        setting: float | None = None,
+        self, activity: Callable[[], Activity], store: Store, say: Callable[[str], None], setting: float | None = None
     ) -> None:
         self._activity, self._store, self._say, self._setting = activity, store, say, setting
         self._alarms: list[Alarm] = []
@@ -67,16 +62,12 @@ class StallWatch:
         self._longest_work = 0.0
         """Seconds that the engine took for something, at most."""
         self._standstills: deque[tuple[float, float]] = deque(maxlen=MAX_REMEMBERED)
-        """When the machine kept rollouts waiting: from and to, in seconds since 1970."""
-        self._busy: set[AttemptKey] = set()
-        """Attempts that had their replies, and waited for something of their own, such as a tool."""
+        """From and to, in seconds since 1970."""
         self.begin()
 
     def begin(self) -> None:
         """Rollouts are awaited from now on."""
-        self._since, self._is_stalled = time.monotonic(), False
-        self._next_look = self._setting or SHORTEST
-        """In seconds since then."""
+        self._since, self._limit, self._next_alarm = time.monotonic(), self._setting or SHORTEST, 0.0
 
     def take(self) -> list[Alarm]:
         """The alarms that were raised since this was last asked."""
@@ -88,21 +79,20 @@ class StallWatch:
         self._say(self._alarms[-1].text)
 
     async def look(self) -> None:
-        """Raise the alarm if nothing has finished for too long; later only once that time has doubled."""
+        """Raise the alarm if nothing has finished for too long; again only once that time has doubled."""
         quiet = time.monotonic() - self._since
-        is_due = quiet >= self._next_look
-        if not self._is_stalled:
-            if not is_due:
-                return
-            self._next_look = await self._expected()
-            if quiet < self._next_look:
-                return
-        self._is_stalled = True
+        if quiet < self._limit:
+            return
+        self._limit = await self._expected()
+        if quiet < self._limit:
+            return
         activity = self._activity()
-        self._note(activity, quiet)
-        if is_due:
+        unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)
+        if (unanswered >= self._limit or not activity.serving) and not self._is_standing_still:
+            self._standstills.append((time.time() - quiet, math.inf))
+        if quiet >= self._next_alarm:
+            self._next_alarm = 2 * quiet
             seen, remedy = await who_waits(activity, self._store)
-            self._next_look = 2 * quiet
             self._raise(stall(quiet, seen), remedy)
 
     async def _expected(self) -> float:
@@ -114,7 +104,7 @@ class StallWatch:
         return max(SHORTEST, TIMES * max(durations)) if durations else AT_FIRST
 
     def slept(self, seconds: float) -> None:
-        """This process, which is the gateway too, did nothing for so long: it was stopped, or blocked."""
+        """This process did nothing for so long: it was stopped, or blocked."""
         if seconds >= (self._setting or SHORTEST) + HEALTH_INTERVAL:
             if not self._is_standing_still:
                 self._standstills.append((time.time() - seconds, time.time()))
@@ -138,8 +128,15 @@ class StallWatch:
             self._longest_work = max(self._longest_work, time.monotonic() - started)
 
     async def finished(self, rollouts: Sequence[Rollout]) -> set[str]:
-        """These rollouts are done. The ids of those that the machine kept waiting, and that did not finish for it."""
-        kept_waiting = await self._kept_waiting([rollout for rollout in rollouts if rollout.ending in _HURT])
+        """These rollouts are done; returns those that timed out or crashed while the machine stood still."""
+        hurt = {r.id: r.counted_attempt for r in rollouts if r.ending in (Ending.TIMED_OUT, Ending.CRASHED)}
+        attempts = await self._store.attempts(*hurt) if hurt and self._standstills else []
+        kept_waiting = {
+            attempt.rollout
+            for attempt in attempts
+            if attempt.attempt == hurt[attempt.rollout]
+            if any(attempt.started <= end and begin <= (attempt.ended or math.inf) for begin, end in self._standstills)
+        }
         if kept_waiting:
             self._say(
                 f"{len(kept_waiting)} rollouts that did not finish are dropped: the machine kept them waiting "
@@ -152,30 +149,9 @@ class StallWatch:
         self.begin()
         return kept_waiting
 
-    async def _kept_waiting(self, rollouts: Sequence[Rollout]) -> set[str]:
-        if not self._standstills or not rollouts:
-            return set()
-        attempts = {attempt.key: attempt for attempt in await self._store.attempts(*(r.id for r in rollouts))}
-        counted = [attempts.get(AttemptKey(rollout.id, rollout.counted_attempt or 0)) for rollout in rollouts]
-        return {
-            attempt.rollout
-            for attempt in counted
-            if attempt is not None and attempt.key not in self._busy
-            if any(attempt.started <= end and begin <= (attempt.ended or math.inf) for begin, end in self._standstills)
-        }
-
     @property
     def _is_standing_still(self) -> bool:
-        """Whether the machine keeps rollouts waiting now."""
         return bool(self._standstills) and self._standstills[-1][1] == math.inf
-
-    def _note(self, activity: Activity, quiet: float) -> None:
-        """Which attempts the machine keeps waiting, and which wait for something of their own."""
-        asking = {_key(attempt) for attempt in activity.attempts if attempt.asking is not None}
-        answered = {_key(attempt) for attempt in activity.attempts if attempt.answered is not None}
-        self._busy = (self._busy | answered) - asking
-        if (asking or not activity.serving) and not self._is_standing_still:
-            self._standstills.append((time.time() - quiet, math.inf))
 
 
 async def who_waits(activity: Activity, store: Store) -> tuple[str, str]:
@@ -195,15 +171,7 @@ async def who_waits(activity: Activity, store: Store) -> tuple[str, str]:
         longest = max(attempt.asking or 0.0 for attempt in asking)
         parts.append(f"the engine does not answer {_counted(asking, 'model call')}, the oldest for {longest:.0f} s")
         remedies.append(_ENGINE_REMEDY)
-    latest: dict[AttemptKey, Call] = {}
-    for call in await store.calls([_key(attempt) for attempt in activity.attempts]):
-        latest[call.key] = call
-    by_tool: dict[str, list[RunningAttempt]] = {}
-    for attempt in activity.attempts:
-        if attempt.asking is None:
-            reply = latest.get(_key(attempt))
-            for tool in (reply and [*_tools(reply)]) or [""]:
-                by_tool.setdefault(tool, []).append(attempt)
+    by_tool = await _by_tool([attempt for attempt in activity.attempts if attempt.asking is None], store)
     for tool, attempts in sorted(by_tool.items(), key=lambda item: -len(item[1]))[:_MAX_NAMED]:
         longest = max(attempt.running if attempt.answered is None else attempt.answered for attempt in attempts)
         where, remedy = "without a model call", "See what the agent does between its calls."
@@ -224,8 +192,15 @@ async def who_waits(activity: Activity, store: Store) -> tuple[str, str]:
     return "; ".join(parts), " ".join(remedies)
 
 
-def _key(attempt: RunningAttempt) -> AttemptKey:
-    return AttemptKey(attempt.rollout, attempt.attempt)
+async def _by_tool(attempts: Sequence[RunningAttempt], store: Store) -> Mapping[str, list[RunningAttempt]]:
+    """The attempts by each tool that their latest reply asks for; those without one under the empty name."""
+    keys = [AttemptKey(attempt.rollout, attempt.attempt) for attempt in attempts]
+    latest = {call.key: call for call in await store.calls(keys)}
+    by_tool = defaultdict[str, list[RunningAttempt]](list)
+    for attempt, key in zip(attempts, keys, strict=True):
+        for tool in (key in latest and [*_tools(latest[key])]) or [""]:
+            by_tool[tool].append(attempt)
+    return by_tool
 
 
 def _tools(call: Call) -> Iterable[str]:

@@ -1,25 +1,38 @@
-"""Several wait for rollouts of one queue, and each gets its own, whenever it asks."""
+"""Which rollouts a run makes, and that each who waits for some of them gets its own."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
+from agl_core.server.gateway.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.training.alarms import stall
-from agl_core.training.progress import Silent
-from agl_core.training.rollouts import collect
-from agl_core.training.rollouts.collect import Collector
-from agl_core.types import AlarmName, Attempt, AttemptKey, DropReason, Ending, Episode, Rollout, RolloutState
+from agl_core.training.metrics import Observer
+from agl_core.training.rollouts import Collector, TrainingPlan, plan_evaluation, train_index
+from agl_core.training.stall import StallWatch
+from agl_core.types import (
+    AlarmName,
+    Attempt,
+    AttemptKey,
+    DropReason,
+    Ending,
+    Episode,
+    Mode,
+    Rollout,
+    RolloutState,
+    Task,
+)
 
 
 class ScriptedQueue:
@@ -56,6 +69,64 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@dataclass
+class Numbers:
+    """Tasks; the even ones say their split."""
+
+    size: int | None
+
+    def task(self, index: int) -> Task:
+        return Task(f"t{index}", index) if index % 2 else Task(f"t{index}", index, "test")
+
+
+def plan(source: Numbers, restart: int = 0, groups: int = 3, size: int = 2, seed: int = 0) -> TrainingPlan:
+    return TrainingPlan(source, "x", restart, seed, groups_per_step=groups, group_size=size)
+
+
+def evaluation(source: Numbers, count: int, restart: int = 0, step: int = 0, repeat: int = 1) -> list[list[Rollout]]:
+    """Of two held-out sets in both modes."""
+    named = {"run": "x", "restart": restart, "step": step, "position": 0, "repeat": repeat}
+    modes = [(mode, split) for mode in (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED) for split in ("eval", "other")]
+    return [g for mode, split in modes for g in plan_evaluation(source, count, mode=mode, split=split, **named)]
+
+
+@given(size=st.integers(1, 30), epochs=st.integers(1, 10), seed=st.integers(0, 5))
+def test_each_epoch_of_a_finite_source_visits_every_task_once_in_its_own_order(
+    size: int, epochs: int, seed: int
+) -> None:
+    visited = [train_index(Numbers(size), position, seed) for position in range(size * epochs)]
+    orders = [visited[epoch * size : (epoch + 1) * size] for epoch in range(epochs)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert len({*map(tuple, orders)}) == epochs or size < 20
+    assert [train_index(Numbers(None), position, seed) for position in range(20)] == list(range(20))
+
+
+def test_ids_and_seeds_of_rollouts_are_unique_and_a_resumed_run_repeats_the_seeds() -> None:
+    groups = [plan(Numbers(None)).group(position) for position in range(5)]
+    steps = [(group[0].group, {rollout.step for rollout in group}) for group in groups]
+    assert steps == [("s1-g0", {1}), ("s1-g1", {1}), ("s1-g2", {1}), ("s2-g0", {2}), ("s2-g1", {2})]
+    again = plan(Numbers(None), restart=2).group(3)
+    assert [rollout.id for rollout in again] == ["s2-g0-r2-m0", "s2-g0-r2-m1"]
+
+    every = [*groups, again, *evaluation(Numbers(None), 2, step=0), *evaluation(Numbers(None), 2, restart=1, step=1)]
+    ids = [rollout.id for group in every for rollout in group]
+    assert len(set(ids)) == len(ids) == 2 * 6 + 2 * 8
+    assert all(len({rollout.task.id for rollout in group}) == 1 for group in every)
+    splits = {(rollout.task.id, rollout.task.split) for [rollout] in evaluation(Numbers(None), 2)}
+    assert splits == {("t0", "test"), ("t1", "eval"), ("t1", "other")}, "unless its source gives it one"
+
+    def seeds(restart: int) -> list[int]:
+        """Of the first calls of two steps of training, four groups of one single task, and of its evaluation."""
+        trained = [plan(Numbers(1), restart, groups=4, size=3).group(position) for position in range(8)]
+        evaluated = plan_evaluation(
+            Numbers(1), 1, run="x", restart=restart, step=1, mode=Mode.EVAL_SAMPLED, split="eval", position=0, repeat=2
+        )
+        return [call_seed(0, rollout, 0, 0) for group in (*trained, *evaluated) for rollout in group]
+
+    assert len(set(seeds(0))) == 8 * 3 + 2
+    assert seeds(0) == seeds(1)
+
+
 def collecting(
     queue: ScriptedQueue,
     store: MemoryStore,
@@ -76,8 +147,8 @@ async def test_training_rollouts_that_end_during_an_evaluation_wait_for_training
     queue, store = ScriptedQueue(), MemoryStore()
     collector = collecting(queue, store)
     trained, evaluated = await recorded(store, "t0", "t1"), await recorded(store, "e0", "e1")
-    await collector.enqueue(trained)
-    with Silent().phase("evaluation", 1) as phase:
+    await queue.enqueue(trained)
+    with Observer().phase("evaluation", 1) as phase:
         evaluation = asyncio.create_task(collector.collect([[each] for each in evaluated], phase))
         await settle()
         queue.finish("t0", "e1", "t1", "e0")
@@ -92,7 +163,7 @@ async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.M
     def check() -> None:
         raise EngineError("the worker is gone")
 
-    monkeypatch.setattr(collect, "HEALTH_INTERVAL", 0.01)
+    monkeypatch.setattr("agl_core.training.rollouts.HEALTH_INTERVAL", 0.01)
     with pytest.raises(EngineError, match="is gone"):
         await collecting(ScriptedQueue(), MemoryStore(), check=check).finished({"a"})
     await settle()
@@ -110,18 +181,18 @@ class BlockedQueue(ScriptedQueue):
 async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dropped_without_a_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (collect, stall):
-        monkeypatch.setattr(module, "HEALTH_INTERVAL", 0.01)
+    for module in ("rollouts", "stall"):
+        monkeypatch.setattr(f"agl_core.training.{module}.HEALTH_INTERVAL", 0.01)
     queue, store, said = BlockedQueue(), MemoryStore(), list[str]()
     now = time.time()
     ends = {"held": (now, Ending.TIMED_OUT), "earlier": (now - 60, Ending.TIMED_OUT), "well": (now, Ending.FINISHED)}
-    rollouts = await recorded(store, *ends)
+    planned = await recorded(store, *ends)
     await store.put(*(Attempt(id, 0, "w", at - 1, at + 0.2, ending) for id, (at, ending) in ends.items()))
-    watch = stall.StallWatch(None, store, said.append, 0.05)  # type: ignore[arg-type]
+    watch = StallWatch(None, store, said.append, 0.05)  # type: ignore[arg-type]
     collector = Collector(
         store, queue, [ScoringRule("half", lambda episode: 0.5)], {}, Plugins().hook, lambda: None, watch
     )  # type: ignore[arg-type]
-    await collector.enqueue(rollouts)
+    await queue.enqueue(planned)
     for id, (_, ending) in ends.items():
         queue.finish(id, ending=ending)
 
@@ -136,7 +207,7 @@ async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dro
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b")
-    with Silent().phase("rollouts", 1) as phase:
+    with Observer().phase("rollouts", 1) as phase:
         collection = asyncio.create_task(collecting(queue, store).collect([rollouts], phase))
         await settle()
         queue.finish("a")
@@ -157,7 +228,7 @@ async def test_a_rule_that_fails_on_every_rollout_ends_the_run_and_on_some_drops
     rollouts = await recorded(store, "a", "b")
     for failing in ({"a"}, {"a", "b"}):
         queue.finish("a", "b")
-        with Silent().phase("rollouts", 1) as phase:
+        with Observer().phase("rollouts", 1) as phase:
             collection = collecting(queue, store, fragile).collect([[replace(each) for each in rollouts]], phase)
             if len(failing) == 2:
                 with pytest.raises(PluginError, match="no such answer"):
@@ -175,7 +246,7 @@ async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_ar
 
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b")
-    with Silent().phase("rollouts", 1) as phase:
+    with Observer().phase("rollouts", 1) as phase:
         collection = asyncio.create_task(collecting(queue, store, GroupRewardRule(compare)).collect([rollouts], phase))
         await settle()
         queue.finish("b")

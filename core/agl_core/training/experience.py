@@ -15,8 +15,8 @@ from typing import Protocol
 
 from agl_core.errors import PluginError
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup
-from agl_core.training.progress import Phase
-from agl_core.training.rollouts.collect import Collected, Collector, Scored, reward_note, warn_of_failed_rules
+from agl_core.training.metrics import Phase
+from agl_core.training.rollouts import Collected, Collector, Scored, reward_note, warn_of_failed_rules
 from agl_core.types import Episode, Rollout
 
 
@@ -93,14 +93,14 @@ class Experience:
     @property
     def unfinished(self) -> list[int]:
         """The positions of the groups that were begun and that no update has had."""
-        return sorted([*self._again, *(self._position[name] for name in self._under_way())])
+        return sorted([*self._again, *(self._position[name] for name in self._under_way)])
 
     async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
         """The groups of the next update, in the order of their plan; waits until enough are complete.
 
         No more groups are begun than `updates_left` (this one included) can use.
         """
-        before = set(self._under_way())
+        before = set(self._under_way)
         most = min(self._in_flight, updates_left * self._per_update)
         arrived: list[Episode] = []
         await self._begin(most)
@@ -113,17 +113,22 @@ class Experience:
         return drawn
 
     async def cancel(self) -> None:
-        running = {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
-        if running:
-            await self._collector.cancel(running)
+        if waiting := self._waiting:
+            await self._collector.queue.cancel(waiting)
 
+    @property
     def _under_way(self) -> list[str]:
         return [*self._running, *self._buffer.pending]
+
+    @property
+    def _waiting(self) -> set[str]:
+        """The rollouts that are not done."""
+        return {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
 
     async def _begin(self, most: int) -> None:
         """Begin groups until `most` are under way."""
         rollouts: list[Rollout] = []
-        for _ in range(most - len(self._under_way())):
+        for _ in range(most - len(self._under_way)):
             position = self._again.pop(0) if self._again else self.begun
             self.begun = max(self.begun, position + 1)
             group = self._plan(position)
@@ -131,22 +136,20 @@ class Experience:
             self._running[group[0].group] = dict.fromkeys(rollout.id for rollout in group)
             rollouts += group
         if rollouts:
-            await self._collector.enqueue(rollouts)
+            await self._collector.queue.enqueue(rollouts)
 
     async def _receive(self) -> list[Episode]:
         """Wait for rollouts; groups that they complete go into the buffer."""
-        waiting = {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
-        found = await self._collector.finished(waiting)
-        for each in found:
-            self._running[each.rollout.group][each.rollout.id] = each
+        finished = await self._collector.finished(self._waiting)
+        for scored in finished:
+            self._running[scored.rollout.group][scored.rollout.id] = scored
         for name, rollouts in list(self._running.items()):
             done = [scored for scored in rollouts.values() if scored is not None]
             if len(done) == len(rollouts):
-                done = await self._collector.complete(done)
+                self._complete[name] = await self._collector.complete(done)
                 del self._running[name]
-                self._complete[name] = done
-                self._buffer.add([scored.episode for scored in done])
-        return [each.episode for each in found]
+                self._buffer.add([scored.episode for scored in self._complete[name]])
+        return [scored.episode for scored in finished]
 
     def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:
         by_name = {group.episodes[0].group: group for group in groups}
@@ -154,7 +157,7 @@ class Experience:
         if len(by_name) < len(groups) or not new:
             what = "no new group" if not new else "a group twice"
             raise PluginError(
-                f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Mend its `draw`: each "
+                f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Fix its `draw`: each "
                 f"group once, at least one of them new (docs/plugins.md, Buffer)."
             )
         names = sorted(by_name, key=self._position.__getitem__)
@@ -169,11 +172,11 @@ class Experience:
             replayed=len(by_name) - len(new),
             buffered=len(self._buffer),
             carried_over=len(before & by_name.keys()),
-            in_flight=len(self._under_way()),
+            in_flight=len(self._under_way),
         )
 
     def _share_complete(self) -> float:
         """The share that is done of the groups nearest to completion, as many as an update takes."""
-        shares = [sum(scored is not None for scored in each.values()) / len(each) for each in self._running.values()]
+        shares = [sum(map(bool, group.values())) / len(group) for group in self._running.values()]
         nearest = sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]
         return sum(nearest) / self._per_update

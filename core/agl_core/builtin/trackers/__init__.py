@@ -1,1 +1,0 @@
-"""Trackers of other makers, each behind an extra of agl-core."""
