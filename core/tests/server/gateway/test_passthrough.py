@@ -123,6 +123,13 @@ async def test_a_model_is_described_by_agl_or_by_the_other_server(stack: Stack, 
     assert len(other.received) == 1
 
 
+async def test_errors_of_the_other_server_are_passed_on(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    with pytest.raises(openai.NotFoundError, match="no such model") as raised:
+        await client.embeddings.create(model="unknown", input="x")
+    assert raised.value.code == "model_not_found"
+
+
 async def test_a_route_that_no_server_has_names_the_setting(stack: Stack) -> None:
     """The other server has no moderations; a model server without embeddings is asked where no other is set."""
     with pytest.raises(openai.NotFoundError, match=r"POST /v1/moderations.*\[gateway\.passthrough\] url"):

@@ -13,7 +13,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
-    ("mode", "temperature"), [(Mode.TRAIN, 0.7), (Mode.EVAL_SAMPLED, 0.5), (Mode.EVAL_GREEDY, 0.0)]
+    ("mode", "temperature"), [(Mode.TRAIN, 0.7), (Mode.EVAL_SAMPLED, 0.7), (Mode.EVAL_GREEDY, 0.0)]
 )
 async def test_the_mode_fixes_the_sampling(stack: Stack, mode: Mode, temperature: float) -> None:
     key = await stack.lease(mode=mode)
