@@ -12,9 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.errors import EngineError
-from agl_core.types import Batch, Episode, Identity, Json, Reward, Task, TransitionKey
-from agl_core.types.estimates import Needs, Workload
-from agl_core.types.recorded import RecordedReply, RecordedRollout, TokenizedReply
+from agl_core.types import (
+    Batch,
+    Episode,
+    Identity,
+    Json,
+    Needs,
+    RecordedReply,
+    RecordedRollout,
+    Reward,
+    Task,
+    TokenizedReply,
+    TransitionKey,
+    Workload,
+)
 
 RewardValue: TypeAlias = (
     float
@@ -111,7 +122,7 @@ class DrawContext:
     versions: Mapping[str, int]
     """Those that the update begins with, by policy."""
     max_staleness: int
-    """Episodes older than that would be dropped (`agl_core.learning.staleness`)."""
+    """Episodes older than that would be dropped (`agl_core.learning.without_stale`)."""
     min_group_size: int
     """Groups with fewer episodes left would be dropped."""
 

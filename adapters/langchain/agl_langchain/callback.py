@@ -37,7 +37,7 @@ from agl_core.capture import (
     status_of,
     tool_result_report,
 )
-from agl_core.learning.alone import Alone
+from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, FinishReason, Json
 
 _MAX_REQUEST = 1 << 24

@@ -21,7 +21,7 @@ from agl_core.capture import (
     ids_of,
     jsonable,
 )
-from agl_core.learning.alone import Alone
+from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, FinishReason, Identity, Json, Tokens
 from agl_openai_agents.plugin import attach
 from agl_openai_agents.runs import identity_of, keep_tool_results

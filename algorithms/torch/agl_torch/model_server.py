@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agl_core.errors import nearest
-from agl_core.learning.distribution import DISTORTING, distorting
+from agl_core.learning.transitions import DISTORTING, distorting
 from agl_core.types import FinishReason
 from agl_torch.chat import ChatError, ChatText, Parsed, Prompt, Sessions, ToolFormat
 from agl_torch.chat.messages import Message, normalise

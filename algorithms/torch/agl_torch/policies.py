@@ -19,8 +19,7 @@ from agl_core.engines.child import find_algorithm
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
-from agl_core.types import Batch
-from agl_core.types.estimates import Needs, Workload
+from agl_core.types import Batch, Needs, Workload
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.loop import EngineLoop
 from agl_torch.model_server import ModelServer

@@ -14,8 +14,7 @@ from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError
 from agl_core.kinds import Capability
 from agl_core.store.interface import Store
-from agl_core.types import AttemptKey, Mode, Rollout, RolloutState, Task
-from agl_core.types.recorded import RecordedRollout
+from agl_core.types import AttemptKey, Mode, RecordedRollout, Rollout, RolloutState, Task
 
 _PAGE = 1000
 """Rollouts that are looked at together."""

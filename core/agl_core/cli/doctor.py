@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agl_core.config.load import LoadedConfig
     from agl_core.protocols import Adapter, Engine, Upstream
     from agl_core.training.preflight import Look
-    from agl_core.types.estimates import Needs, Workload
+    from agl_core.types import Needs, Workload
 
 ConfigArgument = Annotated[
     Path | None,

@@ -33,9 +33,7 @@ from agl_core.engines import wire
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Component, Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
-from agl_core.types import Batch
-from agl_core.types.estimates import Needs, Workload
-from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_core.wire.updates import UpdateRequest, encode_result
 
 PROGRESS_STEP = 0.01

@@ -30,9 +30,7 @@ from agl_core.config.sections import HUB_NAME
 from agl_core.engines import wire
 from agl_core.errors import EngineError
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
-from agl_core.types import Batch
-from agl_core.types.estimates import Needs, Workload
-from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_core.wire.updates import UpdateRequest, decode_result
 
 LOG_NAME = "engine.log"

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from agl_core import errors
 from agl_core.errors import AglError
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_core.types import RecordedReply, TokenizedReply
 
 START = 0
 """The number of the settings: the answer to them says that the engine serves, or why it does not start."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agl_core.config import PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
-from agl_core.learning.propagation import propagate_rewards
-from agl_core.learning.trainable import filter_trainable
+from agl_core.learning.trainable import filter_trainable, propagate_rewards
 from agl_core.protocols import CreditRule
-from agl_core.types import Batch, CreditKind, DropReason, Episode, FinishReason, TrainingRecord, Transition
+from agl_core.types import Batch, CreditKind, DropReason, Episode, FinishReason, Mode, TrainingRecord, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class PolicyCredit:
         except Exception as error:
             name = group[0].group if group else "without episodes"
             raise PluginError(
-                f"The credit rule '{self.name}' failed on group {name}: {type(error).__name__}: {error}. Mend the rule."
+                f"The credit rule '{self.name}' failed on group {name}: {type(error).__name__}: {error}. Fix the rule."
             ) from error
         expected = [len(episode.transitions) for episode in group]
         if [len(of_episode) for of_episode in values] != expected:
@@ -203,3 +202,34 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 
 def _dense(labels: Sequence[int]) -> np.ndarray:
     return np.unique(np.array(labels, np.int64), return_inverse=True)[1].astype(np.int64)
+
+
+def staleness(episode: Episode, versions: Mapping[str, int]) -> int:
+    """The updates since the episode's oldest transition was sampled; `versions` are the trainer's, by policy.
+
+    V_p − v_t of transition t, which version v_t of policy p answered while the trainer holds V_p. An episode is as old
+    as its oldest transition, because later decisions were made in a state that the old version led to. A transition
+    whose version is not known counts as new.
+    """
+    ages = (versions.get(t.policy, t.version) - t.version for t in episode.transitions if t.version is not None)
+    return max(ages, default=0)
+
+
+def without_stale(
+    groups: Sequence[Sequence[Episode]], versions: Mapping[str, int], max_staleness: int
+) -> list[list[Episode]]:
+    """The groups with every episode older than `max_staleness` marked as dropped; other reasons come first.
+
+    Of rollouts that were opened from outside, their source says which are too old.
+
+    `make_batches` removes marked episodes from their groups and compares those that are left.
+    """
+    return [
+        [
+            replace(episode, dropped=DropReason.STALE)
+            if episode.dropped is None and episode.mode is not Mode.USE and staleness(episode, versions) > max_staleness
+            else episode
+            for episode in group
+        ]
+        for group in groups
+    ]

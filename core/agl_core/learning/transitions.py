@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from agl_core.learning.distribution import is_distorted
+from agl_core.capture import CapturedRollout
 from agl_core.learning.joining import join_tool_results
 from agl_core.learning.tool_results import choices_of, messages_of, tools_of
 from agl_core.types import (
@@ -17,6 +18,7 @@ from agl_core.types import (
     Choice,
     Ending,
     Episode,
+    Json,
     Mode,
     Reward,
     Rollout,
@@ -42,17 +44,16 @@ def build_episode(
     index). Tool results are joined by `agl_core.learning.joining`, or read from the conversation if none was reported.
     `rewards` are those that the agent reported, `annotations` are what others said.
     """
-    every = list(calls)
-    ordered = counted_calls(attempt, every)
-    mine = [call for call in every if call.key == attempt.key]
+    mine = [call for call in calls if call.key == attempt.key]
+    ordered = counted_calls(attempt, mine)
     late = {call.parent_span for call in mine if call.late or call.undelivered}
     joined, unjoined = join_tool_results(ordered, tool_results, late)
     turns: Counter[str | None] = Counter()
     transitions = []
     for turn, call in enumerate(ordered):
         for key, choice in choices_of(call).items():
-            found = tuple(joined.get(key, ()))
-            transitions.append(_transition(rollout.mode, key, call, choice, turn, turns[call.agent], found))
+            results = tuple(joined.get(key, ()))
+            transitions.append(_transition(rollout.mode, key, call, choice, turn, turns[call.agent], results))
         turns[call.agent] += 1
     undelivered = [
         _transition(rollout.mode, key, call, choice, sum(e.sequence < call.sequence for e in ordered), 0, ())
@@ -141,3 +142,72 @@ def _transition(
         tools=tools_of(call),
         had_to_call=call.request.get("tool_choice") not in (None, "auto", "none"),
     )
+
+
+# The recorded log-probabilities are those of the policy at the sampling temperature. Nucleus sampling, penalties and
+# the like draw from another distribution: importance weights of such tokens would be wrong.
+_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "use_beam_search": (False,),
+}
+"""The values of request fields that leave the distribution as it is; so does null."""
+
+DISTORTING = frozenset(_NEUTRAL)
+"""Request fields that change the distribution tokens are drawn from. In train mode the gateway drops them."""
+
+
+def is_distorted(call: Call, mode: Mode) -> bool:
+    """Whether the responses of a call were drawn from another distribution than the policy's own.
+
+    A temperature of 0 is one: it always takes the most probable token.
+    """
+    if mode.trains:
+        return False
+    sampling = call.effective
+    if sampling.temperature == 0 or sampling.top_p not in (None, 1):
+        return True
+    return any(distorting(call.request))
+
+
+def distorting(request: Mapping[str, Json]) -> Iterator[str]:
+    """The fields of a request that change the distribution.
+
+    >>> list(distorting({"top_k": 5, "min_p": 0, "logit_bias": None, "stop": "."}))
+    ['top_k']
+    """
+    return (name for name, same in _NEUTRAL.items() if request.get(name) is not None and request[name] not in same)
+
+
+class RolloutKeeper(Protocol):
+    """Where an adapter keeps rollouts, for instance `agl_core.capture.Capture`."""
+
+    def finished(self) -> Sequence[CapturedRollout]: ...
+
+    def clear(self) -> None:
+        """Forget them."""
+
+
+class Alone:
+    """The agent's runs as data, for an adapter that is used without a gateway: what its framework reports is all."""
+
+    def __init__(self, keeper: RolloutKeeper) -> None:
+        self._keeper = keeper
+
+    def episodes(self) -> list[Episode]:
+        """The agent's runs that have ended, as text; with token ids where the framework keeps the endpoint's."""
+        return [build_episode(*rollout.records()) for rollout in self._keeper.finished()]
+
+    def transitions(self) -> list[Transition]:
+        return [transition for episode in self.episodes() for transition in episode.transitions]
+
+    def clear(self) -> None:
+        self._keeper.clear()

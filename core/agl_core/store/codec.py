@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 from agl_core.errors import StoreRefusedError
@@ -11,7 +12,7 @@ from agl_core.store.interface import Record
 from agl_core.store.pieces import Data, Pieces, join_request, join_tokens
 from agl_core.store.tables import ATTEMPT_KEYS, CALLS, CHOICES, RECORDS, Table
 from agl_core.types import Call, Choice
-from agl_core.types.forms import Field, as_it_is, fields_of
+from agl_core.types.forms import fields_of
 
 Kept = TypeVar("Kept")
 Row: TypeAlias = tuple[Any, ...]
@@ -19,9 +20,7 @@ Rows: TypeAlias = dict[Table[Any], list[Row]]
 """What one `put` writes, by table."""
 
 _TABLES: Mapping[type, Table[Any]] = {table.record: table for table in RECORDS}
-_REQUEST = slice(CALLS.values.index("request"), CALLS.values.index("n_choices") + 1)
-_PROMPT = slice(CALLS.values.index("prompt_blocks"), CALLS.values.index("prompt_tail") + 1)
-_PROMPT_IDS = fields_of(Call)["prompt_ids"].kind
+_PROMPT_IDS = fields_of(Call)["prompt_ids"].form
 
 
 def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
@@ -35,13 +34,16 @@ def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
             row = _dump(table, record)
             if "\0" in row[0]:  # SQLite looks rollouts up with its JSON functions, which end a text there
                 raise ValueError(f"the id {row[0]!r} contains a NUL character; leave it out")
-            if table.of_attempts:
-                rows.setdefault(ATTEMPT_KEYS, []).append((row[0], row[1]))
             if isinstance(record, Call):
-                _add_parts(record, row, rows, pieces)
+                row += len(record.choices), *pieces.split_request(record.request)
+                row += (None, None) if record.prompt_ids is None else pieces.split_tokens(_dumped_prompt(record))
+                of_choices = [(*row[:3], n, *_dump(CHOICES, choice)) for n, choice in enumerate(record.choices)]
+                rows.setdefault(CHOICES, []).extend(of_choices)
         except (AttributeError, TypeError, ValueError) as error:
             raise StoreRefusedError(f"{name_of(record)} cannot be stored: {error}.") from error
-        rows.setdefault(table, []).append(tuple(row))
+        if table.of_attempts:
+            rows.setdefault(ATTEMPT_KEYS, []).append(row[:2])
+        rows.setdefault(table, []).append(row)
     return rows
 
 
@@ -53,22 +55,20 @@ def name_of(record: Record) -> str:
 
 
 def decode(table: Table[Kept], rows: Iterable[Row]) -> list[Kept]:
-    """The records of these rows, whose values are as in `tables`. Calls need `decode_calls`."""
-    return list(map(_loader(table), rows))
+    """The records of these rows, which have the columns of `table`. Calls need `decode_calls`."""
+    return [table.record(**_load(table, row)) for row in rows]
 
 
 def decode_calls(rows: Iterable[Row], choices: Iterable[Row], pieces: Mapping[int, Data]) -> list[Call]:
-    """Rows of `calls`, their values as in `tables`; rows of `choices` by position; the pieces that they refer to."""
-    load_call, load_choice = _loader(CALLS), _loader(CHOICES)
+    """Rows of `calls`; rows of `choices` by position; the pieces that they refer to."""
     of_call: dict[tuple[str, int, str], list[Choice]] = {}
     for row in choices:
-        of_call.setdefault(row[:3], []).append(load_choice(row))
+        of_call.setdefault(row[:3], []).append(Choice(**_load(CHOICES, row)))
     calls = []
     for row in rows:
-        rest, lengths, numbers, n_choices = row[_REQUEST]
-        blocks, tail = row[_PROMPT]
-        call = load_call(
-            row,
+        n_choices, rest, lengths, numbers, blocks, tail = row[-len(CALLS.after) :]
+        call = Call(
+            **_load(CALLS, row),
             request=join_request(rest, lengths, numbers, pieces),
             # Further choices are left from a call with the same key that this one replaced.
             choices=tuple(of_call.get(row[:3], ())[:n_choices]),
@@ -78,57 +78,42 @@ def decode_calls(rows: Iterable[Row], choices: Iterable[Row], pieces: Mapping[in
     return calls
 
 
-def _add_parts(call: Call, row: list[Any], rows: Rows, pieces: Pieces) -> None:
-    """Add to a call's row what refers to other tables, and to these what it refers to."""
-    row[_REQUEST] = (*pieces.split_request(call.request), len(call.choices))
-    if call.prompt_ids is not None:
-        row[_PROMPT] = pieces.split_tokens(_PROMPT_IDS.dump(call.prompt_ids))
-    for position, choice in enumerate(call.choices):
-        of_choice = _dump(CHOICES, choice)
-        of_choice[:4] = row[0], row[1], row[2], position
-        rows.setdefault(CHOICES, []).append(tuple(of_choice))
-
-
-def _dump(table: Table[Any], record: Any) -> list[Any]:
-    """The record's row, in which None stands for what is no field. ValueError names a field that cannot be stored."""
+def _dumped_prompt(call: Call) -> bytes:
     try:
-        return _dumper(table)(record)
+        dumped: bytes = _PROMPT_IDS.dump(call.prompt_ids)
+    except ValueError as error:
+        raise ValueError(f"prompt_ids: {error}") from error
+    return dumped
+
+
+def _dump(table: Table[Any], record: Any) -> Row:
+    """The values of the fields that have a column. ValueError names a field that cannot be stored."""
+    fields, values = _dumping(table)
+    try:
+        pairs = zip(fields, values(record), strict=True)
+        return tuple([None if value is None and optional else dump(value) for (dump, optional), value in pairs])
     except (AttributeError, TypeError, ValueError):
-        for _, field in _fields(table):
-            value = getattr(record, field.name)
+        for name, form, optional, _ in table.fields:
+            value = getattr(record, name)
             try:
-                _ = None if value is None and field.optional else field.kind.dump(value)
+                _ = None if value is None and optional else form.dump(value)
             except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"{field.name}: {error}") from error
+                raise ValueError(f"{name}: {error}") from error
         raise
 
 
-def _fields(table: Table[Any]) -> list[tuple[int, Field]]:
-    """The fields that have a column, with its place in a row."""
-    return [(place, column.field) for place, column in enumerate(table.described) if column.field]
-
-
-# Both are compiled for each table, from the names of its fields: loops over these take twice as long.
 @cache
-def _dumper(table: Table[Any]) -> Callable[[Any], list[Any]]:
-    values, functions = ["None"] * len(table.values), {}
-    for place, field in _fields(table):
-        functions[f"dump_{field.name}"] = field.kind.dump
-        values[place] = f"dump_{field.name}(record.{field.name})"
-        if field.optional:
-            values[place] = f"None if record.{field.name} is None else {values[place]}"
-    dumper: Callable[[Any], list[Any]] = eval(f"lambda record: [{', '.join(values)}]", functions)
-    return dumper
+def _dumping(table: Table[Any]) -> tuple[list[tuple[Any, bool]], attrgetter[Any]]:
+    fields = [(field.form.dump, field.optional) for field in table.fields]
+    return fields, attrgetter(*(field.name for field in table.fields))
+
+
+def _load(table: Table[Any], row: Row) -> dict[str, Any]:
+    """The fields that have a column, by name."""
+    pairs = zip(_loading(table), row[len(table.before) :], strict=False)  # `after` is left over
+    return {name: value if value is None else load(value) for (name, load), value in pairs}
 
 
 @cache
-def _loader(table: Table[Any]) -> Callable[..., Any]:
-    """It makes a record of a row and of the fields that have no column."""
-    functions: dict[str, Any] = {"record": table.record}
-    values = []
-    for place, field in _fields(table):
-        functions[f"load_{field.name}"] = field.kind.load
-        value = f"row[{place}]" if field.kind.load is as_it_is else f"load_{field.name}(row[{place}])"
-        values.append(f"{field.name}=" + (f"None if row[{place}] is None else {value}" if field.optional else value))
-    loader: Callable[..., Any] = eval(f"lambda row, **apart: record({', '.join(values)}, **apart)", functions)
-    return loader
+def _loading(table: Table[Any]) -> list[tuple[str, Any]]:
+    return [(field.name, field.form.load) for field in table.fields]

@@ -17,8 +17,6 @@ _LOCKED_BYTE = 1 << 62
 """Far behind the bytes that SQLite locks, and behind the end of any file."""
 _FLOCK = struct.Struct("hhqqi")
 """Linux's `struct flock`: type, whence, start, length, process."""
-_FLOCK_OF_MACOS = struct.Struct("qqihh")
-"""The same of macOS: start, length, process, type, whence."""
 _LOG_HEADER = 32
 _FRAME_HEADER = 24
 """Of a write-ahead log: it begins with a header, and each of its frames is a header and a page."""
@@ -44,21 +42,22 @@ class WriterLock:
     """Process, device and inode: the system does not keep two writers of one process apart."""
 
     def __init__(self, store: Path) -> None:
+        self._key = _key(store)
+        if self._key in self._held:
+            raise _taken(store, os.getpid())
         try:
-            found = store.stat()
-            self._key = (os.getpid(), found.st_dev, found.st_ino)
-            if self._key in self._held:
-                raise _taken(store, os.getpid())
             self._handle = os.open(store, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError) as error:
+        except PermissionError as error:
             raise StoreError(
                 f"The store {store} cannot be opened for writing ({error.strerror}). Check the permissions of the file "
                 f"and its folder."
             ) from error
-        if not _lock(self._handle):
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKED_BYTE)
+        except OSError:
             holder = _holder(self._handle)
             os.close(self._handle)
-            raise _taken(store, holder)
+            raise _taken(store, holder) from None
         self._held.add(self._key)
 
     def release(self) -> None:
@@ -67,34 +66,16 @@ class WriterLock:
 
 
 def is_written(store: Path) -> bool:
-    """Whether another process writes the store now. No lock is taken for the answer, so no writer is ever refused."""
+    """Whether another process writes the store now. On Linux no lock is taken for the answer."""
     if not log_of(store).exists():
         return False
     try:
-        handle = _asking_handle(store)
+        handle = _kept_handle(store)
     except OSError:
         return False
-    asked = _asked_for(handle, fcntl.F_RDLCK)
-    return _is_blocked(handle) if asked is None else asked[0] != fcntl.F_UNLCK
-
-
-_asking: dict[tuple[int, int, int], int] = {}
-"""By process, device and inode: handles to ask with. They stay open: closing one would end the locks by which
-SQLite holds the file for the readers of this process."""
-_asking_guard = threading.Lock()
-
-
-def _asking_handle(store: Path) -> int:
-    found = store.stat()
-    key = (os.getpid(), found.st_dev, found.st_ino)
-    with _asking_guard:
-        if key not in _asking:
-            _asking[key] = os.open(store, os.O_RDONLY | os.O_CLOEXEC)
-        return _asking[key]
-
-
-def _is_blocked(handle: int) -> bool:
-    """The same where the system is not asked in a known way: a shared lock, held for a moment, says it."""
+    holder = _holder(handle)
+    if holder is not None:
+        return holder > 0
     try:
         fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _LOCKED_BYTE)
     except OSError:
@@ -103,36 +84,36 @@ def _is_blocked(handle: int) -> bool:
     return False
 
 
-def _lock(handle: int) -> bool:
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKED_BYTE)
-    except OSError:
-        return False
-    return True
+_handles: dict[tuple[int, int, int], int] = {}
+"""By process, device and inode: handles to look at the lock with. They stay open: closing one would end the locks by
+which SQLite holds the file for the readers of this process."""
+_handles_guard = threading.Lock()
+
+
+def _kept_handle(store: Path) -> int:
+    with _handles_guard:
+        key = _key(store)
+        if key not in _handles:
+            _handles[key] = os.open(store, os.O_RDONLY | os.O_CLOEXEC)
+        return _handles[key]
+
+
+def _key(store: Path) -> tuple[int, int, int]:
+    status = store.stat()
+    return os.getpid(), status.st_dev, status.st_ino
 
 
 def _holder(handle: int) -> int | None:
-    """The process that has the lock; None where the system does not give it, or the lock is free again."""
-    kind, process = _asked_for(handle, fcntl.F_WRLCK) or (fcntl.F_UNLCK, 0)
-    return None if kind == fcntl.F_UNLCK or process <= 0 else process
-
-
-def _asked_for(handle: int, kind: int) -> tuple[int, int] | None:
-    """The kind and the process of the lock that bars one of this kind; None if the system is not asked like that."""
-    match sys.platform:
-        case "linux":
-            asked = _FLOCK.pack(kind, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
-            found, *_, process = _FLOCK.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
-        case "darwin":
-            asked = _FLOCK_OF_MACOS.pack(_LOCKED_BYTE, 1, 0, kind, os.SEEK_SET)
-            *_, process, found, _ = _FLOCK_OF_MACOS.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
-        case _:
-            return None
-    return int(found), int(process)
+    """The other process that has the lock, 0 without one; None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
+    kind, *_, process = _FLOCK.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else int(process)
 
 
 def _taken(store: Path, process: int | None) -> StoreError:
-    holder = "" if process is None else f" (process {process})"
+    holder = f" (process {process})" if process else ""
     return StoreError(
         f"The store {store} is being written by another process{holder}, and takes one writer at a time. Wait until "
         f"it ends, stop it, or use another folder; to look only, open it read-only."
@@ -149,16 +130,11 @@ class OpenFiles:
     def __init__(self, store: Path, page_size: int) -> None:
         self._store, self._log = str(store), str(log_of(store))
         self._frame = _FRAME_HEADER + page_size
-        found = {file: os.stat(file) for file in (self._store, self._log, f"{store}-shm")}
-        self._opened = [(file, each.st_dev, each.st_ino) for file, each in found.items()]
-        self._store_size, self._log_size = found[self._store].st_size, found[self._log].st_size
+        opened = {file: os.stat(file) for file in (self._store, self._log, f"{store}-shm")}
+        self._opened = [(file, status.st_dev, status.st_ino) for file, status in opened.items()]
+        self._store_size, self._log_size = opened[self._store].st_size, opened[self._log].st_size
         self._log_handle = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)
         self._lost: str | None = None
-
-    @property
-    def log_size(self) -> int:
-        """Bytes of the write-ahead log, as of the last check."""
-        return self._log_size
 
     def check(self) -> None:
         """Raise StoreError unless their names lead to the files that were opened. For any thread.
@@ -181,8 +157,8 @@ class OpenFiles:
             self._lose(f"its file {self._log} was cut off while it was written.")
         self._store_size, self._log_size = store_size, log_size
 
-    def log_was_folded_in(self) -> None:
-        """SQLite did so by our order, and cut off what it did not need. StoreError as of `check`."""
+    def were_cut(self) -> None:
+        """Take the sizes that the files have now: SQLite cut off what it did not need. StoreError as of `check`."""
         self._store_size, self._log_size = self._sizes()
 
     def close(self) -> None:
@@ -195,21 +171,19 @@ class OpenFiles:
         sizes = []
         for file, device, inode in self._opened:
             try:
-                found = os.stat(file)
+                status = os.stat(file)
             except OSError as error:
                 self._lose(f"its file {file} was removed or moved ({error.strerror}).")
-            if found.st_ino != inode or found.st_dev != device:
+            if (status.st_dev, status.st_ino) != (device, inode):
                 self._lose(f"another file was put in the place of {file}.")
-            sizes.append(found.st_size)
+            sizes.append(status.st_size)
         return sizes[0], sizes[1]
 
     def _has_a_gap(self) -> bool:
         """Whether zeros are where a frame was: the log was cut off, and then written on behind its end."""
         frames = (self._log_size - _LOG_HEADER) // self._frame
-        if frames < 1:
-            return False
         last = _LOG_HEADER + (frames - 1) * self._frame
-        return not (any(os.pread(self._log_handle, 4, 0)) and any(os.pread(self._log_handle, 4, last)))
+        return frames > 0 and not all(any(os.pread(self._log_handle, 4, start)) for start in (0, last))
 
     def _lose(self, why: str) -> NoReturn:
         self._lost = why

@@ -13,6 +13,8 @@ written again; that costs space and changes nothing.
 
 from __future__ import annotations
 
+import itertools
+import re
 import struct
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -26,16 +28,16 @@ from agl_core.types.forms import dump_json, load_json
 
 Data: TypeAlias = str | bytes
 """A piece: JSON as text, or a block of tokens as bytes."""
-Kind = TypeVar("Kind", str, bytes)
+DataType = TypeVar("DataType", str, bytes)
 
 BLOCK_BYTES = 256 * 4
 """256 int32 tokens: large enough that a block's row costs little beside its content, small enough that the
 tail, which every call stores for itself, stays short."""
-LONG_TEXT = 16 << 10
+NUMBERS = np.dtype("<i8")
+"""Of pieces, in a column of a call."""
+_LONG = 16 << 10
 """Characters from which on a text inside an item is a piece of its own."""
-_NUMBER_BYTES = 8
-_ITEMS, _TEXTS = "items", "texts"
-"""In place of a list's length if long texts were taken out of it: the length, and the paths to these texts."""
+_TEXTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class Pieces:
@@ -70,40 +72,31 @@ class Pieces:
         return self._next
 
     def split_request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
-        """A request body as (JSON without its lists of objects, their lengths as JSON, numbers of their items)."""
+        """A request as (JSON without its lists of objects, the pieces of their items as JSON, the pieces' numbers).
+
+        The pieces are a list's length if each item is one, else the count of each item's pieces.
+        """
         rest: dict[str, Json] = {}
-        lengths: dict[str, Json] = {}
+        lengths: dict[str, int | list[int]] = {}
         numbers: list[int] = []
         for name, value in request.items():
-            if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
-                rest[name] = None
-                texts: list[tuple[list[str | int], str]] = []
-                for place, item in enumerate(value):
-                    numbers.append(self._number_of_item(item, place, texts))
-                numbers += [self._number_of_text(dump_json(text)) for _, text in texts]
-                lengths[name] = {_ITEMS: len(value), _TEXTS: [path for path, _ in texts]} if texts else len(value)
-            else:
+            if not (isinstance(value, list | tuple) and value and isinstance(value[0], dict)):
                 rest[name] = value
+                continue
+            rest[name], counts = None, []
+            for item in value:
+                parts = _parts(dump_json(item))
+                numbers += [self._number(blake2b(part.encode(), digest_size=16).digest(), part) for part in parts]
+                counts.append(len(parts))
+            lengths[name] = counts if max(counts) > 1 else len(counts)
         return dump_json(rest), dump_json(lengths), _dump_numbers(numbers)
 
     def split_tokens(self, tokens: bytes) -> tuple[bytes, bytes]:
         """Token bytes as (numbers of the full blocks, the rest)."""
         full = len(tokens) - len(tokens) % BLOCK_BYTES
         blocks = (tokens[start : start + BLOCK_BYTES] for start in range(0, full, BLOCK_BYTES))
-        return _dump_numbers([self._number_of_block(block) for block in blocks]), tokens[full:]
-
-    def _number_of_item(self, item: Json, place: int, texts: list[tuple[list[str | int], str]]) -> int:
-        """Its number; its long texts, with the paths to them in the list, are added to `texts`, and are null in it."""
-        text = dump_json(item)
-        if len(text) >= LONG_TEXT:
-            text = dump_json(_without_long_texts(item, [place], texts))
-        return self._number_of_text(text)
-
-    def _number_of_text(self, text: str) -> int:
-        return self._number(blake2b(text.encode(), digest_size=16).digest(), text)
-
-    def _number_of_block(self, block: bytes) -> int:
-        return self._number(blake2b(block, digest_size=16, person=b"tokens").digest(), block)
+        digests = ((blake2b(block, digest_size=16, person=b"tokens").digest(), block) for block in blocks)
+        return _dump_numbers([self._number(digest, block) for digest, block in digests]), tokens[full:]
 
     def _number(self, digest: bytes, data: Data) -> int:
         number = self._recent.get(digest)
@@ -120,38 +113,26 @@ class Pieces:
         return number
 
 
-def _without_long_texts(value: Json, path: list[str | int], found: list[tuple[list[str | int], str]]) -> Json:
-    if isinstance(value, str) and len(value) >= LONG_TEXT:
-        found.append((path, value))
-        return None
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: _without_long_texts(each, [*path, name], found) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_long_texts(each, [*path, place], found) for place, each in enumerate(value)]
-    return value
-
-
-NUMBERS = np.dtype("<i8")
-"""Of pieces, in a column of a call."""
+def _parts(text: str) -> list[str]:
+    """JSON, cut before and after each of its long texts."""
+    if len(text) < _LONG:
+        return [text]
+    cuts = [cut for match in _TEXTS.finditer(text) if len(match[0]) >= _LONG for cut in match.span()]
+    return [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
 
 
 def numbers_in(column: bytes | None) -> tuple[int, ...]:
     """The numbers of pieces in a column of a call."""
-    return () if column is None else struct.unpack(f"<{len(column) // _NUMBER_BYTES}q", column)
+    return () if column is None else struct.unpack(f"<{len(column) // NUMBERS.itemsize}q", column)
 
 
 def join_request(rest: str, lengths: str, numbers: bytes, pieces: Mapping[int, Data]) -> dict[str, Json]:
     """The inverse of `Pieces.split_request`."""
     request: dict[str, Json] = load_json(rest)
-    found = (load_json(_piece(str, number, pieces)) for number in numbers_in(numbers))
+    parts = (_piece(str, number, pieces) for number in numbers_in(numbers))
     for name, length in load_json(lengths).items():
-        count, paths = (length[_ITEMS], length[_TEXTS]) if isinstance(length, dict) else (length, ())
-        request[name] = [next(found) for _ in range(count)]
-        for *path, last in paths:
-            holder: Json = request[name]
-            for step in path:
-                holder = holder[step]
-            holder[last] = next(found)
+        counts = [1] * length if isinstance(length, int) else length
+        request[name] = [load_json("".join([next(parts) for _ in range(count)])) for count in counts]
     return request
 
 
@@ -164,8 +145,8 @@ def _dump_numbers(numbers: list[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
-def _piece(kind: type[Kind], number: int, pieces: Mapping[int, Data]) -> Kind:
+def _piece(type_: type[DataType], number: int, pieces: Mapping[int, Data]) -> DataType:
     piece = pieces.get(number)
-    if not isinstance(piece, kind):
+    if not isinstance(piece, type_):
         raise StoreError(f"The store is damaged: piece {number} of a call is missing or of another kind.")
     return piece

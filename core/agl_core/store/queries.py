@@ -45,8 +45,8 @@ def rollouts(
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     most = limit if newest is None else newest
     sql = f"{_select(ROLLOUTS)}{where} ORDER BY seq {'' if newest is None else 'DESC'} LIMIT ?"
-    found = decode(ROLLOUTS, connection.execute(sql, (*values, -1 if most is None else most)))
-    return found if newest is None else found[::-1][:limit]
+    matching = decode(ROLLOUTS, connection.execute(sql, (*values, -1 if most is None else most)))
+    return matching if newest is None else matching[::-1][:limit]
 
 
 def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
@@ -55,18 +55,18 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
         f"{_select(ROLLOUTS)} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
         (prefix, prefix + "\U0010ffff", _PREFIX_MATCHES_SHOWN),
     )
-    found = decode(ROLLOUTS, rows)
-    if not found:
+    matching = decode(ROLLOUTS, rows)
+    if not matching:
         raise StoreRefusedError(
             f"No rollout in {where} has an id that starts with {prefix!r}. `agl rollouts` lists them."
         )
-    if len(found) > 1 and found[0].id != prefix:
-        more = ", …" if len(found) == _PREFIX_MATCHES_SHOWN else ""
+    if len(matching) > 1 and matching[0].id != prefix:
+        more = ", …" if len(matching) == _PREFIX_MATCHES_SHOWN else ""
         raise StoreRefusedError(
             f"Several rollouts in {where} have ids that start with {prefix!r}: "
-            f"{', '.join(each.id for each in found)}{more}. Give more of the id."
+            f"{', '.join(rollout.id for rollout in matching)}{more}. Give more of the id."
         )
-    return found[0]
+    return matching[0]
 
 
 def attempts(connection: sqlite3.Connection, rollout_ids: Iterable[str]) -> list[Attempt]:
@@ -85,8 +85,9 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     unique = tuple(dict.fromkeys(keys))
     rows = _of_attempts(connection, CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
     choices = _of_attempts(connection, CHOICES, unique, "choices.position")
-    references = [CALLS.values.index(name) for name in ("request_pieces", "prompt_blocks")]
-    numbers = {number for row in rows for value in references for number in numbers_in(row[value])}
+    # The columns of CALLS.after; a row has one value more than the table, rollout and attempt for their number.
+    references = [CALLS.columns.index(name) + 1 for name in ("request_pieces", "prompt_blocks")]
+    numbers = {number for row in rows for position in references for number in numbers_in(row[position])}
     return decode_calls(rows, choices, _pieces(connection, numbers))
 
 

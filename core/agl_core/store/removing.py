@@ -21,7 +21,7 @@ _REFERENCES = "SELECT request_pieces, prompt_blocks FROM calls"
 _OLD = "attempt_key IN temp.old AND NOT pruned"
 
 
-def erase_rollouts(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: int) -> int:
+def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Sequence[str]) -> int:
     """Remove these rollouts and overwrite what they took; returns how many there were. All or nothing.
 
     Of the pieces that their calls refer to, those go that no other call has. Pieces from `first_new_piece` on stay: a

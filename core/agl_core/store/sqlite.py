@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple, Unpack
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agl_core.errors import StoreError
 from agl_core.store import queries
 from agl_core.store.codec import name_of
-from agl_core.store.connections import Readers, Synchronous, check_folder, connect_writer, damaged, explain
+from agl_core.store.connections import Readers, Synchronous, connect_writer, damaged, explain
 from agl_core.store.files import WriterLock
 from agl_core.store.interface import ErasableStore, Record, Wanted
 from agl_core.store.pieces import Pieces
@@ -34,7 +35,7 @@ from agl_core.types import (
 )
 
 Result = TypeVar("Result")
-Asked = TypeVarTuple("Asked")
+Arguments = TypeVarTuple("Arguments")
 
 
 class SqliteStore(ErasableStore):
@@ -80,16 +81,9 @@ class SqliteStore(ErasableStore):
             await self._close(readers)
 
     async def put(self, *records: Record) -> None:
-        if self._readers is None or self._writer is None:
-            raise StoreError(
-                f"The store {self._path} was opened to read only. Write through the process that runs the training."
-                if self._read_only
-                else f"The store {self._path} is not open. Open it first (`async with`), and do not use it once closed."
-            )
-        if not records:
-            return
+        writer = self._writable()
         try:
-            await self._writer.put(records)
+            await writer.put(records)
         except (sqlite3.Error, ValueError, OverflowError) as error:
             raise explain(self._path, error, " or ".join(map(name_of, records))) from error
 
@@ -97,48 +91,40 @@ class SqliteStore(ErasableStore):
         return await self._read(queries.runs)
 
     async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
-        if unknown := {name: value for name, value in wanted.items() if not _is_wanted(name, value)}:
-            raise TypeError(f"rollouts are chosen by {', '.join(Wanted.__annotations__)}, not by {unknown!r}")
         limit, newest, after = (wanted.pop("limit", None), wanted.pop("newest", None), wanted.pop("after", None))
         equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
         return await self._read(queries.rollouts, equal, limit, newest, after)
 
     async def rollout(self, prefix: str) -> Rollout:
-        """The rollout whose id is `prefix`, else the only one whose id starts with it."""
-        [text] = _texts([prefix])
-        return await self._read(queries.rollout, text, str(self._path))
+        return await self._read(queries.rollout, prefix, str(self._path))
 
     async def attempts(self, *rollouts: str) -> list[Attempt]:
-        return await self._read(queries.attempts, _texts(rollouts))
+        return await self._read(queries.attempts, rollouts)
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        return await self._read(queries.calls, _keys(attempts))
+        return await self._read(queries.calls, tuple(attempts))
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return await self._read(queries.recorded, TOOL_RESULTS, _keys(attempts))
+        return await self._read(queries.recorded, TOOL_RESULTS, tuple(attempts))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return await self._read(queries.recorded, REWARDS, _keys(attempts))
+        return await self._read(queries.recorded, REWARDS, tuple(attempts))
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return await self._read(queries.recorded, TRAINING_RECORDS, _keys(attempts))
+        return await self._read(queries.recorded, TRAINING_RECORDS, tuple(attempts))
 
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
-        return await self._read(queries.recorded, ANNOTATIONS, _keys(attempts))
+        return await self._read(queries.recorded, ANNOTATIONS, tuple(attempts))
 
     async def erase(self, ids: Iterable[str]) -> int:
-        asked = _texts(ids)
-        writer = self._writable()
-        try:
-            return await writer.erase(lambda connection, first: erase_rollouts(connection, asked, first))
-        except sqlite3.Error as error:
-            raise explain(self._path, error) from error
+        rollouts = tuple(ids)
+        return await self._written(lambda writer: writer.erase(partial(erase_rollouts, ids=rollouts)))
 
     async def traced(self, trace: str) -> list[tuple[str, str]]:
         return await self._read(lambda connection: queries.traced(connection, trace))
 
     async def erased(self, ids: Iterable[str]) -> set[str]:
-        return await self._read(erased, _texts(ids))
+        return await self._read(erased, tuple(ids))
 
     async def ended_before(self, mode: Mode, time: float) -> list[str]:
         return await self._read(ended_before, mode, time)
@@ -148,14 +134,13 @@ class SqliteStore(ErasableStore):
 
         To be called before anything was put: what this removes may be remembered as written.
         """
-        return await self._maintain(lambda connection: prune_calls(connection, up_to))
+        return await self._written(lambda writer: writer.between_writes(partial(prune_calls, up_to=up_to)))
 
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
-        await self._maintain(lambda connection: connection.execute("VACUUM"))
+        await self._written(lambda writer: writer.between_writes(lambda connection: connection.execute("VACUUM")))
 
     def _claim(self) -> tuple[GroupWriter, WriterLock]:
-        check_folder(self._path)
         connection, lock = connect_writer(self._path, self._synchronous)
         try:
             return GroupWriter(self._path, connection, Pieces(queries.next_piece(connection))), lock
@@ -175,47 +160,30 @@ class SqliteStore(ErasableStore):
         if lock is not None:
             lock.release()
 
-    async def _maintain(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        writer = self._writable()
+    async def _written(self, work: Callable[[GroupWriter], Awaitable[Result]]) -> Result:
         try:
-            return await writer.between_writes(work)
+            return await work(self._writable())
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
 
     def _writable(self) -> GroupWriter:
-        if self._writer is None:
-            raise StoreError(f"The store {self._path} is not open for writing. Open it first (`async with`).")
+        if self._readers is None or self._writer is None:
+            raise StoreError(
+                f"The store {self._path} was opened to read only. Write through the process that runs the training."
+                if self._read_only
+                else f"The store {self._path} is not open. Open it first (`async with`), and do not use it once closed."
+            )
         return self._writer
 
-    async def _read(self, query: Callable[[sqlite3.Connection, *Asked], Result], *asked: *Asked) -> Result:
+    async def _read(self, query: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
         if self._readers is None:
             raise StoreError(f"The store {self._path} is not open. Open it first (`async with`), not once closed.")
         try:
-            return await self._readers.run(lambda connection: query(connection, *asked))
+            return await self._readers.run(lambda connection: query(connection, *arguments))
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
         except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.
             raise damaged(self._path, error) from error
-
-
-# A mistake of the caller is a TypeError; damage inside the file is a StoreError.
-def _keys(attempts: Iterable[AttemptKey]) -> tuple[AttemptKey, ...]:
-    keys = tuple(attempts)
-    if not all(isinstance(key, tuple) and list(map(type, key)) == [str, int] for key in keys):
-        raise TypeError(f"it takes several attempts, as [AttemptKey(rollout, attempt)], not {attempts!r}")
-    return keys
-
-
-def _texts(ids: Iterable[str]) -> list[str]:
-    texts = list(ids)
-    if isinstance(ids, str) or not all(isinstance(id, str) for id in texts):
-        raise TypeError(f"it takes ids, which are texts, not {ids!r}")
-    return texts
-
-
-def _is_wanted(name: str, value: object) -> bool:
-    numbers = ("step", "limit", "newest")
-    return name in Wanted.__annotations__ and (value is None or isinstance(value, int if name in numbers else str))
 
 
 class SqliteOptions(BaseModel):

@@ -1,11 +1,11 @@
-"""What a row of each of the SQLite store's tables is: the one description that both the file and the wire follow."""
+"""The tables of the SQLite store's file: one description, which the file, the statements and the codec follow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from agl_core.types import (
     Annotation,
@@ -23,37 +23,34 @@ from agl_core.types.forms import Field, fields_of
 
 Kept = TypeVar("Kept")
 
-
-class Column(NamedTuple):
-    """One value of a row."""
-
-    name: str
-    type: str
-    optional: bool
-    field: Field | None = None
-    """The field of the record that it holds, if it is one."""
+APPLICATION_ID = 0x61676C00
+"""Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
+VERSION = 10
+"""Grows with each change of the tables: a file of another version is refused."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table(Generic[Kept]):
-    """One table: its columns are the record's fields, in their order, each written as its type says.
+    """One table. Its columns are those `before`, the record's fields as their types say, and those `after`.
 
-    Columns that are no fields are given with their types, with a question mark if they may be NULL.
+    Columns that are no fields are given with their SQL types.
     """
 
     name: str
     record: type[Kept]
     key: tuple[str, ...]
     """The columns that name a row."""
-    owner: Mapping[str, str] = field(default_factory=dict)
-    """Columns before the record's own."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    after: Mapping[str, str] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+    """Fields whose values are taken apart: they have no column."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """By field, its column where that has another name."""
-    instead: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By field, the columns that stand for it where its value is taken apart."""
-    index: str = ""
+    unique: str = ""
     """What its unique index is on, where that is not just the key's columns."""
-    again: Literal["replace", "keep", "fail"] = "replace"
+    indexes: tuple[str, ...] = ()
+    """What further indexes are on."""
+    again: Literal["replace", "keep"] = "replace"
     """What to do with an earlier row that has the same key."""
     fills: tuple[str, ...] = ()
     """Of an earlier row that is kept: the columns that a later one fills in where they are null."""
@@ -64,49 +61,61 @@ class Table(Generic[Kept]):
         return self.key[0] == "attempt_key"
 
     @cached_property
-    def described(self) -> tuple[Column, ...]:
-        found = _apart(self.owner)
-        for each in fields_of(self.record).values():  # type: ignore[arg-type]
-            if each.name in self.instead:
-                found += _apart(self.instead[each.name])
-            else:
-                name = self.renamed.get(each.name, each.name)
-                found.append(Column(name, str(each.kind.column), each.optional, each))
-        return tuple(sorted(found, key=lambda column: column.name not in ("rollout", "attempt")))
-
-    @cached_property
-    def values(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.described)
+    def fields(self) -> tuple[Field, ...]:
+        """The fields that have a column, rollout and attempt first."""
+        known = [each for each in fields_of(self.record).values() if each.name not in self.apart]  # type: ignore[arg-type]
+        return tuple(sorted(known, key=lambda each: each.name not in ("rollout", "attempt")))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        return ("attempt_key", *self.values[2:]) if self.of_attempts else self.values
+        return tuple(definition.split()[0] for definition in self._definitions)
+
+    @cached_property
+    def _definitions(self) -> list[str]:
+        fields = [
+            f"{self.renamed.get(name, name)} {form.column}{'' if optional else ' NOT NULL'}"
+            for name, form, optional, _ in self.fields
+        ]
+        apart = [[f"{name} {type_}" for name, type_ in columns.items()] for columns in (self.before, self.after)]
+        columns = [*apart[0], *fields, *apart[1]]
+        return ["attempt_key INTEGER NOT NULL", *columns[2:]] if self.of_attempts else columns
+
+    def create(self) -> list[str]:
+        """The statements that make it."""
+        table = f"CREATE TABLE {self.name} (seq INTEGER PRIMARY KEY, {', '.join(self._definitions)})"
+        key = f"CREATE UNIQUE INDEX {self.name}_key ON {self.name} ({self.unique or ', '.join(self.key)})"
+        indexes = (f"CREATE INDEX {self.name}_{n} ON {self.name} {on}" for n, on in enumerate(self.indexes))
+        return [table, key, *indexes]
 
 
-def _apart(columns: Mapping[str, str]) -> list[Column]:
-    return [Column(name, type_.rstrip("?"), type_.endswith("?")) for name, type_ in columns.items()]
-
-
+# Rollout ids are random. An index that starts with them makes every row written touch a page of its own, and
+# writing gets slower as the file grows; so they stand in one small index, and the tables with many rows are
+# keyed by the number of the attempt, which only grows.
 ATTEMPT_KEYS = Table("attempt_keys", AttemptKey, ("rollout", "attempt"), again="keep")
-PIECES = Table("pieces", tuple, ("seq",), {"seq": "INTEGER", "data": "TEXT OR BLOB"}, again="fail")
 RUNS = Table("runs", Run, ("id", "restart"))
-ROLLOUTS = Table("rollouts", Rollout, ("id",), renamed={"group": "grp"})
+ROLLOUTS = Table("rollouts", Rollout, ("id",), renamed={"group": "grp"}, indexes=("(run, step)", "(grp)", "(state)"))
 ATTEMPTS = Table("attempts", Attempt, ("attempt_key",))
 CALLS = Table(
     "calls",
     Call,
     ("attempt_key", "id"),
-    instead={
-        "request": {"request": "TEXT", "request_lists": "TEXT", "request_pieces": "BLOB"},
-        "choices": {"n_choices": "INTEGER"},
-        "prompt_ids": {"prompt_blocks": "BLOB?", "prompt_tail": "BLOB?"},
+    apart=("request", "choices", "prompt_ids"),
+    after={
+        "n_choices": "INTEGER NOT NULL",
+        # As `pieces.Pieces` splits them.
+        "request": "TEXT NOT NULL",
+        "request_lists": "TEXT NOT NULL",
+        "request_pieces": "BLOB NOT NULL",
+        "prompt_blocks": "BLOB",
+        "prompt_tail": "BLOB",
     },
+    indexes=("(trace) WHERE trace IS NOT NULL",),
 )
 CHOICES = Table(
     "choices",
     Choice,
     ("attempt_key", "call", "position"),
-    {"rollout": "TEXT", "attempt": "INTEGER", "call": "TEXT", "position": "INTEGER"},
+    {"rollout": "TEXT", "attempt": "INTEGER", "call": "TEXT NOT NULL", "position": "INTEGER NOT NULL"},
     renamed={"index": "choice"},
 )
 TOOL_RESULTS = Table(
@@ -123,7 +132,7 @@ REWARDS = Table(
     Reward,
     ("attempt_key", "name", "source", "call", "choice"),
     # NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
-    index="attempt_key, name, source, ifnull(call, x''), choice",
+    unique="attempt_key, name, source, ifnull(call, x''), choice",
 )
 TRAINING_RECORDS = Table("training_records", TrainingRecord, ("attempt_key", "call", "choice", "step"))
 ANNOTATIONS = Table("annotations", Annotation, ("attempt_key", "id"), again="keep")
@@ -132,8 +141,18 @@ RECORDS: tuple[Table[Any], ...] = (
     *(RUNS, ROLLOUTS, ATTEMPTS, TOOL_RESULTS, REWARDS, TRAINING_RECORDS, ANNOTATIONS, CALLS),
 )
 """Those whose rows are records; a call's choices have a table of their own."""
-TABLES: tuple[Table[Any], ...] = (ATTEMPT_KEYS, PIECES, CHOICES, *RECORDS)
+TABLES: tuple[Table[Any], ...] = (ATTEMPT_KEYS, CHOICES, *RECORDS)
 """In the order of writing: what others refer to comes first."""
+
+SCHEMA = (
+    "CREATE TABLE pieces (seq INTEGER PRIMARY KEY, data NOT NULL)",  # JSON text, or int32 tokens
+    # The ids of rollouts that were removed, and must not come back.
+    "CREATE TABLE erased (id TEXT PRIMARY KEY, time REAL NOT NULL) WITHOUT ROWID",
+    *(statement for table in TABLES for statement in table.create()),
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {VERSION}",
+)
+"""The statements that make a file."""
 
 
 @cache
@@ -148,14 +167,12 @@ def insertion(table: Table[Any], rows: int) -> str:
         values[0] = "(SELECT seq FROM attempt_keys WHERE rollout = ? AND attempt = ?)"
     row = f"({', '.join(values)})"
     insert = f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)}"
-    if table.again == "fail":
-        return insert
-    conflict = f"ON CONFLICT ({table.index or ', '.join(table.key)})"
+    conflict = f"{insert} ON CONFLICT ({table.unique or ', '.join(table.key)})"
     if table.again == "keep" and not table.fills:
-        return f"{insert} {conflict} DO NOTHING"
+        return f"{conflict} DO NOTHING"
     changes = ", ".join(
         f"{column} = ifnull({column}, excluded.{column})" if table.again == "keep" else f"{column} = excluded.{column}"
         for column in table.fills or table.columns
         if column not in table.key
     )
-    return f"{insert} {conflict} DO UPDATE SET {changes}"
+    return f"{conflict} DO UPDATE SET {changes}"

@@ -8,9 +8,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 from agl_core.errors import StoreError
 from agl_core.store.codec import Row, Rows, encode
@@ -18,21 +19,16 @@ from agl_core.store.connections import BUSY_SECONDS, transaction
 from agl_core.store.files import OpenFiles
 from agl_core.store.interface import Record
 from agl_core.store.pieces import Data, Pieces
-from agl_core.store.tables import PIECES, TABLES, Table, insertion
+from agl_core.store.tables import TABLES, insertion
 
 Result = TypeVar("Result")
+Batch: TypeAlias = list[tuple[Rows, asyncio.Future[None]]]
 
 logger = logging.getLogger(__name__)
 
 _ROWS_PER_STATEMENT = 64
-_LARGE_LOG = 16 << 20
-"""Bytes of the write-ahead log from which on it is folded into the store's file."""
-_HELD_UP_LOG = 4 * _LARGE_LOG
-"""Bytes of it from which on readers are worth a warning: short ones, such as pages of a run, only delay the folding."""
-_PAUSE = 2.0
-"""Seconds without a write after which the log is folded in at any size, and between tries if a reader has it."""
-_READERS_MILLISECONDS = 20
-"""So long the writer waits for readers to leave the log."""
+_PAUSE = 0.2
+"""Seconds between tries to cut the log off, while a reader has it."""
 _COMPANY = 60
 """Turns of the event loop that a transaction waits for more to write, where the one before it had several writes.
 
@@ -53,15 +49,11 @@ class GroupWriter:
         self._pieces = pieces
         (page_size,) = connection.execute("PRAGMA page_size").fetchone()
         self._files = OpenFiles(path, page_size)
-        self._fold_after = 0.0
-        """Before this time, folding the log in is of no use."""
-        self._warned_of_readers = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
-        self._waiting: list[tuple[Rows, asyncio.Future[None]]] = []
+        self._waiting: Batch = []
         self._company = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._folding: asyncio.TimerHandle | None = None
 
     async def put(self, records: Iterable[Record]) -> None:
         """Write these records, all or none; returns once they are committed.
@@ -74,7 +66,6 @@ class GroupWriter:
         self._waiting.append((rows, done))
         if self._idle.is_set():
             self._idle.clear()
-            self._fold_later(None)
             # Not at once: what else is put in this turn of the loop comes along.
             loop.call_soon(self._gather, self._company)
         await done
@@ -82,21 +73,24 @@ class GroupWriter:
     async def close(self) -> None:
         """Finish what waits, then end the thread and close the connection."""
         await self._idle.wait()
-        self._fold_later(None)
-        self._thread.submit(self._close)
+        self._thread.submit(self._connection.close)
         await asyncio.to_thread(self._thread.shutdown)
+        self._files.close()
 
     async def between_writes(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """What `work` returns, which has the connection for itself; then the log is folded in."""
-
-        def run() -> Result:
-            self._files.check_all(self._log_is_empty)
-            try:
-                return work(self._connection)
-            finally:
-                self._fold()
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        """What `work` returns, which has the connection for itself; then the log is cut off, for what it removed."""
+        loop, last = asyncio.get_running_loop(), time.monotonic() + BUSY_SECONDS
+        result = await loop.run_in_executor(self._thread, self._checked, work)
+        while not await loop.run_in_executor(self._thread, self._checked, self._cut_log_off):
+            if time.monotonic() > last:
+                logger.warning(
+                    "A program has been reading the store %s for long: what was removed is in the log beside the store "
+                    "until that program and this one have closed it.",
+                    self._path,
+                )
+                break
+            await asyncio.sleep(_PAUSE)
+        return result
 
     async def erase(self, work: Callable[[sqlite3.Connection, int], Result]) -> Result:
         """What `work` returns; it may remove pieces below the number that it gets.
@@ -110,6 +104,27 @@ class GroupWriter:
     def check(self) -> None:
         """Raise StoreError if other files have taken the place of those that are written."""
         self._files.check()
+
+    def _checked(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        self._files.check_all(self._log_is_empty)
+        return work(self._connection)
+
+    def _cut_log_off(self, connection: sqlite3.Connection) -> bool:
+        """Fold the write-ahead log into the store's file; False if a reader still needs it."""
+        connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
+        self._files.were_cut()
+        return not busy
+
+    def _log_is_empty(self) -> bool:
+        try:
+            (_, frames, _) = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.Error:
+            return False
+        return bool(frames == 0)
 
     def _gather(self, turns: int) -> None:
         if turns:
@@ -128,12 +143,7 @@ class GroupWriter:
 
         self._thread.submit(write)  # `run_in_executor` takes twice as long: it makes two futures and a chain of them
 
-    def _finish(
-        self,
-        pieces: list[tuple[int, Data]],
-        batch: list[tuple[Rows, asyncio.Future[None]]],
-        errors: list[Exception | None],
-    ) -> None:
+    def _finish(self, pieces: list[tuple[int, Data]], batch: Batch, errors: list[Exception | None]) -> None:
         if None not in errors:
             self._pieces.give_back(pieces)
         for (_, done), error in zip(batch, errors, strict=True):
@@ -143,69 +153,10 @@ class GroupWriter:
                 done.set_result(None)
             else:
                 done.set_exception(error)
-        if self._files.log_size >= _LARGE_LOG and time.monotonic() >= self._fold_after:
-            self._thread.submit(self._fold)
         if self._waiting:
             self._gather(self._company)
         else:
             self._idle.set()
-            self._fold_later(_PAUSE)
-
-    def _fold_later(self, seconds: float | None) -> None:
-        """Fold the log in after so many seconds without a write; None: not now."""
-        if self._folding is not None:
-            self._folding.cancel()
-        loop = asyncio.get_running_loop()
-        self._folding = None if seconds is None else loop.call_later(seconds, self._fold_when_idle)
-
-    def _fold_when_idle(self) -> None:
-        def folded(finished: asyncio.Future[bool]) -> None:
-            if not finished.result() and self._idle.is_set() and self._folding is not None:
-                self._fold_later(_PAUSE)  # A reader is there yet.
-
-        asyncio.get_running_loop().run_in_executor(self._thread, self._fold).add_done_callback(folded)
-
-    def _fold(self) -> bool:
-        """Fold the write-ahead log into the store's file, and cut it off; whether no reader prevents that.
-
-        A reader keeps the part of the log that was written since it began: the log grows until it leaves.
-        """
-        try:
-            self._files.check_all(self._log_is_empty)
-            self._connection.execute(f"PRAGMA busy_timeout = {_READERS_MILLISECONDS}")
-            try:
-                (busy, _, _) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            finally:
-                self._connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
-            self._files.log_was_folded_in()
-        except (sqlite3.Error, StoreError) as error:
-            logger.error("The log of the store %s could not be folded into it: %s", self._path, error)
-            return True  # The next write raises what is wrong, if it still is.
-        if not busy:
-            self._fold_after, self._warned_of_readers = 0.0, False
-            return True
-        self._fold_after = time.monotonic() + _PAUSE
-        if self._files.log_size >= _HELD_UP_LOG and not self._warned_of_readers:
-            self._warned_of_readers = True
-            logger.warning(
-                "A program has been reading the store %s for long: until it is done the log beside the store, of %d "
-                "MiB now, grows with all that is written.",
-                self._path,
-                self._files.log_size >> 20,
-            )
-        return False
-
-    def _close(self) -> None:
-        self._fold()
-        self._connection.close()
-        self._files.close()
-
-    def _log_is_empty(self) -> bool:
-        try:
-            (_, frames, _) = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        except sqlite3.Error:
-            return False
-        return bool(frames == 0)
 
     def _write_each(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> list[Exception | None]:
         """Write them together; if one of them makes that fail, one by one. Returns each one's error.
@@ -229,14 +180,14 @@ class GroupWriter:
 
     def _write(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> None:
         with transaction(self._connection):
-            self._insert(PIECES, pieces)
+            self._insert(lambda count: f"INSERT INTO pieces VALUES {', '.join(['(?, ?)'] * count)}", pieces)
             for table in TABLES:
-                self._insert(table, [row for rows in batch for row in rows.get(table, ())])
+                self._insert(partial(insertion, table), [row for rows in batch for row in rows.get(table, ())])
 
-    def _insert(self, table: Table[Any], rows: Sequence[Row]) -> None:
+    def _insert(self, statement: Callable[[int], str], rows: Sequence[Row]) -> None:
         start = 0
         while start < len(rows):
             # Powers of two, so that the statements are few and stay prepared.
             count = min(_ROWS_PER_STATEMENT, 1 << (len(rows) - start).bit_length() - 1)
-            self._connection.execute(insertion(table, count), tuple(chain.from_iterable(rows[start : start + count])))
+            self._connection.execute(statement(count), tuple(chain.from_iterable(rows[start : start + count])))
             start += count

@@ -18,8 +18,7 @@ from agl_core.training.alarms import Alarm
 from agl_core.training.failures import common_failure, failures
 from agl_core.training.metrics import Phase
 from agl_core.training.rollouts import plan_look
-from agl_core.types import Episode
-from agl_core.types.estimates import Workload
+from agl_core.types import Episode, Workload
 
 if TYPE_CHECKING:
     from agl_core.training.session import Session

@@ -15,8 +15,7 @@ from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.protocols import Engine, RecordedTasks
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import train_index
-from agl_core.types import Call, Episode, Rollout, RolloutState
-from agl_core.types.recorded import RecordedReply
+from agl_core.types import Call, Episode, RecordedReply, Rollout, RolloutState
 
 
 class RecordedQueue:

@@ -1,6 +1,6 @@
 """The words of agl as types. Imports nothing of agl."""
 
-from agl_core.types.batch import Batch
+from agl_core.types.batch import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_core.types.episodes import Episode, Transition
 from agl_core.types.names import (
     AlarmName,
@@ -25,6 +25,7 @@ from agl_core.types.records import (
     Identity,
     Json,
     Logprobs,
+    RecordedRollout,
     Reward,
     Rollout,
     Run,
@@ -55,6 +56,9 @@ __all__ = [
     "Json",
     "Logprobs",
     "Mode",
+    "Needs",
+    "RecordedReply",
+    "RecordedRollout",
     "Reward",
     "Rollout",
     "RolloutState",
@@ -64,6 +68,7 @@ __all__ = [
     "Symptom",
     "Task",
     "TokenMask",
+    "TokenizedReply",
     "Tokens",
     "ToolResult",
     "ToolStatus",
@@ -71,4 +76,5 @@ __all__ = [
     "Transition",
     "TransitionKey",
     "Verdict",
+    "Workload",
 ]

@@ -1,14 +1,18 @@
-"""A training batch: ragged from the store to the loss (flat arrays and offsets, no pads)."""
+"""What a run and its engine exchange: training batches, replies that are known as texts alone, and the workload.
+
+A batch is ragged from the store to the loss: flat arrays and offsets, no pads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.types.names import CreditKind
-from agl_core.types.records import TransitionKey
+from agl_core.types.records import Json, Tokens, TransitionKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,3 +67,48 @@ class Batch:
     def response_lengths_N(self) -> NDArray[np.int64]:
         lengths: NDArray[np.int64] = np.diff(self.response_offsets)
         return lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedReply:
+    """A reply that was recorded as text, and what it was a reply to."""
+
+    messages: Sequence[Mapping[str, Json]]
+    tools: Sequence[Mapping[str, Json]]
+    response: Mapping[str, Json]
+    is_complete: bool = True
+    """Whether it ended by itself, so that an end token belongs to it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedReply:
+    """The token ids that a policy's tokenizer and chat template make of a reply."""
+
+    prompt_ids: Tokens
+    response_ids: Tokens
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run asks of its engine, in rollouts of one call each."""
+
+    steps: int
+    groups: int
+    """Per step."""
+    group_size: int
+    evaluated: int
+    """Rollouts of all its evaluations together."""
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an engine takes for a workload, by its own arithmetic: the order of magnitude."""
+
+    memory_bytes: int
+    """At most, of its process and its devices."""
+    available_bytes: int
+    """Of all memory that there is for it, used or free."""
+    seconds: float
+    """Of sampling and training, if nothing else runs on this machine and agents and tools take no time."""

@@ -54,7 +54,7 @@ class Transition:
     """Intermediate rewards, with provenance."""
     parent_span: str | None = None
     distorted: bool = False
-    """It was drawn from another distribution than that of `logprobs` (`agl_core.learning.distribution`)."""
+    """It was drawn from another distribution than that of `logprobs` (`agl_core.learning.transitions`)."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
     tools: tuple[Mapping[str, Json], ...] = ()

@@ -1,6 +1,6 @@
 """How the fields of records are written, exactly: as JSON that anything can read, and as values of a table's row.
 
-The type of a field says which `Kind` of value it holds. A field that may be None is null in JSON and NULL in a row.
+The type of a field says which `Form` its values have. A field that may be None is null in JSON and NULL in a row.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kind:
-    """One kind of value."""
+class Form:
+    """How one type of value is written."""
 
-    column: Literal["TEXT", "TEXT OR BLOB", "INTEGER", "REAL", "BLOB"] | None
-    """What it is in a row; None if it has tables of its own there."""
+    column: Literal["TEXT", "INTEGER", "REAL", "BLOB"] | None
+    """Its type in a row; None if it has tables of its own there."""
     dump: Callable[[Any], Any]
-    """The value in a row. TypeError or ValueError if it is of another kind, or cannot be kept exactly."""
+    """The value in a row. TypeError or ValueError if it is of another type, or cannot be kept exactly."""
     load: Callable[[Any], Any]
     """The inverse of `dump`."""
     to_json: Callable[[Any], Json]
     from_json: Callable[[Json, str], Any]
-    """The inverse of `to_json`. The ValueError of what is wrong names the place, which is the second argument."""
+    """The inverse of `to_json`. Its second argument is the value's place, which the ValueError of a wrong one names."""
 
 
 class Field(NamedTuple):
     """One field of a record."""
 
     name: str
-    kind: Kind
+    form: Form
     optional: bool
     """Whether it may be None."""
     has_default: bool
@@ -54,18 +54,18 @@ def fields_of(record: type) -> Mapping[str, Field]:
     """The fields of a dataclass or a NamedTuple, in their order.
 
     >>> from agl_core.types import Run
-    >>> [(each.name, each.kind.column, each.optional) for each in fields_of(Run).values()][-2:]
+    >>> [(field.name, field.form.column, field.optional) for field in fields_of(Run).values()][-2:]
     [('config', 'TEXT', False), ('resumed_step', 'INTEGER', True)]
     """
-    has_default = set(getattr(record, "_field_defaults", ()))
+    defaults = set(getattr(record, "_field_defaults", ()))
     if is_dataclass(record):
-        has_default = {e.name for e in fields(record) if (e.default, e.default_factory) != (MISSING, MISSING)}
-    found = {}
+        defaults = {f.name for f in fields(record) if (f.default, f.default_factory) != (MISSING, MISSING)}
+    described = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         optional = NoneType in get_args(hint)
-        [kind] = [each for each in get_args(hint) if each is not NoneType] if optional else [hint]
-        found[name] = Field(name, _kind(kind), optional, name in has_default)
-    return found
+        [type_] = [part for part in get_args(hint) if part is not NoneType] if optional else [hint]
+        described[name] = Field(name, _form(type_), optional, name in defaults)
+    return described
 
 
 def to_json(record: Any) -> dict[str, Json]:
@@ -79,7 +79,7 @@ def to_json(record: Any) -> dict[str, Json]:
     1.0
     """
     values = ((field, getattr(record, field.name)) for field in fields_of(type(record)).values())  # type: ignore[arg-type]
-    return {field.name: None if value is None else field.kind.to_json(value) for field, value in values}
+    return {field.name: None if value is None else field.form.to_json(value) for field, value in values}
 
 
 def from_json(record: type[Record], data: Json, place: str = "") -> Record:
@@ -91,16 +91,16 @@ def from_json(record: type[Record], data: Json, place: str = "") -> Record:
     """
     if not isinstance(data, dict):
         raise _wrong(place, f"an object ({record.__name__})", data)
-    known, found = fields_of(record), {}  # type: ignore[arg-type]  # mypy takes no class as hashable
+    known, values = fields_of(record), {}  # type: ignore[arg-type]  # mypy takes no class as hashable
     for name in data.keys() - known.keys():
         raise ValueError(f"{place or record.__name__} has no field '{name}'")
     for name, field in known.items():
         if name not in data and not field.has_default:
             raise ValueError(f"{place or record.__name__} lacks the field '{name}'")
     for name, value in data.items():
-        _, kind, optional, _ = known[name]
-        found[name] = None if value is None and optional else kind.from_json(value, f"{place}.{name}".lstrip("."))
-    return record(**found)
+        _, form, optional, _ = known[name]
+        values[name] = None if value is None and optional else form.from_json(value, f"{place}.{name}".lstrip("."))
+    return record(**values)
 
 
 def dump_json(value: Json) -> str:
@@ -135,24 +135,23 @@ def _as_dict(value: object) -> dict[Any, Any]:
 
 def _freely(value: Any) -> Json:
     if isinstance(value, Mapping):
-        return {key: _freely(each) for key, each in value.items()}
+        return {key: _freely(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_freely(each) for each in value]
+        return [_freely(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_it_is(value: Any) -> Any:
-    """The same value."""
+def _unchanged(value: Any) -> Any:
     return value
 
 
-def _wrong(place: str, wanted: str, data: Json) -> ValueError:
-    return ValueError(f"{place or 'it'} must be {wanted}, not {data!r:.60}")
+def _wrong(place: str, expected: str, data: Json) -> ValueError:
+    return ValueError(f"{place or 'it'} must be {expected}, not {data!r:.60}")
 
 
-def _exactly(kind: type, named: str) -> Callable[[Json, str], Any]:
+def _exactly(type_: type, named: str) -> Callable[[Json, str], Any]:
     def from_json(data: Json, place: str) -> Any:
-        if type(data) is not kind:
+        if type(data) is not type_:
             raise _wrong(place, named, data)
         return data
 
@@ -166,12 +165,6 @@ def _dump_text(value: str) -> str | bytes:
         except UnicodeEncodeError:
             return value.encode("utf-8", "surrogatepass")
     return value
-
-
-def _dump_name(value: str) -> str:
-    if value.isascii() or isinstance(_dump_text(value), str):
-        return value
-    raise ValueError(f"{value!r:.60} is no UTF-8; leave surrogates out")
 
 
 def _load_text(value: str | bytes) -> str:
@@ -193,85 +186,83 @@ def _float_from_json(data: Json, place: str) -> float:
     return float(data)
 
 
-_TEXT_IN_JSON = _exactly(str, "a text")
-_FLOAT = Kind("REAL", _dump_float, float, _float_to_json, _float_from_json)
-_KINDS: Mapping[Any, Kind] = {
-    str: Kind("TEXT", _dump_name, as_it_is, as_it_is, _TEXT_IN_JSON),
-    Text: Kind("TEXT OR BLOB", _dump_text, _load_text, as_it_is, _TEXT_IN_JSON),
-    int: Kind("INTEGER", operator.index, as_it_is, as_it_is, _exactly(int, "an integer")),
-    bool: Kind("INTEGER", int, bool, as_it_is, _exactly(bool, "true or false")),
-    float: _FLOAT,
-    Time: Kind("REAL", float, float, _float_to_json, _float_from_json),
-    Any: Kind("TEXT", dump_json, load_json, _freely, lambda data, place: data),
-    Mapping[str, Json]: Kind("TEXT", dump_json, load_json, _freely, _exactly(dict, "an object")),
+_FORMS: Mapping[Any, Form] = {
+    str: Form("TEXT", _unchanged, _unchanged, _unchanged, _exactly(str, "a text")),
+    Text: Form("TEXT", _dump_text, _load_text, _unchanged, _exactly(str, "a text")),
+    int: Form("INTEGER", operator.index, _unchanged, _unchanged, _exactly(int, "an integer")),
+    bool: Form("INTEGER", int, bool, _unchanged, _exactly(bool, "true or false")),
+    float: Form("REAL", _dump_float, float, _float_to_json, _float_from_json),
+    Time: Form("REAL", float, float, _float_to_json, _float_from_json),
+    Any: Form("TEXT", dump_json, load_json, _freely, lambda data, place: data),
+    Mapping[str, Json]: Form("TEXT", dump_json, load_json, _freely, _exactly(dict, "an object")),
 }
 
 
 @cache
-def _kind(hint: Any) -> Kind:
-    if hint in _KINDS:
-        return _KINDS[hint]
+def _form(hint: Any) -> Form:
+    if hint in _FORMS:
+        return _FORMS[hint]
     if get_origin(hint) is np.ndarray:
         return _array(np.dtype(get_args(get_args(hint)[1])[0]))
     if get_origin(hint) is tuple:
-        return _list(_kind(get_args(hint)[0]))
+        return _tuple(_form(get_args(hint)[0]))
     return _enum(hint) if issubclass(hint, Enum) else _record(hint)
 
 
-def _enum(hint: type[Enum]) -> Kind:
+def _enum(hint: type[Enum]) -> Form:
     def from_json(data: Json, place: str) -> Enum:
         try:
             return hint(data)
         except ValueError:
-            raise _wrong(place, f"one of {', '.join(str(each.value) for each in hint)}", data) from None
+            raise _wrong(place, f"one of {', '.join(str(member.value) for member in hint)}", data) from None
 
     value = operator.attrgetter("value")
-    return Kind("TEXT", value, hint, value, from_json)
+    return Form("TEXT", value, hint, value, from_json)
 
 
-def _record(hint: type) -> Kind:
-    """A record within a record. In a row it is JSON, without the fields that are None."""
+def _record(hint: type) -> Form:
+    """A record within a record. In a row it is JSON, without the fields that are None by default."""
     known = tuple(fields_of(hint).values())
 
-    def dump(value: Any) -> str:
-        found = {}
-        for name, kind, optional, _ in known:
-            each = getattr(value, name)
-            if each is None and optional:
+    def dump(record: Any) -> str:
+        values = {}
+        for name, form, _, has_default in known:
+            value = getattr(record, name)
+            if value is None and has_default:
                 continue
-            if kind is _FLOAT and not math.isfinite(each):
-                raise ValueError(f"{name} is {each}; give a finite number, or None")
-            found[name] = each
-        return dump_json(found)
+            if form is _FORMS[float] and not math.isfinite(value):  # JSON has no such number, and null is another
+                raise ValueError(f"{name} is {value}; give a finite number, or None")
+            values[name] = value
+        return dump_json(values)
 
-    return Kind(
+    return Form(
         *("TEXT", dump, lambda text: hint(**load_json(text))),
         *(to_json, lambda data, place: from_json(hint, data, place)),
     )
 
 
-def _list(of: Kind) -> Kind:
+def _tuple(of: Form) -> Form:
     def from_json(data: Json, place: str) -> tuple[Any, ...]:
         if not isinstance(data, list):
             raise _wrong(place, "a list", data)
-        return tuple(of.from_json(each, f"{place}[{n}]") for n, each in enumerate(data))
+        return tuple(of.from_json(item, f"{place}[{n}]") for n, item in enumerate(data))
 
-    return Kind(None, as_it_is, as_it_is, lambda value: [of.to_json(each) for each in value], from_json)
+    return Form(None, _unchanged, _unchanged, lambda value: [of.to_json(item) for item in value], from_json)
 
 
-def _array(dtype: np.dtype[Any]) -> Kind:
+def _array(dtype: np.dtype[Any]) -> Form:
     """An array with one axis: token ids (int32), log-probabilities (float32) or a mask (bool).
 
     In a row it is little-endian bytes. A mask is one byte with the number of unused bits at the end, then eight values
     per byte. What is read is read-only.
     """
-    element = _KINDS[{"i": int, "f": float, "b": bool}[dtype.kind]]
+    element = _FORMS[{"i": int, "f": float, "b": bool}[dtype.kind]]
     in_row = dtype.newbyteorder("<")
 
     def dump(array: NDArray[Any]) -> bytes:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ValueError(f"it must be a numpy array of {dtype} with one axis, not {found}; convert before")
+            actual = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ValueError(f"it must be a numpy array of {dtype} with one axis, not {actual}; convert before")
         if dtype == np.bool_:
             return bytes((-len(array) % 8,)) + np.packbits(array).tobytes()
         return array.astype(in_row, copy=False).tobytes()
@@ -282,13 +273,10 @@ def _array(dtype: np.dtype[Any]) -> Kind:
             return np.unpackbits(np.frombuffer(data, np.uint8, offset=1), count=count).astype(np.bool_)
         return np.frombuffer(data, in_row).astype(dtype, copy=False)
 
-    def to_json(array: NDArray[Any]) -> Json:
-        return [element.to_json(each) for each in array.tolist()]
-
     def from_json(data: Json, place: str) -> NDArray[Any]:
         try:
-            return np.array(_list(element).from_json(data, place), dtype)
+            return np.array(_tuple(element).from_json(data, place), dtype)
         except OverflowError as error:
             raise ValueError(f"{place}: {error}") from error
 
-    return Kind("BLOB", dump, load, to_json, from_json)
+    return Form("BLOB", dump, load, lambda array: [element.to_json(item) for item in array.tolist()], from_json)

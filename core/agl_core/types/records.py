@@ -5,7 +5,7 @@ Everything that happens is stored as one of these, and training is computed from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -300,3 +300,16 @@ class TrainingRecord:
     @property
     def key(self) -> TransitionKey:
         return TransitionKey(self.rollout, self.attempt, self.call, self.choice)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedRollout:
+    """A rollout of another run, with what was recorded of its counted attempt."""
+
+    rollout: Rollout
+    attempt: Attempt
+    calls: Sequence[Call]
+    tool_results: Sequence[ToolResult]
+    rewards: Sequence[Reward]
+    terminal: float | None
+    """Its terminal reward in that run; None without one."""

@@ -23,7 +23,7 @@ PLUGIN = """
 
     import agl_core
     from agl_core.protocols import Engine, Upstream
-    from agl_core.types.estimates import Needs
+    from agl_core.types import Needs
     from agl_core.types import Identity
 
     class Elsewhere(Engine):

@@ -1,4 +1,4 @@
-"""Credited episodes become ragged batches, and nothing disappears without a reason."""
+"""Credited episodes become ragged batches, what of these can be trained on, and nothing disappears without a reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.builtin.credit import identical, immediate
+from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
 from agl_core.learning import PolicyCredit, build_episode, make_batches
-from agl_core.learning.trainable import unusable
-from agl_core.types import CreditKind, DropReason, Ending, Episode
+from agl_core.learning.trainable import filter_trainable, subset, unusable
+from agl_core.types import Batch, CreditKind, DropReason, Episode, TransitionKey
 
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
 
@@ -69,16 +69,11 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
         [episode(make, "a", [2, 2, 2], 1.0), episode(make, "b", [2], 0.0)],
         [episode(make, "c", [1], 1.0), episode(make, "d", [1], 0.0)],
     ]
-    batch = make_batches(groups, IDENTICAL).batches["default"]
+    batch = make_batches(groups, IDENTICAL, step=7).batches["default"]
+    assert batch.step == 7
     assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.rollout_N.tolist() == [0, 0, 0, 1, 2, 3]
     assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
-
-
-def test_a_batch_is_of_its_training_step(make: Any) -> None:
-    groups = [[conversation(make, "a", 1.0), conversation(make, "b", 0.0)]]
-    credit = {name: PolicyCredit("identical", identical, CreditKind.RETURN) for name in ("author", "judge")}
-    assert {batch.step for batch in make_batches(groups, credit, step=7).batches.values()} == {7}
 
 
 @pytest.mark.parametrize(
@@ -107,15 +102,7 @@ def test_a_masked_token_may_have_any_log_probability(make: Any) -> None:
     built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
     prepared = make_batches([[built]], IDENTICAL)
     assert prepared.dropped == ()
-    assert unusable(prepared.batches["default"]) == (None, None)
-
-
-def test_what_an_unusable_call_earned_goes_to_the_call_before_it(make: Any) -> None:
-    broken = make.choice(logprobs=np.array([-1.0, np.nan, -1.0], np.float32))
-    built = build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1, broken)])
-    credit = {"default": PolicyCredit("immediate", immediate, CreditKind.REWARD)}
-    prepared = make_batches([[replace(built, terminal=1.0)]], credit)
-    assert prepared.batches["default"].values_N.tolist() == [1.0]
+    assert prepared.batches["default"].mask_R.tolist() == [True, False, False, True, True, True]
 
 
 def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) -> None:
@@ -142,13 +129,6 @@ def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
     prepared = make_batches(groups, IDENTICAL, min_group_size=2)
     assert prepared.batches == {}
     assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
-
-
-def test_forced_tokens_are_masked_and_the_rest_is_trained(make: Any) -> None:
-    mask = np.array([False, True, True])
-    built = build_episode(make.rollout(), make.attempt(), [make.call(0, make.choice(mask=mask))])
-    batch = make_batches([[replace(built, terminal=1.0)]], IDENTICAL).batches["default"]
-    assert batch.mask_R.tolist() == mask.tolist()
 
 
 def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
@@ -219,20 +199,97 @@ def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_re
     ]
 
 
-def test_a_credit_rule_that_fails_is_named_with_the_group(make: Any) -> None:
-    def broken(episodes: Sequence[Episode]) -> list[list[float]]:
-        return [[1 / 0]]
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (lambda group: [[1 / 0]], r"failed on group g: ZeroDivisionError: division by zero\. Fix the rule"),
+        (lambda group: [[1.0]], r"gave \[1\] values for episodes of \[2\]"),
+    ],
+)
+def test_a_credit_rule_that_fails_is_named(make: Any, rule: Any, problem: str) -> None:
+    with pytest.raises(PluginError, match=f"'broken' {problem}"):
+        PolicyCredit("broken", rule, CreditKind.RETURN).values([episode(make, "a", [1, 1], 1.0)])
 
-    with pytest.raises(PluginError, match=r"'broken' failed on group g: ZeroDivisionError: division by zero\. Mend"):
-        PolicyCredit("broken", broken, CreditKind.RETURN).values([episode(make, "a", [1, 1], 1.0)])
+
+def batch_of(*lengths: tuple[int, int]) -> Batch:
+    """Transitions of one rollout with these prompt and response lengths, all tokens different."""
+    count = len(lengths)
+    total, responses = sum(map(sum, lengths)), sum(response for _, response in lengths)
+    return Batch(
+        tokens_T=np.arange(total, dtype=np.int32),
+        offsets=np.cumsum([0, *(prompt + response for prompt, response in lengths)]).astype(np.int64),
+        prompt_lengths_N=np.array([prompt for prompt, _ in lengths], np.int64),
+        response_offsets=np.cumsum([0, *(response for _, response in lengths)]).astype(np.int64),
+        behaviour_logprobs_R=-np.arange(1, responses + 1, dtype=np.float32),
+        mask_R=np.ones(responses, np.bool_),
+        temperature_N=np.ones(count, np.float32),
+        values_N=np.arange(count) + 0.5,
+        kind=CreditKind.RETURN,
+        group_N=np.zeros(count, np.int64),
+        rollout_N=np.zeros(count, np.int64),
+        turn_N=np.arange(count, dtype=np.int64),
+        version_N=np.arange(count, dtype=np.int64),
+        scores_N=np.zeros(count),
+        keys=tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
+    )
 
 
-def test_a_credit_rule_with_the_wrong_number_of_values_is_named(make: Any) -> None:
-    with pytest.raises(PluginError, match=r"'short' gave \[1\] values for episodes of \[2\]"):
-        PolicyCredit("short", lambda group: [[1.0]], CreditKind.RETURN).values([episode(make, "a", [1, 1], 1.0)])
+def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
+    batch = replace(
+        batch_of((2, 0), (2, 2), (5, 4), (2, 1), (2, 1), (0, 1)),
+        mask_R=np.array([False, False, True, True, True, True, True, True, True]),
+        values_N=np.array([0.0, 0, 0, np.nan, 0, 0]),
+    )
+    expected = (
+        DropReason.EMPTY_RESPONSE,
+        DropReason.FULLY_MASKED,
+        DropReason.TOO_LONG,
+        DropReason.NON_FINITE,
+        None,
+        DropReason.EMPTY_RESPONSE,
+    )
+    assert unusable(batch, context_length=8, vocabulary=1000) == expected
+    assert unusable(batch, context_length=9, vocabulary=19)[2:5] == (None, DropReason.NON_FINITE, DropReason.NON_FINITE)
+    usable = filter_trainable(batch, context_length=8, vocabulary=1000)
+    assert usable.places.tolist() == [4]
+    assert usable.dropped == expected
+    assert usable.batch.tokens_T.tolist() == [18, 19, 20]
 
 
-def test_an_ending_other_than_finished_keeps_its_transitions(make: Any) -> None:
-    built = build_episode(make.rollout(), make.attempt(ending=Ending.TIMED_OUT), [make.call(0)])
-    assert built.ending is Ending.TIMED_OUT
-    assert len(built.transitions) == 1
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("values_N", np.inf),
+        ("scores_N", np.nan),
+        ("temperature_N", 0.0),
+        ("temperature_N", np.nan),
+        ("weight_N", -0.5),
+        ("weight_N", np.inf),
+        ("behaviour_logprobs_R", np.nan),
+        ("tokens_T", -1),
+    ],
+)
+def test_one_wrong_number_costs_its_transition_alone(field: str, bad: float) -> None:
+    batch = batch_of((1, 1), (1, 1), (1, 1))
+    numbers = getattr(batch, field).copy()
+    numbers[3 if field == "tokens_T" else 1] = bad
+    dropped = unusable(replace(batch, **{field: numbers}), context_length=8, vocabulary=1000)
+    assert dropped == (None, DropReason.NON_FINITE, None)
+
+
+def test_a_subset_keeps_what_belongs_to_its_transitions() -> None:
+    batch = batch_of((2, 3), (1, 2), (3, 1))
+    part = subset(batch, np.array([2, 0]))
+    assert part.tokens_T.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4]
+    assert part.behaviour_logprobs_R.tolist() == [-6, -1, -2, -3]
+    assert part.offsets.tolist() == [0, 4, 9]
+    assert part.values_N.tolist() == [2.5, 0.5]
+    assert [key.call for key in part.keys] == ["c2", "c0"]
+
+
+def test_rewards_of_calls_that_are_left_out_go_to_the_calls_before_them() -> None:
+    batch = replace(batch_of((1, 1), (1, 0), (1, 1)), kind=CreditKind.REWARD)
+    usable = filter_trainable(batch, context_length=8, vocabulary=1000)
+    assert usable.batch.values_N.tolist() == [0.5 + 1.5, 2.5]
+    returns = filter_trainable(replace(batch, kind=CreditKind.RETURN), context_length=8, vocabulary=1000)
+    assert returns.batch.values_N.tolist() == [0.5, 2.5], "returns contain them already"

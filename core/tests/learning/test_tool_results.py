@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import agl_core.capture.status
-from agl_core.capture import message_status
 from agl_core.learning import build_episode
-from agl_core.learning.tool_results import deduplicate
+from agl_core.learning.joining import of_one_adapter
 from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
 
@@ -35,66 +32,8 @@ def statuses(episode: Episode) -> list[str]:
     return [str(o.status) for o in episode.transitions[0].tool_results]
 
 
-def test_docstring_examples_run() -> None:
-    tool_result = doctest.testmod(agl_core.capture.status)
-    assert tool_result.attempted >= 3
-    assert tool_result.failed == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        ("sunny", "ok"),
-        ("0", "ok"),
-        ("false", "ok"),
-        ("Errors were rare in 2020.", "ok"),
-        ("The error: none", "ok"),
-        ("last_error: none", "ok"),
-        ([{"type": "text", "text": "sunny"}], "ok"),
-        ([{"type": "image_url", "image_url": {"url": "…"}}], "ok"),
-        (None, "empty"),
-        ("", "empty"),
-        (" \n", "empty"),
-        ([], "empty"),
-        ("null", "empty"),
-        ("None", "empty"),
-        ("[]", "empty"),
-        ("{}", "empty"),
-        ([{"type": "text", "text": ""}], "empty"),
-        ("Error: ValueError('bad')\n Please fix your mistakes.", "error"),
-        ("Error: look_up is not a valid tool, try one of [look].", "error"),
-        ("Error invoking tool 'look' with kwargs {} with error:\n x is missing", "error"),
-        ("An error occurred while running the tool. Please try again. Error: boom", "error"),
-        ("sqlite3.OperationalError: no such table: t", "error"),
-        ("KeyError: 'x'", "error"),
-        ("error: command failed", "error"),
-        ("Traceback (most recent call last):\n  File …", "error"),
-        ([{"type": "text", "text": "ValueError: bad"}], "error"),
-        ("TimeoutError: 5 s", "timeout"),
-        ("Error: the request timed out", "timeout"),
-        ("httpx.ReadTimeoutError: ", "timeout"),
-    ],
-)
-def test_what_a_message_says_became_of_the_tool(content: Any, status: str) -> None:
-    assert str(message_status(content).status) == status
-
-
-def test_the_messages_own_status_is_believed() -> None:
-    assert message_status("boom", "error").status is ToolStatus.ERROR
-    assert message_status("", "error").status is ToolStatus.ERROR
-    assert message_status("Error: quoted from a log", "success").status is ToolStatus.OK
-    assert message_status("", "success").status is ToolStatus.EMPTY
-
-
-@given(
-    content=st.recursive(st.none() | st.booleans() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
-)
-def test_any_content_has_a_status(content: Any) -> None:
-    assert message_status(content).status in ToolStatus
-
-
 def test_the_next_request_tells_what_the_tools_did(make: Any) -> None:
-    episode = asking(make, ["a", "b", "c"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
+    episode = asking(make, ["a", "b", "c", "unanswered"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
     assert statuses(episode) == ["ok", "error", "empty"]
     first, second, _ = episode.transitions[0].tool_results
     assert (first.source, first.adapter) == (Source.CONVERSATION, None)
@@ -110,20 +49,13 @@ def test_the_next_request_tells_what_the_tools_did(make: Any) -> None:
     assert episode.unjoined == ()
 
 
-def test_a_tool_call_that_is_never_answered_has_no_tool_result(make: Any) -> None:
-    assert statuses(asking(make, ["a", "b"], answer("a"))) == ["ok"]
-
-
 def test_an_answer_is_counted_once_though_every_later_request_repeats_it(make: Any) -> None:
     later = {"messages": [answer("a"), answer("a", "Error: changed since")]}
-    calls = [make.call(0, make.choice(tool_calls=["a"])), make.call(1, request=later), make.call(2, request=later)]
-    assert statuses(build_episode(make.rollout(), make.attempt(), calls)) == ["ok"]
-
-
-def test_messages_that_nobody_asked_for_are_none(make: Any) -> None:
-    calls = [make.call(0, make.choice(tool_calls=["a"]), request={"messages": [answer("a"), answer("x")]})]
+    earlier = {"messages": [answer("a", "Error: nobody asked for it"), answer("x")]}
+    first = make.call(0, make.choice(tool_calls=["a"]), request=earlier)
+    calls = [first, make.call(1, request=later), make.call(2, request=later)]
     episode = build_episode(make.rollout(), make.attempt(), calls)
-    assert (statuses(episode), episode.unjoined) == ([], ())
+    assert (statuses(episode), episode.unjoined) == (["ok"], ())
 
 
 def test_what_an_adapter_reported_wins(make: Any) -> None:
@@ -137,6 +69,10 @@ def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response(make: A
     reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.ERROR)
     episode = asking(make, ["a", "b"], answer("a"), answer("b"), reported=(reported,))
     assert statuses(episode) == ["error"]
+    # But it denies no failure that the model was shown.
+    reported = replace(reported, status=ToolStatus.OK)
+    episode = asking(make, ["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
+    assert sorted(statuses(episode)) == ["error", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -193,12 +129,6 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     seen = contradicted_tool_results([episode, episode])
     assert seen is not None
     assert seen.startswith("2 of 2 tool results")
-
-
-def test_a_report_of_a_whole_response_denies_no_failure_either(make: Any) -> None:
-    reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.OK)
-    episode = asking(make, ["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
-    assert sorted(statuses(episode)) == ["error", "ok"]
 
 
 def test_a_report_that_found_nothing_keeps_its_result(make: Any) -> None:
@@ -317,6 +247,17 @@ def test_of_two_adapters_the_one_that_ran_the_other_counts(make: Any) -> None:
     assert joined(make, ["t1"], outer, untimed) == joined(make, ["t1"], untimed, outer) == ["1"]
 
 
+def test_reports_are_in_the_order_of_the_tool_calls_and_of_no_call_that_did_not_ask(make: Any) -> None:
+    told_ = [
+        told(make, id, tool_call_id, None) for id, tool_call_id in (("3", "c"), ("1", "a"), ("2", "b"), ("4", "x"))
+    ]
+    assert joined(make, ["a", "b", "c"], *told_) == ["1", "2", "3"]
+    assert [o.id for o in asking(make, ["a", "b", "c"], reported=tuple(told_)).unjoined] == ["4"]
+    calls = [make.call(0, parent_span="s1"), make.call(1, parent_span="s2"), make.call(2, parent_span="s2")]
+    under = [make.tool_result("sure", parent_span="s1"), make.tool_result("ambiguous", parent_span="s2")]
+    assert of(make, calls, *under) == ([(0, "sure", None)], ["ambiguous"])
+
+
 def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter(make: Any) -> None:
     runs = [told(make, f"{n}", "t1", "langchain", started=float(n)) for n in (1, 2)]
     assert joined(make, ["t1"], *runs, told(make, "1:2", "t1", "otel", started=0.0)) == ["1", "2"]
@@ -360,11 +301,11 @@ def test_each_tool_call_has_one_adapter_whatever_came_first(make: Any, each: Any
     given_ = [told(make, f"{by}-{n}", id, by, started=at) for by, n, id, at in each]
     shuffled = [*given_, *(replace(tool_result) for tool_result in given_)]
     order.shuffle(shuffled)
-    kept = deduplicate(shuffled)
+    kept = of_one_adapter(shuffled)
 
-    assert {o.id for o in kept} == {o.id for o in deduplicate(given_)}
+    assert {o.id for o in kept} == {o.id for o in of_one_adapter(given_)}
     assert len({o.id for o in kept}) == len(kept)
-    assert deduplicate(kept) == kept
+    assert of_one_adapter(kept) == kept
     # Nothing without an id is lost; of each id, all that one adapter told is kept, and nothing else.
     assert [o.id for o in kept if o.tool_call_id is None] == [
         id for id in dict.fromkeys(o.id for o in shuffled) if id in {o.id for o in given_ if o.tool_call_id is None}

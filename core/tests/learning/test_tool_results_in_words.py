@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.capture import message_status, status_of
+from agl_core.types import ToolStatus
 
 TIMEOUTS = [
     "timed out",
@@ -210,6 +211,23 @@ def said(content: Any) -> str:
     return str(message_status(content).status)
 
 
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        *((content, "empty") for content in (None, "", " \n", [], "null", "None", "[]", "{}")),
+        *((content, "ok") for content in ("sunny", "0", "false", "Errors were rare.", "last_error: none")),
+        ([{"type": "text", "text": ""}], "empty"),
+        ([{"type": "text", "text": "sunny"}], "ok"),
+        ([{"type": "image_url", "image_url": {"url": "…"}}], "ok"),
+        ([{"type": "text", "text": "ValueError: bad"}], "error"),
+        ("Traceback (most recent call last):\n  File …", "error"),
+        ("An error occurred while running the tool. Please try again. Error: boom", "error"),
+    ],
+)
+def test_contents_of_any_form_have_a_status(content: Any, status: str) -> None:
+    assert said(content) == status
+
+
 @pytest.mark.parametrize("text", TIMEOUTS)
 def test_a_text_that_begins_with_a_timeout_is_one(text: str) -> None:
     assert said(text) == "timeout"
@@ -248,12 +266,14 @@ def test_a_dictionary_is_read_as_its_json() -> None:
 
 @pytest.mark.parametrize("text", [*TIMEOUTS, *ERRORS])
 def test_the_messages_own_status_goes_before_its_words(text: str) -> None:
-    assert said_with(text, "success") == "ok"
-    assert said_with(text, "error") in ("error", "timeout")
+    assert str(message_status(text, "success").status) == "ok"
+    assert str(message_status(text, "error").status) in ("error", "timeout")
+    assert str(message_status("", "success").status) == "empty"
 
 
-def said_with(text: str, status: str) -> str:
-    return str(message_status(text, status).status)
+@given(content=JSON)
+def test_any_content_has_a_status(content: Any) -> None:
+    assert message_status(content).status in ToolStatus
 
 
 @given(name=NAMES, message=MESSAGES, number=st.integers(0, 599))

@@ -1,16 +1,15 @@
-"""Calls and tool results become episodes."""
+"""Calls become episodes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
-from agl_core.types import Episode, ToolStatus
+from agl_core.types import Ending, Episode
 
 
 def shape(episode: Episode) -> list[tuple[Any, ...]]:
@@ -24,61 +23,38 @@ def shape(episode: Episode) -> list[tuple[Any, ...]]:
 def test_two_agents_interleaved_keep_order_and_count_their_own_turns(make: Any) -> None:
     names = ["writer", "critic", "writer", "writer", "critic"]
     calls = [make.call(i, agent=name) for i, name in enumerate(names)]
+    calls[2] = make.call(2, make.choice(0), make.choice(1), agent="writer")
     episode = build_episode(make.rollout(), make.attempt(), calls)
-    assert [(t.agent, t.turn, t.agent_turn) for t in episode.transitions] == [
-        ("writer", 0, 0),
-        ("critic", 1, 0),
-        ("writer", 2, 1),
-        ("writer", 3, 2),
-        ("critic", 4, 1),
+    assert [(t.agent, t.turn, t.agent_turn, t.key.choice) for t in episode.transitions] == [
+        ("writer", 0, 0, 0),
+        ("critic", 1, 0, 0),
+        ("writer", 2, 1, 0),
+        ("writer", 2, 1, 1),
+        ("writer", 3, 2, 0),
+        ("critic", 4, 1, 0),
     ]
 
 
-def test_parallel_tool_calls_are_joined_by_id_in_the_order_they_were_asked_for(make: Any) -> None:
-    calls = [make.call(0, make.choice(tool_calls=["a", "b", "c"])), make.call(1)]
-    tool_results = [
-        make.tool_result("late", "c", status=ToolStatus.TIMEOUT),
-        make.tool_result("first", "a"),
-        make.tool_result("second", "b", status=ToolStatus.ERROR),
-        make.tool_result("stray", "of-nobody"),
+def test_only_what_counts_is_in_the_episode_and_each_once(make: Any) -> None:
+    first, retried = make.call(0, retry_of="m1"), make.call(1, retry_of="m1")
+    twins = [make.call(2), make.call(3)]  # equal, but no retries
+    others = [make.call(4, late=True), make.call(5, attempt=1), make.call(6, undelivered=True)]
+    calls = [retried, *others, first, *twins, first]
+    episode = build_episode(make.rollout(), make.attempt(ending=Ending.TIMED_OUT), calls)
+    assert [(t.key.call, t.turn) for t in episode.transitions] == [("r-c0", 0), ("r-c2", 1), ("r-c3", 2)]
+    assert [(t.key.call, t.turn) for t in episode.undelivered] == [("r-c6", 3)]
+    assert episode.ending is Ending.TIMED_OUT
+
+
+def test_what_a_call_says_of_its_sampling_is_kept(make: Any) -> None:
+    call = make.call(0, make.choice(response_ids=None, logprobs=None), prompt_ids=None)
+    calls = [call] + [
+        replace(make.call(n), effective=replace(call.effective, temperature=temperature))
+        for n, temperature in enumerate((0.0, 0.7, None), start=1)
     ]
-    episode = build_episode(make.rollout(), make.attempt(), calls, tool_results)
-    assert [o.id for o in episode.transitions[0].tool_results] == ["first", "second", "late"]
-    assert episode.transitions[1].tool_results == ()
-    assert [o.id for o in episode.unjoined] == ["stray"]
-
-
-def test_an_tool_result_without_id_joins_by_the_only_call_of_its_span(make: Any) -> None:
-    calls = [make.call(0, parent_span="s1"), make.call(1, parent_span="s2"), make.call(2, parent_span="s2")]
-    tool_results = [make.tool_result("sure", parent_span="s1"), make.tool_result("ambiguous", parent_span="s2")]
-    episode = build_episode(make.rollout(), make.attempt(), calls, tool_results)
-    assert [[o.id for o in t.tool_results] for t in episode.transitions] == [["sure"], [], []]
-    assert [o.id for o in episode.unjoined] == ["ambiguous"]
-
-
-def test_retries_count_once_and_equal_prompts_without_marker_count_each(make: Any) -> None:
-    first = make.call(0, retry_of="m1")
-    retried = make.call(1, retry_of="m1")
-    twins = [make.call(2), make.call(3)]
-    episode = build_episode(make.rollout(), make.attempt(), [retried, first, *twins, first])
-    assert [t.key.call for t in episode.transitions] == ["r-c0", "r-c2", "r-c3"]
-    assert [t.turn for t in episode.transitions] == [0, 1, 2]
-
-
-def test_late_calls_and_those_of_other_attempts_do_not_count(make: Any) -> None:
-    calls = [make.call(0, late=True), make.call(1), make.call(2, attempt=1)]
-    assert [t.key.call for t in build_episode(make.rollout(), make.attempt(), calls).transitions] == ["r-c1"]
-
-
-def test_calls_without_ids_are_flagged(make: Any) -> None:
-    calls = [make.call(0, make.choice(response_ids=None, logprobs=None), prompt_ids=None), make.call(1)]
-    assert [t.has_ids for t in build_episode(make.rollout(), make.attempt(), calls).transitions] == [False, True]
-
-
-def test_each_choice_is_a_transition_of_the_same_turn(make: Any) -> None:
-    calls = [make.call(0, make.choice(0), make.choice(1)), make.call(1)]
-    episode = build_episode(make.rollout(), make.attempt(), calls)
-    assert [(t.turn, t.key.choice) for t in episode.transitions] == [(0, 0), (0, 1), (1, 0)]
+    transitions = build_episode(make.rollout(), make.attempt(), calls).transitions
+    assert [t.has_ids for t in transitions] == [False, True, True, True]
+    assert [t.temperature for t in transitions][1:] == [0.0, 0.7, 1.0]
 
 
 @given(data=st.data())
@@ -103,13 +79,5 @@ def test_the_order_of_records_does_not_matter(make: Any, data: st.DataObject) ->
     assert sum(len(t.tool_results) for t in expected.transitions) + len(expected.unjoined) == len(tool_results)
     assert [t.key.call for t in expected.transitions] == [c.id for c in calls]
     for name in {*names}:
-        mine = [t.agent_turn for t in expected.transitions if t.agent == name]
-        assert mine == list(range(len(mine)))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, None])
-def test_the_effective_temperature_is_kept(make: Any, temperature: float | None) -> None:
-    call = make.call(0)
-    call = replace(call, effective=replace(call.effective, temperature=temperature))
-    episode = build_episode(make.rollout(), make.attempt(), [call])
-    assert episode.transitions[0].temperature == (1.0 if temperature is None else temperature)
+        turns = [t.agent_turn for t in expected.transitions if t.agent == name]
+        assert turns == list(range(len(turns)))

@@ -14,51 +14,9 @@ from hypothesis import strategies as st
 
 import agl_core
 from agl_core.errors import EpisodesError
-from agl_core.types import DropReason, Ending, Episode, FinishReason, Mode, Task, Transition, TransitionKey
+from agl_core.types import Episode
 
-from .any_records import drawn, json_objects, json_values, key_text, rewards, tokens, tool_results, whole
-
-numbers = st.floats()
-transitions = st.builds(
-    Transition,
-    key=st.builds(TransitionKey, key_text, whole, key_text, whole),
-    agent=st.none() | key_text,
-    turn=whole,
-    agent_turn=whole,
-    policy=key_text,
-    version=st.none() | whole,
-    messages=st.lists(json_objects, max_size=2).map(tuple),
-    response=json_objects,
-    finish_reason=st.sampled_from(FinishReason),
-    temperature=numbers,
-    prompt_ids=st.none() | tokens,
-    response_ids=st.none() | tokens,
-    logprobs=st.none() | drawn(np.float32),
-    mask=st.none() | drawn(np.bool_),
-    parse_error=st.none() | key_text,
-    prefix_broken=st.booleans(),
-    tool_results=st.lists(tool_results, max_size=1).map(tuple),
-    rewards=st.lists(rewards, max_size=1).map(tuple),
-    parent_span=st.none() | key_text,
-    state=st.none() | json_objects,
-)
-episodes = st.builds(
-    Episode,
-    rollout=key_text,
-    attempt=whole,
-    group=key_text,
-    member=whole,
-    task=st.builds(Task, key_text, json_values, key_text, json_objects),
-    mode=st.sampled_from(Mode),
-    ending=st.sampled_from(Ending),
-    transitions=st.lists(transitions, max_size=2).map(tuple),
-    result=json_values,
-    rewards=st.lists(rewards, max_size=1).map(tuple),
-    terminal=st.none() | numbers,
-    dropped=st.none() | st.sampled_from(DropReason),
-    unjoined=st.lists(tool_results, max_size=1).map(tuple),
-    step=whole,
-)
+from .any_records import records
 
 
 def same(one: Any, other: Any) -> bool:
@@ -77,14 +35,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 @settings(max_examples=40)
-@given(st.lists(episodes, max_size=2))
+@given(st.lists(records(Episode), max_size=2))
 def test_every_episode_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, given_: list[Episode]) -> None:
     path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
     agl_core.save_episodes(path, given_)
 
-    found = agl_core.load_episodes(path)
-
-    assert same(tuple(found), tuple(given_))
+    assert same(tuple(agl_core.load_episodes(path)), tuple(given_))
     strict = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert [each["rollout"] for each in strict] == [each.rollout for each in given_]
 

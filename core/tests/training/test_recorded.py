@@ -24,8 +24,20 @@ from agl_core.training.metrics import Observer
 from agl_core.training.preflight import check_agent
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, TrainingPlan
-from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Mode, Reward, RolloutState, Run, Sampling
-from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_core.types import (
+    Batch,
+    CreditKind,
+    DropReason,
+    Ending,
+    Episode,
+    Mode,
+    RecordedReply,
+    Reward,
+    RolloutState,
+    Run,
+    Sampling,
+    TokenizedReply,
+)
 
 from .scripted_training import CountingEngine
 

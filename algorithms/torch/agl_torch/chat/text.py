@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 
 from agl_core.errors import EngineError
-from agl_core.types.recorded import RecordedReply, TokenizedReply
+from agl_core.types import RecordedReply, TokenizedReply
 from agl_torch.chat.formats import PlainText, ToolFormat, detect_format, in_plain_text
 from agl_torch.chat.messages import ChatError, Message, normalise
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.interface import Algorithm
-from agl_core.types.estimates import Workload
+from agl_core.types import Workload
 from agl_torch.models.loading import LoadedModel
 
 ACTIVATIONS_ON_CPU = 2**29

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.types.recorded import RecordedReply
+from agl_core.types import RecordedReply
 from agl_torch.chat.text import tokenized
 
 from .conftest import CALCULATOR, Loaded, ScriptedChat

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.types.estimates import Needs, Workload
+from agl_core.types import Needs, Workload
 from agl_torch.models import memory
 from agl_torch.plugin import TorchOptions
 from agl_torch.policies import Policies

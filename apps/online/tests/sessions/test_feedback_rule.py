@@ -9,7 +9,7 @@ import pytest
 
 from agl_core.builtin.credit import identical
 from agl_core.learning import PolicyCredit, ScoringRule, make_batches, score
-from agl_core.learning.distribution import is_distorted
+from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, DropReason, Episode, Mode, Sampling
 from agl_online.feedback import Feedback, contradicts, users_said

@@ -28,7 +28,7 @@ from agl_core.capture import unpack_variables
 from agl_core.config.models import SamplingSection
 from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
-from agl_core.learning.distribution import DISTORTING
+from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.dialects.dialect import Dialect, ModelRequest

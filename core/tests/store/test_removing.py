@@ -1,0 +1,204 @@
+"""Rollouts that are removed for good, and old calls without texts and tokens: all of it, and nothing of others."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.errors import StoreError
+from agl_core.store import removing, writer
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.types import (
+    Annotation,
+    AttemptKey,
+    Choice,
+    FinishReason,
+    Mode,
+    Reward,
+    RolloutState,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
+)
+
+SHARED = {"role": "system", "content": "You answer the questions of customers."}
+
+
+def asking(make_call: Any, id: str, rollout: str, text: str, **changes: Any) -> Any:
+    request = {"model": "default", "messages": [SHARED, {"role": "user", "content": text}]}
+    return make_call(id, rollout, request=request, **changes)
+
+
+def raw(path: Path) -> bytes:
+    """All that is in the store's files."""
+    return b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
+
+
+async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path, make_call: Any, exactly: Any) -> None:
+    kept = asking(make_call, "b", "kept", "where is my order?")
+    async with SqliteStore(path) as store:
+        await store.put(
+            *(make.rollout(id) for id in ("gone", "kept")),
+            *(make.attempt(id, error=f"the error of {id}") for id in ("gone", "kept")),
+            asking(make_call, "a", "gone", "my name is Rumpelstilzchen"),
+            kept,
+            ToolResult("x", "gone", 0, "look", ToolStatus.OK, result="a secret result"),
+            Reward("gone", 0, "a-secret-name", 1.0, "rule"),
+            TrainingRecord("gone", 0, "a", 0, 1, 1.0, 0.5, 0.25),
+            Annotation("gone", 0, "f", 1.0, {"correction": "a secret correction"}),
+        )
+        assert b"Rumpelstilzchen" in raw(path)
+        assert await store.erase(["gone", "never there"]) == 1
+        for text in (b"Rumpelstilzchen", b"the error of gone", b"secret"):
+            assert text not in raw(path), text
+        key = AttemptKey("gone", 0)
+        assert [rollout.id for rollout in await store.rollouts()] == ["kept"]
+        for read in (store.calls, store.rewards, store.tool_results, store.training_records, store.annotations):
+            assert await read([key]) == []
+        assert exactly(await store.calls([kept.key])) == exactly([kept])
+        assert await store.erased(["gone", "never there", "kept"]) == {"gone", "never there"}
+        assert await store.erase(["gone"]) == 0
+        # The shared message goes with the last call that has it.
+        await store.erase(["kept"])
+        assert b"customers" not in raw(path)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_reader_is_waited_for_before_an_erased_text_is_out_of_the_log(
+    path: Path, make_call: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leaves: bool
+) -> None:
+    monkeypatch.setattr(writer, "BUSY_SECONDS", 30.0 if leaves else 0.3)
+    async with SqliteStore(path) as store:
+        await store.put(make.rollout("gone"), asking(make_call, "a", "gone", "my name is Rumpelstilzchen"))
+        with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM calls").fetchone()
+            erasing = asyncio.create_task(store.erase(["gone"]))
+            await store.put(make.rollout("meanwhile"))
+            if leaves:
+                await asyncio.sleep(0.3)
+                assert not erasing.done()
+                reader.execute("ROLLBACK")
+            assert await erasing == 1
+            assert (b"Rumpelstilzchen" in raw(path)) is not leaves
+    assert ("has been reading the store" in caplog.text) is not leaves
+    assert b"Rumpelstilzchen" not in raw(path)
+
+
+async def test_what_is_written_while_others_are_erased_is_whole(path: Path, make_call: Any, exactly: Any) -> None:
+    """Calls share their first messages with what is being removed, and blocks of tokens too."""
+    ids = np.arange(600, dtype=np.int32)
+
+    def call(number: int) -> Any:
+        return asking(make_call, f"c{number}", f"r{number}", "the same for all", prompt_ids=ids)
+
+    async with SqliteStore(path) as store:
+        await store.put(make.rollout("r0"), call(0))
+
+        async def write(number: int) -> None:
+            await store.put(make.rollout(f"r{number}"), call(number))
+
+        for start in range(1, 40, 4):
+            await asyncio.gather(*(write(start + i) for i in range(2)), store.erase([f"r{start - 1}"]))
+            await asyncio.gather(store.erase([f"r{start}"]), *(write(start + i) for i in range(2, 4)))
+        kept = [int(rollout.id[1:]) for rollout in await store.rollouts()]
+        assert len(kept) > 10
+        for number in kept:
+            assert exactly(await store.calls([AttemptKey(f"r{number}", 0)])) == exactly([call(number)])
+
+
+async def test_what_ended_before_a_moment(store: SqliteStore) -> None:
+    for id, mode, state, ended in (
+        ("old", Mode.USE, RolloutState.DONE, 10.0),
+        ("new", Mode.USE, RolloutState.DONE, 30.0),
+        ("open", Mode.USE, RolloutState.RUNNING, None),
+        ("trained", Mode.TRAIN, RolloutState.DONE, 10.0),
+    ):
+        await store.put(make.rollout(id, mode=mode, state=state), make.attempt(id, ended=ended))
+    assert await store.ended_before(Mode.USE, 20.0) == ["old"]
+
+
+STEPS = 4
+TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"secret": 1}'}}
+
+
+@pytest.fixture
+async def calls(path: Path, make_call: Any) -> dict[str, Any]:
+    """Of a rollout of each step with one call, and of one of the first step that is not done."""
+    generator = np.random.default_rng(0)
+    calls = {"late": make_call("late", "late")}
+    records = [make.rollout("late", step=1), make.attempt("late"), calls["late"]]
+    for step in range(1, STEPS + 1):
+        name = f"r{step}"
+        message = {"role": "assistant", "content": f"secret {step}", "tool_calls": [TOOL_CALL]}
+        ids, logprobs = generator.integers(0, 2**31, 500, np.int32), generator.standard_normal(500, np.float32)
+        calls[name] = asking(
+            *(make_call, f"c{step}", name, f"secret {step} " * 100),
+            agent="solver",
+            choices=(Choice(0, message, FinishReason.TOOL_CALLS, ids, logprobs),),
+            prompt_ids=generator.integers(0, 2**31, 2000, dtype=np.int32),
+        )
+        rollout = make.rollout(name, step=step, state=RolloutState.DONE, counted_attempt=0)
+        training_record = TrainingRecord(name, 0, f"c{step}", 0, step, 1.0, 0.5, 1.0)
+        records += [rollout, make.attempt(name), calls[name], Reward(name, 0, "right", 1.0, "right"), training_record]
+    async with SqliteStore(path) as store:
+        await store.put(*records)
+    return calls
+
+
+def everything(path: Path) -> dict[str, list[Any]]:
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in names}
+
+
+async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(
+    path: Path, calls: dict[str, Any], exactly: Any, make_call: Any
+) -> None:
+    before, size = everything(path), len(raw(path))
+    async with SqliteStore(path) as store:
+        with pytest.raises(StoreError, match="is being written"):
+            await SqliteStore(path).open()
+        assert await store.prune(2) == 2
+        assert await store.prune(2) == 0
+    after = everything(path)
+    assert {name for name in before if before[name] != after[name]} == {"calls", "choices", "pieces"}
+    assert "secret 1" not in str(after)
+    async with SqliteStore(path) as store:
+        new = make_call("new", "new", request={"messages": [SHARED]})
+        await store.put(new)
+        kept = [calls["r3"], calls["r4"], calls["late"], new]
+        assert exactly(await store.calls([call.key for call in kept])) == exactly(kept)
+        for call in await store.calls([AttemptKey("r1", 0), AttemptKey("r2", 0)]):
+            assert call.pruned
+            assert (call.request, call.prompt_ids, call.choices[0].response_ids) == ({}, None, None)
+            assert (call.agent, call.policy, call.version, call.sequence) == ("solver", "default", 3, 0)
+            (tool_call,) = call.choices[0].message["tool_calls"]
+            assert (tool_call["id"], tool_call["function"]["name"]) == ("t1", "add")
+        await store.prune(STEPS)
+        await store.vacuum()
+        assert len(raw(path)) < 0.9 * size
+        await store.put(make.rollout("after"))
+    assert everything(path)["rollouts"]
+    async with SqliteStore(path, read_only=True) as reader:
+        with pytest.raises(StoreError, match="opened to read only"):
+            await reader.prune(2)
+
+
+async def test_a_pruning_that_fails_changes_nothing(
+    path: Path, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(path)
+    monkeypatch.setattr(removing, "_drop_unused", lambda connection, pieces: 1 // 0)
+    async with SqliteStore(path) as store:
+        with pytest.raises(ZeroDivisionError):
+            await store.prune(2)
+    assert everything(path) == before
