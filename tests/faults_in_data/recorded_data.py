@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 
 from agl_core.store.interface import Record
+from agl_core.testing import episodes as make
 from agl_core.types import (
     Attempt,
     Call,
     Choice,
     Ending,
-    FinishReason,
-    Json,
-    Mode,
     Reward,
     Rollout,
     RolloutState,
@@ -50,52 +48,27 @@ class Data:
         return data
 
     def _add(self, name: str, group: int, member: int, rng: np.random.Generator) -> None:
-        task = Task(f"t{group}", "6 * 7")
-        self.rollouts.append(
-            Rollout(
-                id=name,
-                run="run",
-                restart=0,
-                group=f"{self.prefix}g{group}",
-                task=task,
-                mode=Mode.TRAIN,
-                step=1,
-                member=member,
-                state=RolloutState.DONE,
-                counted_attempt=0,
-                ending=Ending.FINISHED,
-            )
-        )
-        self.attempts.append(Attempt(name, 0, "w", 0.0, 1.0, Ending.FINISHED, result=(0.5, 1.0, 0.25)[member]))
-        asked = {"id": f"{name}-t", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        rollout = {"group": f"{self.prefix}g{group}", "task": Task(f"t{group}", "6 * 7"), "member": member, "step": 1}
+        ended = {"state": RolloutState.DONE, "counted_attempt": 0, "ending": Ending.FINISHED}
+        self.rollouts.append(make.rollout(name, **rollout, **ended))
+        self.attempts.append(make.attempt(name, result=(0.5, 1.0, 0.25)[member]))
         prompt = rng.integers(1, 60, 5).astype(np.int32)
-        for sequence, message in enumerate(({"content": None, "tool_calls": [asked]}, {"content": "42"})):
-            self.calls.append(
-                Call(
-                    id=f"{name}-c{sequence}",
-                    rollout=name,
-                    attempt=0,
-                    sequence=sequence,
-                    policy="default",
-                    version=3,
-                    request={"messages": [{"role": "user", "content": "6 * 7"}]},
-                    choices=(self._choice({"role": "assistant", **message}, rng),),
-                    started=float(sequence),
-                    ended=sequence + 0.5,
-                    agent="solver",
-                    parent_span=f"{name}-s{sequence}",
-                    prompt_ids=prompt if sequence == 0 else np.append(prompt, [7, 8]).astype(np.int32),
-                    effective=Sampling(temperature=1.0, top_p=1.0, max_tokens=8, seed=1),
-                )
+        for sequence, tool_calls in enumerate(([f"{name}-t"], [])):
+            tokens = rng.integers(1, 60, 4).astype(np.int32)
+            choice = make.choice(tool_calls=tool_calls, response_ids=tokens, logprobs=np.full(4, -4.0, np.float32))
+            call = make.call(
+                *(sequence, choice),
+                rollout=name,
+                agent="solver",
+                parent_span=f"{name}-s{sequence}",
+                prompt_ids=prompt if sequence == 0 else np.append(prompt, [7, 8]).astype(np.int32),
+                effective=Sampling(temperature=1.0, top_p=1.0, max_tokens=8, seed=1),
             )
+            self.calls.append(call)
         status = ToolStatus.OK if member else ToolStatus.ERROR
-        self.tool_results.append(ToolResult(f"{name}-o", name, 0, "look", status, f"{name}-t", {"x": 1}, "42"))
+        fields = {"rollout": name, "status": status, "arguments": {"x": 1}, "result": "42"}
+        self.tool_results.append(make.tool_result(f"{name}-o", f"{name}-t", **fields))
         self.rewards.append(Reward(name, 0, "effort", 0.125, "agent"))
-
-    @staticmethod
-    def _choice(message: dict[str, Json], rng: np.random.Generator) -> Choice:
-        tokens = rng.integers(1, 60, 4).astype(np.int32)
-        return Choice(0, message, FinishReason.STOP, tokens, np.full(4, -4.0, np.float32))
 
     @property
     def records(self) -> list[Record]:

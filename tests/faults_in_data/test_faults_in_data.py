@@ -13,7 +13,7 @@ import pytest
 
 from agl_core import kinds
 from agl_core.errors import StoreError
-from agl_core.learning import ScoringRule, score
+from agl_core.learning import ScoringRule
 from agl_core.training.metrics import episode_metrics
 from agl_core.types import (
     Call,
@@ -29,7 +29,7 @@ from agl_core.types import (
 
 from ..settings.tiny_policy import CONTEXT
 from .learning_line import JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged
-from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids, logprobs
+from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids
 from .recorded_data import Data
 
 GRPO = WAYS[0]
@@ -117,53 +117,19 @@ async def test_a_rule_that_gives_a_call_such_a_reward(
             assert {r for key, r in found.items() if key.rollout != "r0"} == {""}
 
 
-async def test_a_rule_that_rewards_a_call_that_is_not_there_is_told_so(data: Data, tmp_path: Path) -> None:
-    def lost(episode: Episode) -> list[Reward]:
-        return [Reward(episode.rollout, 0, "x", 1.0, "", call="nothing")]
-
-    [[episode, *_], _] = await judged(data, tmp_path)
-    scored, [error] = await score(episode, [ScoringRule("lost", lost)], JUDGED)
-
-    assert scored.dropped is DropReason.REWARD_FAILED
-    assert "rewards choice 0 of call 'nothing', which the episode does not have" in str(error)
-    assert error.__notes__ == ["The reward rule 'lost' failed on rollout r0."]
-
-
-async def test_rewards_of_one_name_for_one_call_add_up(data: Data, tmp_path: Path) -> None:
-    def twice(episode: Episode) -> list[Reward]:
-        key = episode.transitions[0].key
-        return [Reward(episode.rollout, 0, "x", each, "", key.call) for each in (0.5, 0.25)]
-
-    [[episode, *_], _] = await judged(data, tmp_path, [ScoringRule("twice", twice)])
-
-    assert [(r.name, r.value, r.rollout) for r in episode.transitions[0].rewards] == [("x", 0.75, "r0")]
-
-
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_groups_that_lost_members(line: Line, data: Data, tmp_path: Path, way: Way) -> None:
+    """r3 has no transition that can be trained on, and r4 none at all."""
     for place in (0, 1):
         data.attempts[place] = replace(data.attempts[place], ending=Ending.LOST)
+    data.calls[:] = [replace(c, prompt_ids=None) if c.rollout == "r3" else c for c in data.calls if c.rollout != "r4"]
 
     groups = await judged(data, tmp_path, endings={**JUDGED, Ending.LOST: "drop"})
 
-    found = line.learn(way, groups)
-    by_rollout = {key.rollout: reason for key, reason in found.items()}
-    assert by_rollout == {"r0": "ending", "r1": "ending", "r2": "group_too_small", "r3": "", "r4": "", "r5": ""}
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-async def test_an_episode_without_a_transition_that_can_be_trained(
-    line: Line, data: Data, tmp_path: Path, way: Way
-) -> None:
-    data.calls[:] = [replace(c, prompt_ids=None) if c.rollout == "r0" else c for c in data.calls if c.rollout != "r1"]
-
-    groups = await judged(data, tmp_path)
-
-    found = line.learn(way, groups)
-    assert {key.rollout: reason for key, reason in found.items()} == {
-        "r0": "no_token_ids",
-        **dict.fromkeys(("r2", "r3", "r4", "r5"), ""),
-    }
+    reasons = {key.rollout: reason for key, reason in line.learn(way, groups).items()}
+    # The batch is r5 alone: an algorithm that compares within the batch finds nothing to learn.
+    assert reasons.pop("r5") in ("", "no_advantage")
+    assert reasons == {"r0": "ending", "r1": "ending", "r2": "group_too_small", "r3": "no_token_ids"}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -176,25 +142,9 @@ async def test_nothing_at_all_is_left(line: Line, data: Data, tmp_path: Path, wa
     assert set(line.learn(way, await judged(data, tmp_path)).values()) == {"non_finite"}
 
 
-async def test_doubled_records_count_once(line: Line, data: Data, tmp_path: Path) -> None:
-    first = data.calls[1]
-    second = replace(first.choices[0], logprobs=logprobs(-1, -1, -1, -1))
-    data.change(Call, "choices", (first.choices[0], second))
-    data.tool_results.append(replace(data.tool_results[0], arguments=None))
-    data.rewards.append(data.rewards[0])
-
-    groups = await judged(data, tmp_path)
-
-    episode = groups[0][0]
-    assert len(episode.transitions) == 2
-    np.testing.assert_array_equal(episode.transitions[1].logprobs, logprobs(-4, -4, -4, -4))
-    assert len(episode.transitions[0].tool_results) == 1
-    assert len(line.learn(GRPO, groups)) == 12
-
-
 async def test_a_reward_survives_the_loss_of_its_transition(line: Line, data: Data, tmp_path: Path) -> None:
     """The last call of r0 is too long for the engine; what it earned came of the call before it."""
-    [way] = [each for each in WAYS if (each.algorithm, each.kind) == ("reinforce++", CreditKind.REWARD)]
+    [way] = [way for way in WAYS if (way.algorithm, way.kind) == ("reinforce++", CreditKind.REWARD)]
     sound = await judged(data, tmp_path / "sound")
     data.change(Call, "prompt_ids", np.ones(CONTEXT, np.int32))
     fault = await judged(data, tmp_path / "fault")

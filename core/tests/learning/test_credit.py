@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
-from agl_core.kinds import Capability
 from agl_core.learning import PolicyCredit, build_episode, make_batches
 from agl_core.plugins import Plugins
 from agl_core.returns import episode_return
@@ -78,14 +77,12 @@ class TestImmediate:
         one = episode(make, 0, *member)
         assert math.fsum(immediate([one])[0]) == near(episode_return(one))
 
-    def test_the_terminal_reward_comes_at_the_last_call(self, make: Any) -> None:
-        assert immediate([episode(make, 0, rewards(0.25, -0.5, 0.125), 1.0)]) == [[0.25, -0.5, 1.125]]
-
     def test_the_choices_of_the_last_call_carry_it_alike(self, make: Any) -> None:
         built = build_episode(
             make.rollout(), make.attempt(), [make.call(0), make.call(1, make.choice(0), make.choice(1))]
         )
         assert immediate([replace(built, terminal=1.0)]) == [[0.0, 1.0, 1.0]]
+        assert immediate([episode(make, 0, rewards(0.25, -0.5, 0.125), 1.0)]) == [[0.25, -0.5, 1.125]]
 
 
 class TestDiscounted:
@@ -215,26 +212,7 @@ class TestStepwise:
 
 
 class TestInARun:
-    """The rules as a run finds them."""
-
-    @pytest.mark.parametrize(
-        ("name", "yields"),
-        [
-            ("identical", {CreditKind.RETURN}),
-            ("immediate", {CreditKind.REWARD, CreditKind.RETURN}),
-            ("discounted", {CreditKind.RETURN}),
-            ("stepwise", {CreditKind.RETURN}),
-        ],
-    )
-    def test_each_is_there_with_its_kind_and_a_line_of_description(self, name: str, yields: set[CreditKind]) -> None:
-        found = Plugins.load().component(kinds.CREDIT, name, "[credit]")
-        assert found.yields == yields
-        assert found.origin.startswith("agl-core")
-        assert len(found.doc) > 40
-
-    def test_stepwise_needs_groups_and_token_ids(self) -> None:
-        component = Plugins.load().component(kinds.CREDIT, "stepwise", "[credit]")
-        assert component.needs(component.options()) == {Capability.GROUPS, Capability.TOKEN_IDS}
+    """The rules as a run finds them, with their settings."""
 
     @pytest.mark.parametrize("name", ["discounted", "stepwise"])
     def test_the_discount_is_bounded_and_has_an_effect(self, make: Any, name: str) -> None:
