@@ -36,8 +36,6 @@ def rollouts(
     With `after`, only those that were made after that one.
     """
     conditions = [f"{column} = ?" for column in wanted]
-    if "step" in wanted and "run" not in wanted:
-        conditions.append("run IN (SELECT DISTINCT run FROM rollouts)")  # The index of steps is below that of runs.
     values = list(wanted.values())
     if after is not None:
         conditions.append("seq > (SELECT seq FROM rollouts WHERE id = ?)")

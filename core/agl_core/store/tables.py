@@ -93,7 +93,7 @@ class Table(Generic[Kept]):
 # keyed by the number of the attempt, which only grows.
 ATTEMPT_KEYS = Table("attempt_keys", AttemptKey, ("rollout", "attempt"), again="keep")
 RUNS = Table("runs", Run, ("id", "restart"))
-ROLLOUTS = Table("rollouts", Rollout, ("id",), renamed={"group": "grp"}, indexes=("(run, step)", "(grp)", "(state)"))
+ROLLOUTS = Table("rollouts", Rollout, ("id",), renamed={"group": "grp"}, indexes=("(step)", "(grp)", "(state)"))
 ATTEMPTS = Table("attempts", Attempt, ("attempt_key",))
 CALLS = Table(
     "calls",

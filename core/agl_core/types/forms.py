@@ -158,6 +158,12 @@ def _exactly(type_: type, named: str) -> Callable[[Json, str], Any]:
     return from_json
 
 
+def _dump_name(value: str) -> str:
+    if not isinstance(value, str):  # SQLite would make a text of a number
+        raise TypeError(f"it must be a text, not {value!r:.60}")
+    return value
+
+
 def _dump_text(value: str) -> str | bytes:
     if not value.isascii():
         try:
@@ -187,7 +193,7 @@ def _float_from_json(data: Json, place: str) -> float:
 
 
 _FORMS: Mapping[Any, Form] = {
-    str: Form("TEXT", _unchanged, _unchanged, _unchanged, _exactly(str, "a text")),
+    str: Form("TEXT", _dump_name, _unchanged, _unchanged, _exactly(str, "a text")),
     Text: Form("TEXT", _dump_text, _load_text, _unchanged, _exactly(str, "a text")),
     int: Form("INTEGER", operator.index, _unchanged, _unchanged, _exactly(int, "an integer")),
     bool: Form("INTEGER", int, bool, _unchanged, _exactly(bool, "true or false")),
@@ -253,8 +259,7 @@ def _tuple(of: Form) -> Form:
 def _array(dtype: np.dtype[Any]) -> Form:
     """An array with one axis: token ids (int32), log-probabilities (float32) or a mask (bool).
 
-    In a row it is little-endian bytes. A mask is one byte with the number of unused bits at the end, then eight values
-    per byte. What is read is read-only.
+    In a row it is little-endian bytes. What is read is read-only.
     """
     element = _FORMS[{"i": int, "f": float, "b": bool}[dtype.kind]]
     in_row = dtype.newbyteorder("<")
@@ -263,14 +268,9 @@ def _array(dtype: np.dtype[Any]) -> Form:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             actual = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
             raise ValueError(f"it must be a numpy array of {dtype} with one axis, not {actual}; convert before")
-        if dtype == np.bool_:
-            return bytes((-len(array) % 8,)) + np.packbits(array).tobytes()
         return array.astype(in_row, copy=False).tobytes()
 
     def load(data: bytes) -> NDArray[Any]:
-        if dtype == np.bool_:
-            count = (len(data) - 1) * 8 - data[0]
-            return np.unpackbits(np.frombuffer(data, np.uint8, offset=1), count=count).astype(np.bool_)
         return np.frombuffer(data, in_row).astype(dtype, copy=False)
 
     def from_json(data: Json, place: str) -> NDArray[Any]:

@@ -130,6 +130,7 @@ async def test_arrays_of_another_type_are_refused_not_rounded(
         {"attempt": 0.5},
         {"started": None},
         {"started": float("nan")},
+        {"worker": 5},
         None,
     ],
     ids=[
@@ -140,6 +141,7 @@ async def test_arrays_of_another_type_are_refused_not_rounded(
         "no integer",
         "no start",
         "NaN",
+        "no text",
         "no record",
     ],
 )
