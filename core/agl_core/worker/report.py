@@ -121,7 +121,7 @@ def _can_be_taken(request: CloseRequest) -> bool:
 
 
 def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
-    """The report with less of what tools were given and gave: every value in fewer bytes, until all have room."""
+    """The report with less of what tools were given and gave: the largest values cut until all have room."""
     _warn(
         recording,
         f"What an attempt reported of its tools and rewards was more than a report can carry ({MAX_BODY >> 20} MiB): "
@@ -132,10 +132,13 @@ def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
     named = [reward.model_copy(update={"name": bounded_text(reward.name, _MAX_NAME)}) for reward in request.rewards]
     rewards = _first(named, _count_with_room(named, room // 2), "rewards", recording)
     room -= sum(map(_size, rewards))
-    limit, tool_results = MAX_BODY, request.tool_results
-    while limit > LEAST and (limit == MAX_BODY or sum(map(_size, tool_results)) > room):
-        limit //= 2
-        tool_results = [_shortened(tool_result, max(limit, LEAST)) for tool_result in request.tool_results]
+    whole = [_shortened(tool_result, MAX_BODY) for tool_result in request.tool_results]
+    sizes = [json_size(getattr(tool_result, name)) or 0 for tool_result in whole for name in _VALUES]
+    room_for_values = room - sum(map(_size, whole)) + sum(sizes)
+    limit = max(sizes, default=0)
+    while limit > LEAST and sum(min(size, limit) for size in sizes) > room_for_values:
+        limit = limit * 3 // 4
+    tool_results = [_shortened(tool_result, max(limit, LEAST)) for tool_result in request.tool_results]
     tool_results = _first(tool_results, _count_with_room(tool_results, room), "tool_results", recording)
     return bare.model_copy(update={"tool_results": tool_results, "rewards": rewards})
 
