@@ -263,7 +263,7 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 5.0, "attempts": 3}], indirect=True)
+@pytest.mark.parametrize("workplace", [{"lease": 5.0, "attempts": 3}], indirect=True)
 @pytest.mark.parametrize("lingers", [False, True])
 async def test_what_ended_while_the_worker_was_stopped_is_reported(
     workplace: Any, tmp_path: Path, lingers: bool

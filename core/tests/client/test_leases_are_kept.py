@@ -38,7 +38,7 @@ async def ask(context: AgentContext, text: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-LEASED = pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 3.0, "attempts": 3}], indirect=True)
+LEASED = pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
 
 
 @pytest.mark.timing

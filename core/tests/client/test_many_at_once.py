@@ -42,7 +42,7 @@ class Waiting:
         return Ended(Ending.FINISHED)
 
 
-@pytest.mark.parametrize("workplace", [{"timeout": 250, "heartbeat": 0.2, "lease": 120}], indirect=True)
+@pytest.mark.parametrize("workplace", [{"timeout": 250, "lease": 16}], indirect=True)
 async def test_it_asks_for_as_many_and_sends_heartbeats_for_all(
     workplace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
