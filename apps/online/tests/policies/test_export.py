@@ -72,7 +72,7 @@ def test_nothing_is_written_where_something_is_wrong(tmp_path: Path, base: Path)
         export(made, tmp_path / "out")
     (base / "README.md").unlink()
     base.rmdir()
-    with pytest.raises(ConfigError, match=r"started from are gone.*--set policies\.default\.model\.path"):
+    with pytest.raises(ConfigError, match=r"there is no folder.*--set policies\.default\.model\.path"):
         merge(made, tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["calc", "taken"]
 

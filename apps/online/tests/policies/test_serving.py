@@ -278,7 +278,7 @@ async def test_an_unknown_route_says_what_there_is(calc: Checkpoints, path: str,
         (["calc@stable"], CheckpointError, "agl policy promote"),
         (["clac"], ConfigError, "Did you mean calc"),
         (["calc", "elsewhere/calc"], ConfigError, "Two runs are called 'calc'"),
-        (["tuned"], ConfigError, "are gone"),
+        (["tuned"], ConfigError, "there is no folder"),
     ],
 )
 async def test_what_cannot_be_served_is_an_error_at_the_start(
