@@ -16,7 +16,7 @@ APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTER
 TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
 PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/torch $(TOGETHER)
-EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
+EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from first_step import first_step
 
-from agl_core.analysis.curves.metrics import read_metrics, series
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.reading.metrics import read_metrics, series
 from agl_core.types import Episode, Reward
 from agl_rewards.air import air
 

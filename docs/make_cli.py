@@ -15,8 +15,7 @@ from typing import Any, get_args
 import typer.main
 from generated import check_apps, write_or_check
 
-from agl_core.cli import app
-from agl_core.plugins import Plugins
+from agl_core.cli import add_installed, app
 
 OUT = Path(__file__).with_name("cli.md")
 HEAD = """# The command line
@@ -62,7 +61,9 @@ def row(parameter: Any) -> str:
 
 def commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Every command with its full name, in the order of the help; groups before their commands."""
-    for name, command in group.commands.items():
+    context = group.make_context(prefix, [], resilient_parsing=True)
+    for name in group.list_commands(context):
+        _, command, _ = group.resolve_command(context, [name])
         full = f"{prefix} {name}"
         yield full, command
         if hasattr(command, "commands"):
@@ -71,7 +72,7 @@ def commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def render() -> str:
     """The whole page."""
-    Plugins.load().add_commands(app)
+    add_installed(app)
     found = list(commands(typer.main.get_command(app), "agl"))
     lines = [HEAD, "| command | |", "|---|---|"]
     for name, command in found:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agl_core.analysis.curves.metrics import read_metrics, series
+from agl_core.reading.metrics import read_metrics, series
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from measured import (

@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 from chromium import CHROMIUM, MISSING, Page, opened
 
-from agl_core.analysis.filters import Query
-from agl_core.analysis.groups import Group, find_groups
-from agl_core.analysis.runs import open_store, read_entry
+from agl_core.reading.rollouts import Query
+from agl_core.reading.runs import open_store, read_entry
 from agl_core.types import Mode
+from agl_view.groups import Group, find_groups
 from agl_view.serving import shown_beside
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from statistics import mean
 
 from measured import Cell, Experiment, Result, Results, average, table
 
-from agl_core.analysis.curves.plots import Curves, draw, draw_apart
+from agl_view.plots import Curves, draw, draw_apart
 
 MODES = ("greedy", "sampled")
 

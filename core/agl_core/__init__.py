@@ -1,21 +1,27 @@
 """agl: train LLM agents that already exist, by reinforcement learning."""
 
-from agl_core import kinds
-from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
-from agl_core.decorators import (
-    adapter,
-    algorithm,
-    credit_rule,
-    endless_task_source,
-    group_reward_rule,
-    reward_rule,
-    task_source,
-    tracker,
-)
-from agl_core.hooks import hookimpl
-from agl_core.kinds import Capability
-from agl_core.returns import discounted_returns, episode_return
-from agl_core.types import CreditKind, Episode, Reward, Task, Transition
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agl_core import kinds
+    from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
+    from agl_core.decorators import (
+        adapter,
+        algorithm,
+        credit_rule,
+        endless_task_source,
+        group_reward_rule,
+        reward_rule,
+        task_source,
+        tracker,
+    )
+    from agl_core.hooks import hookimpl
+    from agl_core.kinds import Capability
+    from agl_core.returns import discounted_returns, episode_return
+    from agl_core.types import CreditKind, Episode, Reward, Task, Transition
 
 __version__ = "0.1.0"
 
@@ -47,3 +53,17 @@ __all__ = [
     "tool",
     "tracker",
 ]
+
+_MODULES = ("hooks", "returns", "types", "kinds", "decorators", "capture")
+"""Where these names are: imported when one is first used, since the help of `agl` needs none, and agents few."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "kinds":
+        return importlib.import_module(f"{__name__}.kinds")
+    if name in __all__:
+        for module in _MODULES:
+            names = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in names:
+                return names[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from agl_core.types import Attempt, Episode, Rollout
-
 if TYPE_CHECKING:
-    import typer
-
     from agl_core.kinds import Register
     from agl_core.protocols import RunPages
+    from agl_core.types import Attempt, Episode, Rollout
 
 API_VERSION = 1
 """Grows when a hook changes in a way that breaks a plugin written for an earlier number."""
@@ -31,11 +28,6 @@ hookimpl = pluggy.HookimplMarker("agl")
 @hookspec
 def register_components(register: Register) -> None:
     """Bring components of any kind: call `register(kind, name, build, …)` for each (`agl_core.kinds`)."""
-
-
-@hookspec
-def register_commands(cli: typer.Typer) -> None:
-    """Add commands to the `agl` command line."""
 
 
 @hookspec(firstresult=True)

@@ -185,12 +185,6 @@ class Plugins:
             f"{message} It may be in a package that is not installed here, or in a file that `plugins` does not name."
         )
 
-    def add_commands(self, cli: Any) -> None:
-        """Let every plugin add its commands to the command line."""
-        for implementation in self._manager.hook.register_commands.get_hookimpls():
-            with self._blaming(implementation.plugin):
-                implementation.function(cli)
-
     def _all_components(self) -> list[Component]:
         if self._components is None:
             implementations = self._manager.hook.register_components.get_hookimpls()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from agl_core.analysis.health import read_health
 from agl_core.config import load
+from agl_core.reading.metrics import read_health
 from agl_core.training.metrics import Observer
 from agl_core.training.run import train
 from agl_core.training.server import new_run_dir

@@ -202,7 +202,7 @@ def test_old_groups_are_trained_on_again_with_a_record_of_each_step(agl: Any, tm
                 )  # Of a batch or a group from which the stale ones are missing: more.
 
     often = max(used, key=lambda id: len(used[id]))
-    shown = agl.run("show", often, "--run", tmp_path / "runs" / "late").splitlines()
+    shown = agl.run("show", tmp_path / "runs" / "late", often).splitlines()
     told = [int(line.strip().removeprefix("step ").split(":")[0]) for line in shown if "weight in the loss" in line]
     assert told == used[often] * 2
     assert len(used[often]) > 1

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from agl_core.cli.agent_file import read_agent_file
+from agl_core.cli.init import write_files
 from agl_core.config import load
 from agl_core.errors import AgentError, ConfigError
-from agl_core.starting.agent_file import read_agent_file
-from agl_core.starting.files import write_files
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 AGENT = '''

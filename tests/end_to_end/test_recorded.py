@@ -98,7 +98,7 @@ def test_a_policy_learns_from_recorded_conversations(agl: Any, conversations: Pa
     steps = [line for line in agl.metrics("learned") if line["kind"] == "train"]
     assert all(line["transitions/without_logprobs"] > 0 for line in steps)
     assert all(line["update/transitions_trained"] >= 32 for line in steps), "both calls of 16 that solve a problem"
-    shown = agl.run("show", "s1-g0-m0", "--run", agl.folder / "runs" / "learned")
+    shown = agl.run("show", agl.folder / "runs" / "learned", "s1-g0-m0")
     assert "tokens, no log-probabilities" in shown
 
 

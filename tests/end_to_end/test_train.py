@@ -68,11 +68,11 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
 
     listed = agl.look("rollouts", folder, "--step=1", "--mode=train", "--limit=100")
     assert listed.count("s1-g") == 16
-    shown = agl.look("show", "s1-g0-m0", "--run", folder)
+    shown = agl.look("show", folder, "s1-g0-m0")
     for promised in ("turn 0", "tokens", "terminal reward", "advantage" if "advantage" in shown else "dropped"):
         assert promised in shown
 
-    explained = agl.look("show", with_an_advantage(folder / "store.sqlite"), "--run", folder)
+    explained = agl.look("show", folder, with_an_advantage(folder / "store.sqlite"))
     [(mean, std)] = re.findall(r"mean credit (\S+), standard deviation (\S+), over", explained)
     for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
         assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)

@@ -15,9 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from agl_core.analysis.export.exporting import export_run
-from agl_core.analysis.export.formats import Format
-from agl_core.analysis.export.selecting import Selection
+from agl_core.reading.export import Format, Selection, export_run
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Reward, RolloutState, Run

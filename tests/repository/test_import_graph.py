@@ -23,8 +23,7 @@ FLOORS = [
     {"client"},
     {"worker"},
     {"training"},
-    {"analysis"},
-    {"starting"},
+    {"reading"},
     {"builtin"},
     {"testing"},
     {"cli", ""},  # "" is agl_core itself: what it re-exports
@@ -172,7 +171,7 @@ def _is_light(module: str) -> bool:
         (
             "agl_core.server",
             "agl_core.training",
-            "agl_core.analysis",
+            "agl_core.reading",
         )
     )
 

@@ -50,9 +50,9 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
         for kind in plugins.kinds
     }
     assert brought == PAGE.MADE
-    other = {name for name in vars(hooks) if re.match(r"(rollout|episode|policy)_|register_commands", name)}
+    other = {name for name in vars(hooks) if re.match(r"(rollout|episode|policy)_", name)}
     code = "\n".join(EXAMPLES.values())
-    assert len(other) == 5
+    assert len(other) == 4
     assert {name for name in other if f"def {name}(" not in code} == set()
 
 
@@ -101,12 +101,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     (package / "__init__.py").touch()
     for name, code in EXAMPLES.items():
         (package / name).write_text(code)
-    _, project, *_, frameworks = PAGE.configurations()
+    _, project, *_, frameworks, commands = PAGE.configurations()
     entries = [f'{Path(name).stem} = "my_agl_plugins.{Path(name).stem}"' for name in EXAMPLES]
     assert entries[0] in project
     backend = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
     project = re.sub(r"^ +", "", project, flags=re.M).replace(entries[0], "\n".join(entries))
-    (source / "pyproject.toml").write_text(f"{project}\n{frameworks}\n{backend}")
+    (source / "pyproject.toml").write_text(f"{project}\n{frameworks}\n{commands}\n{backend}")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--target", str(target), str(source)], check=True)
     return str(target)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from agl_core.cli.shared.screen import Screen
+from agl_core.cli.screen import Screen
 from agl_core.config import LoadedConfig
 from agl_core.server import Keys, LightningServer
 from agl_core.server.source import RolloutSource

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 from aiohttp import web
 
-from agl_core.cli.shared.screen import Screen
-from agl_core.cli.shared.viewing import shown
+from agl_core.cli.screen import Screen, shown
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.testing.upstream import served

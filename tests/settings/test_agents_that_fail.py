@@ -9,9 +9,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from agl_core.analysis.runs import read_entry
 from agl_core.cli import app
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
+from agl_core.reading.runs import read_entry
 from agl_core.training.metrics import Observer
 from agl_core.training.run import train
 from agl_core.training.server import new_run_dir

@@ -13,10 +13,10 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from agl_core.analysis.rollouts import superseded
 from agl_core.cli import app
 from agl_core.config import load
 from agl_core.errors import CheckpointError, ConfigError, PluginError
+from agl_core.reading.explained import superseded
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import evaluate, train
@@ -238,7 +238,7 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
 
     shutil.rmtree(project)
     trained_on = next(each.id for each in rollouts if each.mode.trains)
-    shown = await asyncio.to_thread(agl, "show", trained_on, "--run", kept)
+    shown = await asyncio.to_thread(agl, "show", kept, trained_on)
     assert f"rollout {trained_on}" in shown
     assert trained_on in await asyncio.to_thread(agl, "rollouts", kept, "--limit=100")
     tried = await asyncio.to_thread(agl, "reward", "try", "--yes", kept / "config.toml")

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from agl_core.analysis.comparisons.repeated import Comparison, compare
 from agl_core.learning.batch import PolicyCredit, make_batches
 from agl_core.protocols import Engine
+from agl_core.reading.evaluations import Comparison, compare
 from agl_core.training.evaluate import Evaluated
 from agl_core.types import CreditKind, Episode
 from agl_online.config import GateSection

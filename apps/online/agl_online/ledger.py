@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from agl_core import private
-from agl_core.analysis.runs import policy_names
 from agl_core.errors import AglError, nearest
+from agl_core.reading.runs import policy_names
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 
 LEDGER_FILE = "versions.jsonl"

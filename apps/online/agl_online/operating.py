@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.analysis.runs import policy_names
+from agl_core.reading.runs import policy_names
 from agl_core.training.checkpoints import HEADLINE_SET
 from agl_online.ledger import By, Decision, Ledger, LedgerError, Live, Standing, State
 from agl_online.policies.naming import Reference, called, parse

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agl_core.analysis.runs import open_store
 from agl_core.client import BlockingClient
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.errors import ConfigError, StoreError
+from agl_core.reading.runs import open_store
 from agl_core.server.keys import Keys
 from agl_core.store.files import is_written
 from agl_core.store.interface import ErasableStore, Store

@@ -16,11 +16,10 @@ from starlette.staticfiles import StaticFiles
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
 from agl_view.folders import RunFolders
 from agl_view.pages.base import BadQueryError, Pages, Served
+from agl_view.pages.compare import compare_page, task_page
 from agl_view.pages.health import health_page
 from agl_view.pages.run import run_page
-from agl_view.pages.several_runs import compare_page, overlay_page, task_page
 from agl_view.pages.talk import talk_page
-from agl_view.pages.timeline import timeline_page
 from agl_view.pages.trial import try_page
 from agl_view.security import TALK, Guard
 
@@ -40,9 +39,6 @@ def make_app(
 
         return page
 
-    async def health(request: Request) -> Response:
-        return await health_page(pages, request)
-
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return pages.render(request, "error.html", status=error.status_code, said="There is no such page.")
@@ -54,17 +50,15 @@ def make_app(
         routes=[
             Route("/", pages.runs),
             Route("/changed", pages.changed),
-            Route("/overlay", page_of(overlay_page)),
             Route("/compare", page_of(compare_page)),
             Route("/compare/task", page_of(task_page)),
             Route(run_path, page_of(run_page)),
             Route(f"{run_path}/changed", pages.changed),
-            Route(f"{run_path}/health", health),
+            Route(f"{run_path}/health", page_of(health_page)),
             Route(f"{run_path}/rollouts", pages.rollouts),
             Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
             Route(f"{run_path}/groups/{{id:path}}", pages.group),
             Route(f"{run_path}/call", pages.call),
-            Route(f"{run_path}/timeline", page_of(timeline_page)),
             Route(f"{run_path}/try", page_of(try_page)),
             Route(f"{run_path}{TALK}", page_of(talk_page), methods=["GET", "POST"]),
             Mount("/static", StaticFiles(packages=[("agl_view", "static")])),

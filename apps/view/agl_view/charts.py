@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
 from markupsafe import Markup, escape
 
-from agl_core.analysis.text.words import ROUNDING, harmless, number
+from agl_core.reading.words import ROUNDING, harmless, number
 
 Points: TypeAlias = Sequence[tuple[int, float]]
 """Values, each with its step."""
@@ -51,11 +51,11 @@ def line_chart(
         return None
     values = [y for points in finite.values() for _, y in points]
     low = min([0.0, *values]) if min(values) < 0.4 * max(values) else min(values)
-    scale = _Scale(_steps(finite), low, max(values), _WIDE if wide else _NARROW)
+    scale = Scale(_steps(finite), low, max(values), _WIDE if wide else _NARROW)
     parts = [*scale.axes()]
     for at, points in enumerate(finite.values()):
-        places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in points)
-        parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": places}))
+        if len(points) > 2:  # Two are a before and an after, with nothing known between them.
+            parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": scale.places(points)}))
         if len(points) <= 40:
             parts += [_dot(scale.x(x), scale.y(y), at) for x, y in points]
     parts += _targets(scale, finite, link)
@@ -71,15 +71,14 @@ def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | No
     sums: dict[int, float] = {}
     for x, y in (point for points in parts_of.values() for point in points):
         sums[x] = sums.get(x, 0.0) + y
-    scale = _Scale(_steps(series), 0.0, max(sums.values()), _NARROW)
+    scale = Scale(_steps(series), 0.0, max(sums.values()), _NARROW)
     width, below, parts = max(1.0, min(28.0, scale.pitch * 0.7)), dict.fromkeys(sums, 0.0), [*scale.axes()]
     for at, points in enumerate(parts_of.values()):
         if len(sums) > _MOST_BARS:
             own = dict(points)
             tops = {x: below[x] + own.get(x, 0.0) for x in sorted(sums)}
             edge = [*((x, tops[x]) for x in tops), *((x, below[x]) for x in reversed(tops))]
-            places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in edge)
-            parts.append(tag("polygon", {"class": f"bar c{at % _COLOURS}", "points": places}))
+            parts.append(tag("polygon", {"class": f"bar c{at % _COLOURS}", "points": scale.places(edge)}))
             below = tops
             continue
         for x, y in points:
@@ -98,7 +97,7 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
         return None
     bins = _bins(finite)
     counts = [sum(low <= value <= high for value in finite) for low, high in bins]
-    scale = _Scale(list(range(len(bins))), 0.0, max(counts) * 1.1, _MIDDLE, band=True)
+    scale = Scale(list(range(len(bins))), 0.0, max(counts) * 1.1, _MIDDLE, band=True)
     parts = [*scale.axes(x_labels=False)]
     width = min(scale.pitch * 0.82, _WIDEST_BAR)
     for at, ((low, high), count) in enumerate(zip(bins, counts, strict=True)):
@@ -162,7 +161,7 @@ def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None
     )
 
 
-class _Scale:
+class Scale:
     """Where steps and values are in the picture."""
 
     def __init__(
@@ -184,6 +183,10 @@ class _Scale:
         inside = self.height - _TOP - _BOTTOM
         return self.height - _BOTTOM - inside * (value - self._low) / (self._high - self._low)
 
+    def places(self, points: Iterable[tuple[float, float]]) -> str:
+        """Points as a line or an area takes them."""
+        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+
     def axes(self, *, x_labels: bool = True) -> list[Markup]:
         parts = []
         for tick in self._ticks:
@@ -201,7 +204,7 @@ class _Scale:
         return parts
 
 
-def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> list[Markup]:
+def _targets(scale: Scale, series: Mapping[str, Points], link: Link | None) -> list[Markup]:
     """What can be pointed at: for each step all its values, with a link."""
     at_step: dict[int, list[str]] = {}
     for name, points in series.items():
@@ -224,7 +227,7 @@ def _legend(names: Mapping[str, Points]) -> list[tuple[str, str]]:
     return [(name, f"c{at % _COLOURS}") for at, name in enumerate(names) if name]
 
 
-def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequence[Markup]) -> Markup:
+def _svg(title: str, scale: Scale, series: Mapping[str, Points], parts: Sequence[Markup]) -> Markup:
     courses = "; ".join(
         f"{name} from {number(points[0][1], 3)} to {number(points[-1][1], 3)}".strip()
         for name, points in series.items()

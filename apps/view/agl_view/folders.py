@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agl_core.analysis.runs import find_store
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError, nearest
+from agl_core.reading.runs import find_store
 from agl_core.store.interface import Store
 
 Made = TypeVar("Made")
@@ -48,7 +48,7 @@ class RunFolders:
         return runs[name]
 
     def open_store(self, folder: Path) -> Store:
-        """As `agl_core.analysis.runs.open_store`, without looking for its plugin each time."""
+        """As `agl_core.reading.runs.open_store`, without looking for its plugin each time."""
         return self.read(folder, find_store)(True)
 
     def read(self, folder: Path, how: Callable[[Path], Made]) -> Made:

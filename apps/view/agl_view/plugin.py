@@ -1,31 +1,12 @@
-"""`agl view`, and the pages of a run beside the command that works on it."""
+"""The pages of a run beside the command that works on it."""
 
 from __future__ import annotations
 
-import secrets
-import threading
-import webbrowser
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from agl_core import hookimpl
 from agl_core.protocols import RunPages
-
-Runs = Annotated[
-    list[Path] | None,
-    typer.Argument(help="Runs, or folders of runs; by default the folder ./runs.", metavar="[RUN]..."),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; by default a free one.")]
-NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
-
-
-@hookimpl
-def register_commands(cli: typer.Typer) -> None:
-    """Add `agl view`."""
-    cli.command()(view)
 
 
 @hookimpl
@@ -34,31 +15,3 @@ def show_run(run: Path, host: str, port: int, operator_key: str | None) -> Abstr
     from agl_view.serving import shown_beside
 
     return shown_beside(run, host, port, operator_key)
-
-
-def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
-    """Show finished and running runs in the browser: curves, groups side by side, and why a call got its advantage.
-
-    Nothing is written to the runs. The pages can be seen on this machine alone, and only with the token in the printed
-    address, since what agents start runs here too. From another machine, forward the port: ssh -L PORT:127.0.0.1:PORT.
-    Ctrl-C ends it.
-    """
-    from agl_core.analysis.runs import RUNS, find_run
-    from agl_core.cli.shared.screen import Screen
-    from agl_view.serving import address_of, answer, listen
-
-    folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
-    token = secrets.token_urlsafe(24)
-    with listen("127.0.0.1", port) as listener:
-        address = address_of(listener, "/", token)
-        Screen().print(f"view:  {address}")
-        Screen().print("The token in it is for you alone. Ctrl-C ends this.")
-        if not no_browser:
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # Some wait for their end.
-        answer(listener, folders, token)
-
-
-def _has_runs(folder: Path) -> bool:
-    from agl_core.config import CONFIG_FILE
-
-    return not (folder / CONFIG_FILE).is_file() and any(folder.glob(f"*/{CONFIG_FILE}"))

@@ -11,12 +11,12 @@ from urllib.parse import quote, urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from agl_core.analysis.text.plain import plain
-from agl_core.analysis.text.words import (
+from agl_core.reading.words import (
     harmless,
     message_text,
     number,
     one_line,
+    plain,
     said_by,
     score,
     size,

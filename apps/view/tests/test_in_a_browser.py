@@ -118,9 +118,7 @@ PAGES = {
     "rollout": "/runs/calc/rollouts/s1-g0-m1",
     "call": "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1",
     "health": "/runs/calc/health",
-    "timeline": "/runs/calc/timeline?step=1",
     "try": "/runs/calc/try?trusted=yes&weight.right=0.5",
-    "overlay": "/overlay?run=calc",
     "compare": "/compare?run=calc",
     "compare task": "/compare/task?a=calc@s1-g0-m0&b=calc@s1-g0-m1",
     "talk": "/runs/calc/talk",
@@ -174,13 +172,13 @@ def test_filters_are_set_by_typing_and_are_in_the_address(running: Running, page
     assert page.run("document.querySelector('[name=status]').value") == "error"
 
 
-def test_runs_are_chosen_and_overlaid_without_typing(running: Running, page: Page) -> None:
+def test_runs_are_chosen_and_compared_without_typing(running: Running, page: Page) -> None:
     page.open(running.page("/"))
     page.run("document.querySelector('input[type=checkbox]').click()")
     running.step(2, 0.75)
     page.until("document.body.innerText.includes('2 / 4')")
     page.run("document.querySelector('form button').click()")
-    page.until("location.pathname === '/overlay' && document.querySelector('svg.chart')")
+    page.until("location.pathname === '/compare' && document.querySelector('form.filters')")
     assert page.run("location.search") == "?run=calc"
 
 

@@ -75,11 +75,6 @@ def test_browsers_load_nothing_from_elsewhere(runs: Folder, address: str) -> Non
     assert headers["referrer-policy"] == "same-origin"
 
 
-@pytest.mark.parametrize("name", ["style.css", "view.js", "icon.svg"])
-def test_the_assets_come_with_the_package(runs: Folder, name: str) -> None:
-    assert runs.browser.get(f"/static/{name}").status_code == 200
-
-
 ELSEWHERE = ("10.0.0.7", 50000)
 KEY = "the-operator's-key"
 

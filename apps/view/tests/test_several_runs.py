@@ -1,4 +1,4 @@
-"""Pages about several runs, and about other rewards and times of one: over HTTP, as a browser asks."""
+"""Pages about several runs, and about other rewards of one: over HTTP, as a browser asks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from agl_core.types import Mode, Rollout, Task, TrainingRecord
 from .viewed_runs import Folder, Parsed, rollout, said
 
 
-def test_runs_are_overlaid(runs: Folder) -> None:
+def test_two_runs_are_compared_by_their_rewards_and_settings(runs: Folder) -> None:
     runs.trained()
-    runs.trained("other")
-    assert {found.get("value") for tag, found in Parsed(runs.page("/")).tags if found.get("name") == "run"} == {
-        "calc",
-        "other",
-    }
+    config = runs.trained("other") / "config.toml"
+    config.write_text(config.read_text().replace('name = "grpo"', 'name = "ppo"'))
+    chosen = {found.get("value") for tag, found in Parsed(runs.page("/")).tags if found.get("name") == "run"}
+    assert chosen == {"calc", "other"}
 
-    page = Parsed(runs.page("/overlay?run=calc&run=other"))
+    page = runs.page("/compare?run=calc&run=other")
 
-    charts = [found["aria-label"] for tag, found in page.tags if tag == "svg"]
-    assert "Training reward. calc from 1.5 to 1.5; other from 1.5 to 1.5" in charts
-    assert "Reward, eval, greedy. calc from 0.25 to 0.75; other from 0.25 to 0.75" in charts
-    assert "two to 4 runs" in runs.page("/overlay", 400)
-    assert "There is no run" in runs.page("/overlay?run=nope", 404)
+    charts = [found["aria-label"] for tag, found in Parsed(page).tags if tag == "svg"]
+    assert charts == [
+        "Reward. calc, training from 1.5 to 1.5; calc, eval, greedy from 0.25 to 0.75; "
+        "other, training from 1.5 to 1.5; other, eval, greedy from 0.25 to 0.75"
+    ]
+    assert "Settings that differ 1 setting calc other algorithm.name grpo ppo" in said(page)
+    assert "Choose one or two runs" in runs.page("/compare", 400)
+    assert "There is no run" in runs.page("/compare?run=nope", 404)
 
 
 def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
@@ -51,18 +53,6 @@ def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
     assert "a=x" in runs.page("/compare?a=calc@x&b=calc@1", 400)
 
 
-def test_where_the_time_of_a_step_went(runs: Folder) -> None:
-    metrics = [{"step": 1, "kind": "train", "restart": 0, "time": 5.0, "seconds/step": 5.0, "seconds/rollouts": 1.5}]
-    runs.make("calc", *rollout("s1-g0-m0", answer="42", reward=1.0, advantage=0.7), metrics=metrics)
-
-    page = said(runs.page("/runs/calc/timeline"))
-
-    assert "the trainer waited for rollouts1.5 s" in page
-    assert "the engine answered none of their calls4 s" in page
-    assert "s1-g0-m0: finished after 1 s" in page
-    assert "No attempt of this step has ended yet" in runs.page("/runs/calc/timeline?step=7")
-
-
 def test_other_rewards_are_tried_and_nothing_is_written(runs: Folder) -> None:
     folder = runs.trained()
     before = {file: file.read_bytes() for file in folder.iterdir()}
@@ -82,7 +72,7 @@ def test_no_code_of_a_run_runs_until_it_is_trusted(runs: Folder) -> None:
     (folder / "plugin.py").write_text("from pathlib import Path\nPath(__file__).with_name('it-ran').touch()\n")
     config = folder / "config.toml"
     config.write_text(f'plugins = ["{folder}/plugin.py"]\n{config.read_text()}')
-    pages = ("", "/rollouts", "/rollouts/s1-g0-m0", "/timeline", "/health", "/try", "/try?weight.right=0.5")
+    pages = ("", "/rollouts", "/rollouts/s1-g0-m0", "/health", "/try", "/try?weight.right=0.5")
 
     shown = [runs.page(f"/runs/calc{page}") for page in pages]
 

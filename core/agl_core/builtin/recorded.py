@@ -80,8 +80,8 @@ class Recorded:
     async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
         """These rollouts, each by the index of its task and its number there."""
         # Agents' processes register components too, and need nothing that reads runs.
-        from agl_core.analysis.rollouts import entries_of
-        from agl_core.analysis.runs import open_store
+        from agl_core.reading.rollouts import entries_of
+        from agl_core.reading.runs import open_store
 
         async with open_store(self._run) as store:
             found = [await store.rollout(self._groups[index].rollouts[number]) for index, number in wanted]
@@ -89,8 +89,8 @@ class Recorded:
             return [await _recorded(store, entry.rollout, entry.reward) for entry in entries]
 
     async def _read(self, split: str | None) -> list[_Group]:
-        from agl_core.analysis.rollouts import superseded
-        from agl_core.analysis.runs import open_store
+        from agl_core.reading.explained import superseded
+        from agl_core.reading.runs import open_store
 
         groups: dict[tuple[Mode, str, str], _Group] = {}
         after = None

@@ -1,36 +1,96 @@
-"""The `agl` command line: one module per command, each thin; what is heavy is imported when a command runs."""
+"""The `agl` command line: each command is a module, which is imported when the command is called."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import logging
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from agl_core.analysis.text.words import harmless
-from agl_core.cli.doctor import SERVER_MODULES, doctor
-from agl_core.cli.eval import evaluate
-from agl_core.cli.init import init
-from agl_core.cli.plugins import list_plugins
-from agl_core.cli.recorded.export import export
-from agl_core.cli.recorded.import_ import import_
-from agl_core.cli.recorded.plot import plot
-from agl_core.cli.recorded.reward import reward
-from agl_core.cli.recorded.rollouts import rollouts
-from agl_core.cli.recorded.runs import runs
-from agl_core.cli.recorded.show import show
-from agl_core.cli.run import run
-from agl_core.cli.shared.text import HarmlessFormatter
-from agl_core.cli.train import train
-from agl_core.cli.worker import work
 from agl_core.errors import AglError
-from agl_core.plugins import Plugins
+from agl_core.reading.words import harmless
 
+if TYPE_CHECKING:
+    from typer._click.core import Command as ClickCommand
+    from typer._click.core import Context
+
+SERVER_MODULES = ("httptools", "starlette", "uvicorn")
+"""Modules of the extra `server` that agl-core imports."""
 EXPORT_MODULES = ("pyarrow", "datasets")
-"""What the extra `export` brings."""
+"""Modules of the extra `export`."""
+COMMANDS_GROUP = "agl.commands"
+"""Entry points: functions that add a package's commands to the `typer.Typer` that they get, or to `COMMANDS`."""
+
+START, LOOK, DATA, CHECK = "Train", "Look at runs", "Rewards and data", "This installation"
+"""The panels of the help."""
+
+
+class Command(NamedTuple):
+    """A command as the help lists it, and where it is."""
+
+    module: str
+    """With a dot first: in this package."""
+    name: str
+    """Of the function or the group in it."""
+    panel: str
+    help: str
+    takes_all: bool = False
+    """Whether everything after its first argument is an argument too."""
+
+    def load(self, name: str) -> ClickCommand:
+        """The command itself."""
+        target = getattr(importlib.import_module(self.module, __name__), self.name)
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        if isinstance(target, typer.Typer):
+            alone.add_typer(target, name=name, rich_help_panel=self.panel)
+        else:
+            settings = {"allow_interspersed_args": not self.takes_all}
+            alone.command(name, rich_help_panel=self.panel, context_settings=settings)(target)
+        return typer.main.get_group(alone).commands[name]
+
+
+COMMANDS = {
+    "init": Command(".init", "init", START, "Write train.toml, reward.py and tasks.jsonl for your agent."),
+    "train": Command(".train", "train", START, "Train the agent that a configuration names."),
+    "worker": Command(".worker", "work", START, "Run rollouts for `agl train TARGET` until that run is over."),
+    "eval": Command(".eval", "evaluate", START, "Evaluate on every held-out set, and print the rewards."),
+    "run": Command(".run", "run", START, "Run a command, and record what its agent does as one rollout.", True),
+    "runs": Command(".runs", "runs", LOOK, "List runs, make them smaller, and remove them."),
+    "rollouts": Command(".rollouts", "rollouts", LOOK, "List the rollouts of a run, the newest last."),
+    "show": Command(".show", "show", LOOK, "Show a rollout turn by turn, and what training made of it."),
+    "reward": Command(".reward", "reward", DATA, "Try other rewards and credit on what was recorded."),
+    "export": Command(".export", "export", DATA, "Write what was recorded of a run for other tools."),
+    "import": Command(".import_", "import_", DATA, "Make a run of recorded conversations."),
+    "plugins": Command(".plugins", "list_plugins", CHECK, "List every installed component."),
+    "doctor": Command(".doctor", "doctor", CHECK, "Check this environment and a configuration, a server or a run."),
+}
+
+
+class _Commands(TyperGroup):
+    """The group of all commands, of which it knows the names and helps; one is imported when it is called."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        added = [name for name in super().list_commands(ctx) if name not in COMMANDS]
+        return [*COMMANDS, *added]
+
+    def get_command(self, ctx: Context, cmd_name: str) -> ClickCommand | None:
+        listed = COMMANDS.get(cmd_name)
+        if listed is None or cmd_name in self.commands:
+            return super().get_command(ctx, cmd_name)
+        return TyperCommand(cmd_name, help=listed.help, rich_markup_mode="markdown", rich_help_panel=listed.panel)
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, ClickCommand | None, list[str]]:
+        if args[0] in COMMANDS and args[0] not in self.commands:
+            self.add_command(COMMANDS[args[0]].load(args[0]), args[0])
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="agl",
     help="Train LLM agents that already exist, by reinforcement learning.",
     no_args_is_help=True,
@@ -39,20 +99,6 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("init")(init)
-app.command("train")(train)
-app.command("worker")(work)
-app.command("eval")(evaluate)
-app.command("run", context_settings={"allow_interspersed_args": False})(run)
-app.command("rollouts")(rollouts)
-app.command("show")(show)
-app.command("plot")(plot)
-app.command("export")(export)
-app.command("import")(import_)
-app.add_typer(reward, name="reward")
-app.add_typer(runs, name="runs")
-app.command("plugins")(list_plugins)
-app.command("doctor")(doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,15 +119,19 @@ def _options(
     """Options of every command; `main` looks for --debug itself, since a plugin can fail before this is called."""
 
 
+class HarmlessFormatter(logging.Formatter):
+    """Of log records, whose messages may quote agents."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))
+
+
 def main() -> None:
     """Run the command line. Errors that agl raises on purpose, and of files, end with status 2, Ctrl-C with 130."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(HarmlessFormatter())
     try:
-        plugins = Plugins.load()
-        plugins.add_commands(app)
-        for broken in plugins.broken:
-            typer.secho(f"Warning: {harmless(str(broken))}", fg=typer.colors.YELLOW, err=True)
+        add_installed(app)
         app()
     except (AglError, ModuleNotFoundError, OSError) as error:
         message = _message(error)
@@ -93,8 +143,19 @@ def main() -> None:
         sys.exit(130)
 
 
+def add_installed(cli: typer.Typer) -> None:
+    """Let installed packages add their commands; one that fails is named, and the others stay."""
+    for entry in importlib.metadata.entry_points(group=COMMANDS_GROUP):
+        try:
+            entry.load()(cli)
+        except Exception as error:
+            origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+            message = f"The commands of {origin} cannot be used ({type(error).__name__}: {error}). Reinstall it."
+            typer.secho(f"Warning: {harmless(message)}", fg=typer.colors.YELLOW, err=True)
+
+
 def _message(error: Exception) -> str | None:
-    """What an error says to the user; None for one that agl does not expect."""
+    """The message to the user; None for an error that agl does not expect."""
     if isinstance(error, AglError):
         return str(error)
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

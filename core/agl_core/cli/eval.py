@@ -6,20 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from agl_core.analysis.text.words import score
-from agl_core.cli.shared.options import AsJson, Seed, Set
-from agl_core.cli.shared.text import print_json
+from agl_core.cli.options import AsJson, Seed, Set
+from agl_core.cli.screen import ConsoleObserver, Screen, print_json, table
+from agl_core.config import CONFIG_FILE, check, load
 from agl_core.errors import ConfigError
+from agl_core.reading.evaluations import Comparison, Estimate, compare, passes
+from agl_core.reading.runs import find_run
+from agl_core.reading.words import score
+from agl_core.server.listening import run
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_core.training.evaluate import TaskScore
+from agl_core.training.metrics import METRICS_FILE
+from agl_core.training.run import evaluate as run_evaluation
+from agl_core.training.server import new_run_dir
 from agl_core.types import Mode
-
-if TYPE_CHECKING:
-    from agl_core.analysis.comparisons.repeated import Comparison, Estimate, Passes
-    from agl_core.cli.shared.screen import Screen
-    from agl_core.training.evaluate import Evaluated, TaskScore
 
 Target = Annotated[
     str,
@@ -29,8 +33,9 @@ Target = Annotated[
         "(its initial weights).",
     ),
 ]
-Step = Annotated[
-    int | None, typer.Option(min=0, help="The step of the checkpoint, if RUN is a folder; by default the last one.")
+CheckpointStep = Annotated[
+    int | None,
+    typer.Option("--step", min=0, help="The step of the checkpoint, if RUN is a folder; by default the last one."),
 ]
 Repeat = Annotated[
     int, typer.Option(min=1, help="Rollouts of each task where replies are sampled; from 2 on, pass@k and pass^k.")
@@ -40,13 +45,12 @@ Against = Annotated[
 ]
 Success = Annotated[float, typer.Option(help="The least reward with which a rollout counts as solved.")]
 
-_SHOWN = 10
-"""Tasks that are listed by name."""
+_NAMED_TASKS = 10
 
 
 def evaluate(
     target: Target,
-    step: Step = None,
+    step: CheckpointStep = None,
     repeat: Repeat = 1,
     against: Against = None,
     success: Success = 1.0,
@@ -58,67 +62,49 @@ def evaluate(
 
     They are also a line of the run's metrics.jsonl.
     """
-    from agl_core.analysis.comparisons.repeated import compare, passes
-    from agl_core.cli.shared.screen import ConsoleObserver, Screen
-    from agl_core.config import CONFIG_FILE, check, load
-    from agl_core.server.listening import run
-    from agl_core.training.metrics import METRICS_FILE
-    from agl_core.training.run import evaluate as run_evaluation
-    from agl_core.training.server import new_run_dir
-
-    folder, checkpoint = _place(target, step)
+    folder, checkpoint = _resolve(target, step)
     loaded = load(Path(target) if folder is None else folder / CONFIG_FILE, set_, seed)
     check(loaded)
     if repeat > 1 and Mode.EVAL_SAMPLED not in loaded.config.eval.modes:
         raise ConfigError("--repeat repeats sampled replies, and eval.modes has greedy ones only.")
     if against is not None:
-        _place(against, None)  # A mistake is found before anything is evaluated.
+        _resolve(against, None)  # A mistake is found before anything is evaluated.
     run_dir = new_run_dir(loaded) if folder is None else folder
     console = Screen(stderr=as_json)
     observer = ConsoleObserver(console, loaded.config.train.steps)
-    now = run(run_evaluation(loaded, run_dir, checkpoint, observer, repeat=repeat))
-    other = None if against is None else _evaluated_apart(against, repeat, seed, set_)
-    solved = passes(now.scores, success)
-    compared = [] if other is None else compare(now.scores, _scores(other), success)
-    if other is not None and not compared:
-        raise ConfigError(f"{target} and {against} have no held-out task in common, so they cannot be compared.")
+    evaluated = run(run_evaluation(loaded, run_dir, checkpoint, observer, repeat=repeat))
+    other = None if against is None else _evaluate_apart(against, repeat, seed, set_)
+    solved = passes(evaluated.scores, success)
+    compared = []
+    if other is not None:
+        before = [TaskScore(s["set"], s["mode"], s["task"], tuple(s["rewards"])) for s in other["scores"]]
+        compared = compare(evaluated.scores, before, success)
+        if not compared:
+            raise ConfigError(f"{target} and {against} have no held-out task in common, so they cannot be compared.")
     if as_json:
-        more = {} if other is None else {"against": other, "comparison": compared}
-        found = {"run": run_dir, "checkpoint": checkpoint, "evaluations": now.entries, "scores": now.scores}
-        print_json(found | {"passes": solved} | more)
+        result: dict[str, Any] = {"run": run_dir, "checkpoint": checkpoint, "evaluations": evaluated.entries}
+        result |= {"scores": evaluated.scores, "passes": solved}
+        print_json(result if other is None else {**result, "against": other, "comparison": compared})
         return
-    _print_rewards(console, now)
+    rewards = table("held-out set", "sampling", "reward", "rollouts", "seconds")
+    for entry in evaluated.entries:
+        numbers = score(entry["reward"]), str(entry["rollouts"]), f"{entry['seconds']:.1f}"
+        rewards.add_row(entry["set"], entry["mode"], *numbers)
+    console.print(rewards)
     if solved:
-        _print_passes(console, solved)
-    for each in compared:
-        _print_comparison(console, each, target, str(against))
+        tries = table("held-out set", "tasks", "k", "pass@k", "pass^k")
+        for row in solved:
+            estimates = _with_interval(row.pass_at), _with_interval(row.pass_all)
+            tries.add_row(row.set, str(row.tasks), str(row.k), *estimates)
+        console.print(tries)
+        console.print("in brackets: 95% intervals, over tasks")
+    for comparison in compared:
+        _print_comparison(console, comparison, target, str(against))
     console.print(f"written to {run_dir / METRICS_FILE}")
 
 
-def _evaluated_apart(target: str, repeat: int, seed: int | None, set_: list[str]) -> dict[str, Any]:
-    """What `agl eval TARGET --json` prints. A process of its own: what agents make at import belongs to one server."""
-    program = "from agl_core.cli import main; main()"
-    arguments = ["eval", target, "--json", f"--repeat={repeat}", *(f"--set={each}" for each in set_)]
-    if seed is not None:
-        arguments.append(f"--seed={seed}")
-    done = subprocess.run([sys.executable, "-P", "-c", program, *arguments], stdout=subprocess.PIPE, check=False)
-    if done.returncode:
-        raise typer.Exit(done.returncode)  # It has said why.
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def _scores(printed: dict[str, Any]) -> list[TaskScore]:
-    from agl_core.training.evaluate import TaskScore
-
-    return [TaskScore(each["set"], each["mode"], each["task"], tuple(each["rewards"])) for each in printed["scores"]]
-
-
-def _place(target: str, step: int | None) -> tuple[Path | None, Path | None]:
+def _resolve(target: str, step: int | None) -> tuple[Path | None, Path | None]:
     """The run's folder and the checkpoint; without a folder it is a configuration, without a checkpoint step 0."""
-    from agl_core.analysis.runs import find_run
-    from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-
     if Path(target).is_file():
         return None, None
     if "@" in target and not Path(target).is_dir():
@@ -132,39 +118,33 @@ def _place(target: str, step: int | None) -> tuple[Path | None, Path | None]:
     return folder, checkpoints.latest() if step is None else checkpoints.named(checkpoints.path(step).name)
 
 
-def _print_rewards(console: Screen, found: Evaluated) -> None:
-    from rich.table import Table
-
-    table = Table("held-out set", "sampling", "reward", "rollouts", "seconds")
-    for each in found.entries:
-        table.add_row(each["set"], each["mode"], score(each["reward"]), str(each["rollouts"]), f"{each['seconds']:.1f}")
-    console.print(table)
-
-
-def _print_passes(console: Screen, solved: list[Passes]) -> None:
-    from rich.table import Table
-
-    table = Table("held-out set", "tasks", "k", "pass@k", "pass^k")
-    for each in solved:
-        estimates = _with_interval(each.pass_at), _with_interval(each.pass_all)
-        table.add_row(each.set, str(each.tasks), str(each.k), *estimates)
-    console.print(table)
-    console.print("in brackets: 95% intervals, over tasks")
+def _evaluate_apart(target: str, repeat: int, seed: int | None, set_: list[str]) -> dict[str, Any]:
+    """The JSON of `agl eval TARGET`. A process of its own: what agents make at import belongs to one server."""
+    program = "from agl_core.cli import main; main()"
+    arguments = ["eval", target, "--json", f"--repeat={repeat}", *(f"--set={override}" for override in set_)]
+    if seed is not None:
+        arguments.append(f"--seed={seed}")
+    done = subprocess.run([sys.executable, "-P", "-c", program, *arguments], stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)  # It has said why.
+    evaluated: dict[str, Any] = json.loads(done.stdout)
+    return evaluated
 
 
-def _print_comparison(console: Screen, each: Comparison, now: str, before: str) -> None:
-    difference = _with_interval(each.difference, signed=True)
+def _print_comparison(console: Screen, comparison: Comparison, now: str, before: str) -> None:
+    gained, lost = comparison.gained, comparison.lost
+    difference = _with_interval(comparison.difference, signed=True)
     console.print(
-        f"{each.set}, {each.mode}, {each.tasks} tasks: {now} − {before} = {difference}; {len(each.gained)} solved more "
-        f"often, {len(each.lost)} less often (sign test: p = {each.p:.2g})"
+        f"{comparison.set}, {comparison.mode}, {comparison.tasks} tasks: {now} − {before} = {difference}; "
+        f"{len(gained)} solved more often, {len(lost)} less often (sign test: p = {comparison.p:.2g})"
     )
-    for what, changes in (("solved more often", each.gained), ("less often", each.lost)):
+    for title, changes in (("solved more often", gained), ("less often", lost)):
         if changes:
-            named = ", ".join(f"{change.task} ({change.before:.2f} → {change.now:.2f})" for change in changes[:_SHOWN])
-            more = f" and {len(changes) - _SHOWN} more (--json has all)" if len(changes) > _SHOWN else ""
-            console.print(f"  {what}: {named}{more}")
+            named = ", ".join(f"{c.task} ({c.before:.2f} → {c.now:.2f})" for c in changes[:_NAMED_TASKS])
+            more = f" and {len(changes) - _NAMED_TASKS} more (--json has all)" if len(changes) > _NAMED_TASKS else ""
+            console.print(f"  {title}: {named}{more}")
 
 
-def _with_interval(found: Estimate, *, signed: bool = False) -> str:
+def _with_interval(estimate: Estimate, *, signed: bool = False) -> str:
     form = "+.3f" if signed else ".3f"
-    return f"{found.value:{form}} [{found.low:{form}}, {found.high:{form}}]"
+    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"

@@ -1,24 +1,21 @@
-"""`agl plugins`: what is installed, from where, what it honours and needs."""
+"""`agl plugins`: the installed components, with their origin, settings, needs and capabilities."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Column, Table
+from rich.text import Text
 
 from agl_core import kinds
-from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.text import print_json
+from agl_core.cli.options import AsJson
+from agl_core.cli.screen import Screen, print_json
 from agl_core.errors import nearest
-from agl_core.plugins import Plugins
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from agl_core.plugins import BrokenPlugin, Component
+from agl_core.plugins import BrokenPlugin, Component, Plugins
 
 Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
 
@@ -43,15 +40,13 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
 
     Installed plugins that cannot be used are listed as broken, with the error.
     """
-    from agl_core.cli.shared.screen import Screen
-
     plugins = Plugins.load(files or ())
     described = [
         describe(component)
-        for each in ([kind] if kind else plugins.kinds)
-        for _, component in sorted(plugins.components(each).items())
+        for listed in ([kind] if kind else plugins.kinds)
+        for _, component in sorted(plugins.components(listed).items())
     ]
-    described += [_described_broken(each) for each in plugins.broken]
+    described += [_describe_broken(plugin) for plugin in plugins.broken]
     if as_json:
         print_json(described)
     else:
@@ -87,7 +82,7 @@ def describe(component: Component) -> dict[str, Any]:
     }
 
 
-def _described_broken(plugin: BrokenPlugin) -> dict[str, Any]:
+def _describe_broken(plugin: BrokenPlugin) -> dict[str, Any]:
     """A broken plugin in the form of a component."""
     nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
     return {"kind": "broken", "name": plugin.name, "origin": plugin.origin, "doc": plugin.error, **nothing}
@@ -95,9 +90,6 @@ def _described_broken(plugin: BrokenPlugin) -> dict[str, Any]:
 
 def _table(described: list[dict[str, Any]]) -> Table:
     """Three columns, so that it fits a narrow terminal."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
     titles = ("kind, name, from", "honours", "needs and provides")
     table = Table(*(Column(title, overflow="fold") for title in titles), show_lines=True)
     for row in described:
@@ -105,12 +97,11 @@ def _table(described: list[dict[str, Any]]) -> Table:
             setting["name"] + ("" if setting["required"] else f" = {json.dumps(setting['default'])}")
             for setting in row["settings"]
         ]
-        needs = ["what its settings say"] if row["needs"] is None else row["needs"]
         capabilities = [
-            *(f"needs {each}" for each in needs),
-            *(f"provides {each}" for each in row["provides"]),
+            *(f"needs {need}" for need in (["what its settings say"] if row["needs"] is None else row["needs"])),
+            *(f"provides {capability}" for capability in row["provides"]),
             *([f"takes {row['takes']}s"] if row.get("takes") else []),
-            *(f"yields {each}s" for each in row.get("yields", ())),
+            *(f"yields {kind}s" for kind in row.get("yields", ())),
         ]
         table.add_row(
             Text.assemble(f"{row['kind']} ", (row["name"], "bold"), f"\n{row['origin']}\n", (row["doc"], "dim")),

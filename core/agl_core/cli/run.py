@@ -12,34 +12,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import tomli_w
 import typer
 
-from agl_core.cli.shared.options import KeyVariable, Model
+from agl_core import private
+from agl_core.capture import Recording
+from agl_core.capture.attaching import bootstrap_variables
+from agl_core.capture.recording import read_spool
+from agl_core.cli.options import KeyVariable, Model, UpstreamUrl
+from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+from agl_core.config import CONFIG_FILE, load
+from agl_core.config.models import GatewaySection
+from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agl_core.capture import Recording
-    from agl_core.config.models import GatewaySection
-    from agl_core.protocols import Engine, Upstream
-    from agl_core.run_hooks import RunHooks
-    from agl_core.store.interface import Store
-    from agl_core.types import Attempt, Call
-    from agl_core.wire.workers import CloseRequest, Lease
+from agl_core.plugins import Plugins
+from agl_core.protocols import Engine, Upstream
+from agl_core.reading.runs import is_capture, open_store
+from agl_core.reading.words import one_line
+from agl_core.run_hooks import RunHooks
+from agl_core.server import Keys, LightningServer
+from agl_core.server.gateway.upstream import RunSettings
+from agl_core.store.interface import Store
+from agl_core.training.server import first_free, new_run_dir, passthrough_key, removed_unless_begun
+from agl_core.training.session import engine_context
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, Run, Task
+from agl_core.wire.keys import take_keys
+from agl_core.wire.workers import MAX_REPORTS, CloseRequest, Lease, LeaseRequest
+from agl_core.worker.agent import OTHER_KEY, attempt_variables
+from agl_core.worker.processes import attempt_folder
 
 Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.")]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="Use the engine, policies and store of this configuration."),
-]
-UpstreamOption = Annotated[
-    str | None,
-    typer.Option(
-        "--upstream",
-        metavar="URL",
-        help="An OpenAI-compatible server; by default what OPENAI_BASE_URL says.",
-    ),
 ]
 NameOption = Annotated[
     str | None,
@@ -80,7 +87,7 @@ class _Setting:
 def run(
     command: Command,
     config: ConfigOption = None,
-    upstream: UpstreamOption = None,
+    upstream: UpstreamUrl = None,
     upstream_key_env: KeyVariable = None,
     model: Model = None,
     name: NameOption = None,
@@ -90,10 +97,6 @@ def run(
     Environment variables point its LLM clients at agl, and the installed adapters attach themselves in all its Python
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
-    import agl_core.server  # noqa: F401  # If its packages are missing, say so before anything else.
-    from agl_core.training.server import removed_unless_begun
-    from agl_core.wire.keys import take_keys
-
     take_keys()  # They are of another server, and the command is to have none of them.
     if shutil.which(command[0]) is None:
         raise ConfigError(f"There is no command '{command[0]}'. Put the whole command after --, as you would type it.")
@@ -112,10 +115,6 @@ def run(
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
 ) -> _Setting:
-    from agl_core.analysis.runs import is_capture, open_store
-    from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
-    from agl_core.plugins import Plugins
-
     plugins = Plugins.load()
     address = chosen_url(url)
     upstream, probe = open_upstream(address, chosen_key(key_variable), model)
@@ -138,29 +137,17 @@ def _forwarding(
 
 def new_capture(name: str, described: Mapping[str, Any]) -> Path:
     """Make `runs/NAME`, or `runs/NAME-2` and so on if it is taken; `described` is what is recorded there."""
-    import tomli_w
-
-    from agl_core import private
-    from agl_core.config import CONFIG_FILE
-    from agl_core.training.server import first_free
-
     configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
     return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))
 
 
 def _checked(name: str) -> str:
-    from agl_core.config.sections import FOLDER_NAME
-
     if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
     return name
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
-    from agl_core.config import load
-    from agl_core.training.server import new_run_dir, passthrough_key
-    from agl_core.training.session import engine_context
-
     loaded = load(config, [f"name={name}"] if name else [])
     folder = new_run_dir(loaded)
     return _Setting(
@@ -178,12 +165,6 @@ def _configured(config: Path, name: str | None) -> _Setting:
 
 
 async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
-    from agl_core.config.models import GatewaySection
-    from agl_core.server import Keys, LightningServer
-    from agl_core.server.gateway.upstream import RunSettings
-    from agl_core.types import AttemptKey, Mode, Rollout, Run, Task
-    from agl_core.wire.workers import LeaseRequest
-
     run_id = setting.folder.name
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(setting.store)
@@ -235,13 +216,6 @@ class _Exit:
 async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
 ) -> tuple[_Exit, Recording]:
-    from agl_core.capture import Recording
-    from agl_core.capture.attaching import bootstrap_variables
-    from agl_core.capture.recording import read_spool
-    from agl_core.types import AttemptKey
-    from agl_core.worker.agent import OTHER_KEY, attempt_variables
-    from agl_core.worker.processes import attempt_folder
-
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
     with attempt_folder() as reports:
@@ -303,9 +277,6 @@ def _handled(handle: object) -> Iterator[None]:
 
 
 def _closing(ended: _Exit, recording: Recording) -> CloseRequest:
-    from agl_core.types import Ending
-    from agl_core.wire.workers import MAX_REPORTS, CloseRequest
-
     ending = Ending.FINISHED if ended.code == 0 else Ending.CANCELLED if ended.interrupted else Ending.CRASHED
     return CloseRequest(
         ending=ending,
@@ -319,8 +290,6 @@ def _closing(ended: _Exit, recording: Recording) -> CloseRequest:
 
 
 def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, folder: Path) -> None:
-    from agl_core.analysis.text.words import one_line
-
     for problem in recording.problems:
         _say(f"problem: {problem}")
     agents = sorted({call.agent for call in calls if call.agent})
@@ -336,7 +305,7 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
         _say(f"past agl, and not recorded: {count} calls to {one_line(address, 200)}")
     if attempt.error:
         _say(attempt.error)
-    _say(f"agl show {attempt.rollout} --run {folder}")
+    _say(f"agl show {folder} {attempt.rollout}")
 
 
 def _say(text: str) -> None:

@@ -6,19 +6,25 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from agl_core.analysis.text.words import score
-from agl_core.cli.shared.options import Seed, Set
+from agl_core.cli.options import Seed, Set
+from agl_core.cli.screen import ConsoleObserver, Screen, shown, table
+from agl_core.config import CONFIG_FILE, LoadedConfig, check, load
 from agl_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agl_core.analysis.health import RunVerdict
-    from agl_core.cli.shared.screen import ConsoleObserver, Screen
-    from agl_core.config import LoadedConfig
-    from agl_core.training.metrics import Summary
+from agl_core.protocols import Engine
+from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
+from agl_core.reading.runs import find_run
+from agl_core.reading.words import plain, score
+from agl_core.server.listening import run
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_core.training.metrics import Summary
+from agl_core.training.run import train as run_training
+from agl_core.training.server import new_run_dir
+from agl_core.training.session import engine_context
+from agl_core.wire.keys import OPERATOR_KEY
 
 Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).")]
 Resume = Annotated[
@@ -69,12 +75,6 @@ def train(
     none here. To be reached by them, give it an address of this machine (--set server.host=ADDRESS) and set
     AGL_WORKER_KEY here and there. What crosses the network is not encrypted.
     """
-    from agl_core.cli.shared.screen import Screen
-    from agl_core.config import CONFIG_FILE, check, load
-    from agl_core.training.run import train as run_training
-    from agl_core.training.server import new_run_dir
-    from agl_core.wire.keys import OPERATOR_KEY
-
     checkpoint = None
     if config is not None and resume is None:
         file = config
@@ -83,13 +83,12 @@ def train(
         file = folder / CONFIG_FILE
     else:
         raise ConfigError("Name either a configuration file or, with --resume, a run's folder. See agl train --help.")
-    chosen = [] if engine is None else [f"engine.name={engine}"]
-    loaded = load(file, [*set_, *chosen], seed)
+    loaded = load(file, [*set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
     check(loaded)
     if whole and not dry_run:
         raise ConfigError("--whole is for --dry-run, which shows what would be started.")
     if dry_run:
-        print(described_engine(loaded, whole), end="")
+        typer.echo(described_engine(loaded, whole), nl=False)
         return
     run_dir = new_run_dir(loaded) if resume is None else file.parent
     console = Screen()
@@ -107,13 +106,7 @@ def trained(
     console: Screen,
     go_on: str | None = None,
 ) -> None:
-    """Train while the browser can show the run, and print what came of it; for `go_on` see `print_summary`."""
-    from agl_core.analysis.curves.metrics import read_metrics
-    from agl_core.analysis.health import verdict_of
-    from agl_core.analysis.text.plain import plain
-    from agl_core.cli.shared.screen import ConsoleObserver
-    from agl_core.cli.shared.viewing import shown
-    from agl_core.server.listening import run
+    """Train while the browser can show the run, and print the result; for `go_on` see `print_summary`."""
 
     async def work() -> Summary:
         async with shown(run_dir, loaded.config.server, operator_key, console) as serving:
@@ -130,10 +123,7 @@ def trained(
 
 
 def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
-    """What the engine of this configuration would start."""
-    from agl_core.protocols import Engine
-    from agl_core.training.session import engine_context
-
+    """The processes and resources that the engine of this configuration would start and take."""
     engine: Engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
     if engine.supports("describe"):
         return engine.describe(whole=whole)
@@ -142,9 +132,6 @@ def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
 
 def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
     """A run's folder, and its checkpoint if `target` is one: RUN/checkpoints/STEP."""
-    from agl_core.analysis.runs import find_run
-    from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-
     if target.parent.name != CHECKPOINTS:
         return find_run(target), None
     folder = find_run(target.parent.parent)
@@ -154,46 +141,47 @@ def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
 def print_summary(
     console: Screen, summary: Summary, go_on: str | None = None, verdict: RunVerdict | None = None
 ) -> None:
-    """Reward before and after, what it came to and cost, where everything is, and what to do next.
+    """Reward before and after, verdict, cost, where everything is, and what to do next.
 
     `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
     """
-    from rich.table import Table
-
     state = summary.state
     stopped = " (stopped early)" if summary.stopped_by else ""
-    rewards = Table(title=f"reward{stopped}", title_justify="left")
-    for column in ("held-out set", "sampling", "before", "after"):
-        rewards.add_column(column, justify="right" if column in ("before", "after") else "left")
+    rewards = table(
+        *("held-out set", "sampling"), numbers=("before", "after"), title=f"reward{stopped}", title_justify="left"
+    )
     for name in summary.sets:
-        found = summary.rewards(name)
+        by_mode = summary.rewards(name)
         for mode in ("greedy", "sampled"):
-            rewards.add_row(name, mode, score(found["before"][mode]), score(found["after"][mode]))
+            rewards.add_row(name, mode, score(by_mode["before"][mode]), score(by_mode["after"][mode]))
     if summary.sets:
         console.print(rewards)
     console.print(f"verdict: {verdict.text if verdict else 'none, for no step was made'}", style="bold")
-    facts = Table(show_header=False, box=None)
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(state.dropped.items())) or "none"
     idle = f" ({state.without_advantage} of them with an advantage of 0)" if state.without_advantage else ""
-    for name, value in {
-        "steps": str(state.step),
-        "time": f"{state.seconds:.0f} s",
-        "memory": f"{state.peak_rss_bytes / 2**20:.0f} MiB at most",
-        "rollouts": ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none",
-        "LLM calls": f"{state.llm_calls}",
-        **({"passed through": f"{state.passed_through} requests"} if state.passed_through else {}),
-        "transitions": f"{state.kept} trained on{idle}; dropped: {dropped}",
-        "checkpoint": str(summary.checkpoint or "none"),
-        "model": ", ".join(map(str, summary.models)) or "none",
-        "store": str(summary.run_dir / "store.sqlite"),
-        "summary": str(summary.file),
-    }.items():
-        facts.add_row(name, value)
-    if summary.abandoned:
-        facts.add_row("abandoned", f"{summary.abandoned} agents did not end when their time was up")
-    for problem, count in summary.problems.items():
-        facts.add_row("adapter", f"{problem} ({count} times)")
-    console.print(facts, soft_wrap=True)
+    facts = [
+        ("steps", str(state.step)),
+        ("time", f"{state.seconds:.0f} s"),
+        ("memory", f"{state.peak_rss_bytes / 2**20:.0f} MiB at most"),
+        ("rollouts", ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none"),
+        ("LLM calls", f"{state.llm_calls}"),
+        *([("passed through", f"{state.passed_through} requests")] if state.passed_through else []),
+        ("transitions", f"{state.kept} trained on{idle}; dropped: {dropped}"),
+        ("checkpoint", str(summary.checkpoint or "none")),
+        ("model", ", ".join(map(str, summary.models)) or "none"),
+        ("store", str(summary.run_dir / "store.sqlite")),
+        ("summary", str(summary.file)),
+        *(
+            [("abandoned", f"{summary.abandoned} agents did not end when their time was up")]
+            if summary.abandoned
+            else []
+        ),
+        *(("adapter", f"{problem} ({count} times)") for problem, count in summary.problems.items()),
+    ]
+    listed = table(show_header=False, box=None)
+    for fact in facts:
+        listed.add_row(*fact)
+    console.print(listed, soft_wrap=True)
     following = f"agl rollouts {summary.run_dir} --limit 5"
     if summary.stopped_by:
         following = go_on or f"agl train --resume {summary.run_dir}"

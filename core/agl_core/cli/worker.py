@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
-from agl_core.cli.shared.options import Set
+from agl_core.capture import attach, installed_adapters
+from agl_core.cli.options import Set
+from agl_core.cli.screen import Screen
+from agl_core.client import LightningClient, ServerAddress, find_server, is_over
+from agl_core.config.load import CONFIG_FILE, read_config
+from agl_core.config.models import AgentSection, RunConfig, WorkerSection
+from agl_core.errors import ConfigError
+from agl_core.plugins import Plugins
 from agl_core.types import Ending
-
-if TYPE_CHECKING:
-    from agl_core.cli.shared.screen import Screen
-    from agl_core.client import ServerAddress
-    from agl_core.config.models import AgentSection, RunConfig, WorkerSection
-    from agl_core.worker import Worker
+from agl_core.wire.keys import take_keys
+from agl_core.worker import Worker, agent_environment, choose_runner, client_variables
 
 Target = Annotated[
     Path | None,
@@ -75,8 +79,6 @@ def work(
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back immediately.
     """
-    from agl_core.cli.shared.screen import Screen
-
     plan = _planned(target, server, entry, command, set_)
     console = Screen(stderr=True)
     has_moved = asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console))
@@ -100,24 +102,15 @@ class _Plan:
     """The keys that the user chose."""
 
     def find(self) -> ServerAddress | None:
-        from agl_core.client import find_server
-
         return find_server(self.config, self.run_dir, self.url, self.keys)
 
     def is_over(self, server: ServerAddress) -> bool:
-        from agl_core.client import is_over
-
         return is_over(self.config, self.run_dir, server)
 
 
 def _planned(
     target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
 ) -> _Plan:
-    from agl_core.config.load import CONFIG_FILE, read_config
-    from agl_core.config.models import WorkerSection
-    from agl_core.errors import ConfigError
-    from agl_core.wire.keys import take_keys
-
     keys = take_keys()
     if target is None:
         if url is None or (entry is None and command is None) or overrides:
@@ -138,11 +131,6 @@ def _planned(
 
 
 def _agent(entry: str | None, command: str | None) -> AgentSection:
-    from pydantic import ValidationError
-
-    from agl_core.config.models import AgentSection
-    from agl_core.errors import ConfigError
-
     try:
         return AgentSection(entry=entry, command=command)
     except ValidationError as error:
@@ -152,11 +140,6 @@ def _agent(entry: str | None, command: str | None) -> AgentSection:
 
 async def _work(plan: _Plan, concurrency: int | None, drain: float, console: Screen) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
-    from agl_core.capture import attach, installed_adapters
-    from agl_core.client import LightningClient
-    from agl_core.plugins import Plugins
-    from agl_core.worker import Worker, agent_environment, choose_runner, client_variables
-
     plugins = Plugins.load(plan.plugins)
     server = await _found(plan.find, console)
     elsewhere = over = False

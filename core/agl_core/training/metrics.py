@@ -343,5 +343,5 @@ class Summary:
         }
 
     def write(self, verdict: Mapping[str, Json] | None = None) -> None:
-        """Write the file, with what the run came to (`agl_core.analysis.health.verdict_of`)."""
+        """Write the file, with what the run came to (`agl_core.reading.metrics.verdict_of`)."""
         private.replace(self.file, orjson.dumps(self.as_json(verdict), option=orjson.OPT_INDENT_2))

@@ -1,8 +1,4 @@
-"""The memory that an export takes does not grow with the run.
-
-Pages of a file that is mapped (as `datasets` does to copy what was written) are not counted: the system takes them back
-when it needs them.
-"""
+"""The memory that an export takes does not grow with the run."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.analysis.export.formats import Format
+from agl_core.reading.export import Format
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Ending, Reward, RolloutState, Run, TrainingRecord
@@ -26,9 +22,7 @@ BUFFERS = 64 << 20
 """Bytes of what waits to be written, which a small run does not fill; the rows of the large one take more."""
 EXPORT = """
 import asyncio, pathlib, sys, threading, time
-from agl_core.analysis.export.exporting import export_run
-from agl_core.analysis.export.formats import Format
-from agl_core.analysis.export.selecting import Selection
+from agl_core.reading.export import Format, Selection, export_run
 
 peak = 0
 

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 import agl_core.cli
-from agl_core.cli.doctor import SERVER_MODULES
+from agl_core.cli import SERVER_MODULES
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 

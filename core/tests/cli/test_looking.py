@@ -28,7 +28,7 @@ def register_components(register):
 
 LOOKING: tuple[str, ...] = (
     "rollouts RUN",
-    "show s1-g0-m0 --run RUN",
+    "show RUN s1-g0-m0",
     "export RUN --to jsonl --out tables",
     "plot RUN",
     "runs list",

@@ -12,15 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agl_core import save_episodes
 from agl_core.cli.run import new_capture
 from agl_core.errors import ConfigError, PluginError
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.rollouts import recorded_episodes
-from agl_core.types import Call, DropReason, Ending, Episode, Mode, Reward, Rollout, RolloutState, TrainingRecord
+from agl_core.types import Call, DropReason, Ending, Episode, Mode, Reward, Rollout, RolloutState, Run, TrainingRecord
 
 TRY = ("reward", "try", "--yes", "train.toml")
+LOOKED = "solver: look ok (by the agent's process)"
 
 
 def cells(output: str) -> list[list[str]]:
@@ -29,12 +32,44 @@ def cells(output: str) -> list[list[str]]:
 
 
 def test_the_same_configuration_changes_nothing(run: Any) -> None:
-    result = run.agl(*TRY)
+    other = replace(run.trained(1, "m0")[0], id="s1-g01-m0", group="s1-g01", step=9)
+    run.put(replace(other, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED))
+
+    result = run.agl(*TRY, "--rollout=s1-g0")
 
     assert result.exit_code == 0, result.output
-    for member in ("m0", "m1", "m2"):
-        assert f"rollout s1-g0-{member}  unchanged" in result.output
+    assert re.findall(r"rollout (\S+)  task", result.output) == [f"s1-g0-m{member}" for member in range(3)], "the group"
     assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in result.output
+    assert "rollout s1-g0-m1  unchanged, reward 0" in run.agl(*TRY, "--step=1").output
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Only what changes is marked, the failed tool of m1 too; advantages follow from the group's credit.
+        (
+            ["rewards.tools.worth=0.5"],
+            [["1", "solver", "0", "1.25 → 1.5 *", "0.872872 → 1 *"], ["end", "terminal reward", "1"]],
+        ),
+        # A weight counts in the terminal reward alone.
+        (["rewards.right.weight=0.5"], [["end", "terminal reward", "1 → 0.5 *"], ["right (by right)", "1"]]),
+        # G_1 = 1; G_0 = 0.25 + 0.5 · G_1
+        (
+            ["credit.name=discounted", "credit.discounted.gamma=0.5"],
+            [
+                ["0", LOOKED, "0.25", "1.25 → 0.75 *"],
+                ["1", "solver", "0", "1.25 → 1 *"],
+                ["end", "terminal reward", "1"],
+            ],
+        ),
+    ],
+)
+def test_settings_change_what_follows_from_them_alone(run: Any, settings: list[str], expected: list[list[str]]) -> None:
+    result = run.agl(*TRY, *(f"--set={setting}" for setting in settings), "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    for row in expected:
+        assert row in [found[: len(row)] for found in rows], rows
 
 
 def test_a_changed_reward_is_marked_with_its_provenance(run: Any) -> None:
@@ -44,30 +79,12 @@ def test_a_changed_reward_is_marked_with_its_provenance(run: Any) -> None:
     # R = 1 + 2; the call's own reward 0.25 → 0.5; identical credit is R plus it: 1.25 → 3.5.
     # The group's credit is 1.25, -0.25, 0.75 with a deviation of 0.7638, then 3.5, -0.5, 1.5 with one of 2.
     advantage = "0.872872 → 1 *"
-    assert ["0", "solver: look ok (by the agent's process)", "0.25 → 0.5 *", "1.25 → 3.5 *", advantage] in rows
+    assert ["0", LOOKED, "0.25 → 0.5 *", "1.25 → 3.5 *", advantage] in rows
     assert ["look (by tools)", "0.25 → 0.5 *"] in rows
     assert ["1", "solver", "0", "1.25 → 3.5 *", advantage] in rows
     assert ["end", "terminal reward", "1 → 3 *"] in rows
     assert ["right (by right)", "1 → 3 *"] in rows
     assert "1 of 1 rollouts change; mean reward 1 → 3" in result.output
-
-
-def test_only_what_changes_is_marked(run: Any) -> None:
-    result = run.agl(*TRY, "--set=rewards.tools.worth=0.5", "--rollout=s1-g0-m1")
-
-    rows = cells(result.output)
-    assert ["end", "terminal reward", "0"] in rows
-    failed = "solver: look error (by the agent's process)"
-    assert ["0", failed, "-0.25 → -0.5 *", "-0.25 → -0.5 *", "-1.09109 → -1 *"] in rows
-    assert "mean reward 0 → 0" in result.output
-
-
-def test_a_weight_counts_in_the_terminal_reward_alone(run: Any) -> None:
-    result = run.agl(*TRY, "--set=rewards.right.weight=0.5", "--rollout=s1-g0-m0")
-
-    rows = cells(result.output)
-    assert ["end", "terminal reward", "1 → 0.5 *"] in rows
-    assert ["right (by right)", "1"] in rows
 
 
 def test_a_rule_that_compares_sees_the_members_that_were_not_asked_for(run: Any) -> None:
@@ -80,37 +97,16 @@ def test_a_rule_that_compares_sees_the_members_that_were_not_asked_for(run: Any)
     assert ["end", "terminal reward", "0 → 0.5 *"] in cells(run.agl(*TRY, "--set=rewards.shortest.weight=0.5").output)
 
 
-def test_discounted_credit(run: Any) -> None:
-    result = run.agl(*TRY, "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5", "--rollout=s1-g0-m0")
-
-    rows = [row[:4] for row in cells(result.output)]
-    # G_1 = 1; G_0 = 0.25 + 0.5 · G_1
-    assert ["0", "solver: look ok (by the agent's process)", "0.25", "1.25 → 0.75 *"] in rows
-    assert ["1", "solver", "0", "1.25 → 1 *"] in rows
-    assert ["end", "terminal reward", "1"] in rows
-
-
 def test_credit_sees_the_members_that_were_not_asked_for(run: Any) -> None:
     result = run.agl(*TRY, "--set=credit.name=stepwise", "--rollout=s1-g0-m0", "--rollout=s1-g0-m1")
 
     rows = [row[:4] for row in cells(result.output)]
     # Returns 1.25, -0.25, 0.75: b = 1.75 / 3. The first call is common to all: its values are the returns. The
     # second prompt is shared by m0 and m2, whose mean return from there is 1: m0 gets b + (1 - 1); m1 is alone there.
-    assert ["0", "solver: look ok (by the agent's process)", "0.25", "1.25"] in rows
+    assert ["0", LOOKED, "0.25", "1.25"] in rows
     assert ["1", "solver", "0", "1.25 → 0.583333 *"] in rows
     assert ["1", "solver", "0", "-0.25"] in rows
     assert "2 of 2 rollouts change" in result.output, "the advantage of m1 does, with the group's mean"
-
-
-def test_a_group_is_named_as_a_whole(run: Any) -> None:
-    other = replace(run.trained(1, "m0")[0], id="s1-g01-m0", group="s1-g01")
-    run.put(replace(other, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED))
-
-    result = run.agl(*TRY, "--rollout=s1-g0")
-
-    assert [line.split()[1] for line in result.output.splitlines() if line.startswith("rollout")] == [
-        f"s1-g0-m{member}" for member in range(3)
-    ]
 
 
 def test_what_the_agent_reported_stays(run: Any) -> None:
@@ -147,13 +143,9 @@ def test_a_rule_that_fails_is_named_and_the_others_are_shown(run: Any) -> None:
     assert ["end", "terminal reward", "0 → dropped: reward_failed *"] in cells(result.output)
     # m0 and m2 stay as they are, but for a new component of 0.
     assert ["shaky (by shaky)", "- → 0 *"] in cells(result.output)
-
-
-def test_a_credit_rule_that_fails_is_named(run: Any) -> None:
-    result = run.agl(*TRY, "--set=credit.name=torn")
-
-    assert isinstance(result.exception, PluginError)
-    assert re.search(r"credit rule 'torn' failed on group s1-g0: IndexError: no such place", str(result.exception))
+    torn = run.agl(*TRY, "--set=credit.name=torn").exception
+    assert isinstance(torn, PluginError)
+    assert re.search(r"credit rule 'torn' failed on group s1-g0: IndexError: no such place", str(torn))
 
 
 def test_the_last_complete_step_is_the_default_and_another_can_be_named(run: Any) -> None:
@@ -166,6 +158,8 @@ def test_the_last_complete_step_is_the_default_and_another_can_be_named(run: Any
     assert "no training rollouts of step 9. Its training steps: 1 to 3" in refusal(run.agl(*TRY, "--step=9"))
     unfinished = run.agl(*TRY, "--rollout=s3-g0-m1")
     assert "group s3-g0: 1 of its rollouts are not done; credit is computed without them" in unfinished.output
+    run.put(Run("calc", 1, 1.0, {}, resumed_step=1))
+    assert "rollout s1-g0-m0" in run.agl(*TRY).output, "the others are superseded"
 
 
 def refusal(result: Any) -> str:
@@ -208,7 +202,7 @@ def test_an_evaluation_is_judged_and_gets_no_credit(run: Any) -> None:
     result = run.agl(*TRY, f"--rollout={moved}")
 
     rows = cells(result.output)
-    assert ["0", "solver: look ok (by the agent's process)", "0 → 0.25 *"] in rows
+    assert ["0", LOOKED, "0 → 0.25 *"] in rows
     assert ["right (by right)", "- → 1 *"] in rows
     assert ["end", "terminal reward", "- → 1 *"] in rows
     assert moved not in run.agl(*TRY).output
@@ -230,22 +224,24 @@ def test_episodes_in_a_file_are_judged_and_those_of_training_credited(run: Any) 
         async with SqliteStore(run.store, read_only=True) as store:
             return await recorded_episodes(store, await store.rollouts(), Plugins().hook)
 
-    episodes = asyncio.run(recorded())
-    alone = replace(episodes[1], rollout="alone", mode=Mode.EVAL_SAMPLED, terminal=0.5)
-    effort = Reward(alone.rollout, 0, "effort", 0.125, "agent")
-    given = Reward(alone.rollout, 0, "right", 0.5, "right")
-    save_episodes("episodes.jsonl", [*episodes, replace(alone, rewards=(effort, given))])
+    first, second, third = asyncio.run(recorded())
+    rewards = [Reward(second.rollout, 0, name, value, source) for name, value, source in (
+        ("effort", 0.125, "agent"), ("right", 0.5, "right"),
+    )]  # fmt: skip
+    evaluated = replace(second, mode=Mode.EVAL_SAMPLED, rewards=tuple(rewards), terminal=0.5)
+    save_episodes("episodes.jsonl", [first, evaluated, third])
 
     result = run.agl(*TRY, "--run=episodes.jsonl", "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5")
 
     rows = [row[:4] for row in cells(result.output)]
-    assert ["0", "solver: look ok (by the agent's process)", "0 → 0.25 *", "- → 0.75 *"] in rows
+    assert ["0", LOOKED, "0 → 0.25 *", "- → 0.75 *"] in rows
     assert ["0", "solver: look error (by the agent's process)", "0 → -0.25 *"] in rows
     assert ["end", "terminal reward", "0.5 → 0 *"] in rows
     assert ["effort (by agent)", "0.125"] in rows
-    assert "4 of 4 rollouts change" in result.output
+    assert "recorded in: episodes.jsonl" in result.output
+    assert "3 of 3 rollouts change" in result.output
     assert "s1-g0-m1" not in run.agl(*TRY, "--run=episodes.jsonl", "--rollout=s1-g0-m0").output
-    assert "has no episode 's9'" in refusal(run.agl(*TRY, "--run=episodes.jsonl", "--rollout=s9"))
+    assert "has no rollout 's9'" in refusal(run.agl(*TRY, "--run=episodes.jsonl", "--rollout=s9"))
 
 
 def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any) -> None:
@@ -257,14 +253,6 @@ def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any
     assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in run.agl(*TRY).output
     changed = cells(run.agl(*TRY, "--set=rewards.right.bonus=1.0").output)
     assert changed.count(["1", "solver", "0", "dropped: stale", "-"]) == 1
-
-
-def test_a_superseded_step_is_not_the_default(run: Any) -> None:
-    from agl_core.types import Run
-
-    run.put(*run.trained(2, "m0"), Run("calc", 1, 1.0, {}, resumed_step=1))
-
-    assert "rollout s1-g0-m0" in run.agl(*TRY).output
 
 
 def test_the_newest_run_of_the_name_or_the_one_of_the_file(run: Any) -> None:
@@ -312,11 +300,3 @@ def test_as_a_command_it_needs_no_torch_and_a_failing_rule_ends_it_with_status_2
     assert ended.stdout.endswith("False False\n")
     assert "Error: Reward rules failed." in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_help_says_enough(run: Any) -> None:
-    shown = " ".join(run.agl("reward", "try", "--help").output.split())
-
-    for promised in ("--rollout", "--step", "--run", "--set", "nothing is written", "agl reward try train.toml"):
-        assert promised in shown
-    assert "try" in run.agl("reward").output

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from agl_core.capture.attaching import SITE, bootstrap_variables
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.scripts import Say
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import AttemptKey, Ending, Mode
 
 from .run_stack import Bench, bench
@@ -126,48 +126,65 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     assert rollout.id in running.agl("rollouts", COLUMNS="160").stdout
 
 
-def test_a_command_without_a_call_is_told_how_to_make_one(running: Bench) -> None:
+LANGCHAIN = """
+from langchain.agents import create_agent
+
+def get_weather(city: str) -> str:
+    \"\"\"Get weather for a given city.\"\"\"
+    return f"It's always sunny in {city}!"
+
+agent = create_agent(
+    model="openai:gpt-5.4",
+    tools=[get_weather],
+    system_prompt="You are a helpful assistant",
+)
+
+result = agent.invoke(
+    {"messages": [{"role": "user", "content": "What's the weather in New York?"}]}
+)
+print(result["messages"][-1].content)
+"""
+"""The first script of its documentation, unmodified; the other frameworks are in tests/conformance."""
+
+
+@pytest.mark.storm
+def test_a_frameworks_first_script_is_recorded_whole(running: Bench) -> None:
+    running.script("agent.py", LANGCHAIN)
+    running.answers(Say("OK"), CallTools([("get_weather", {"city": "New York"})]), Say("It is sunny in New York."))
+
+    result = running.run(sys.executable, "agent.py")
+
+    assert (result.returncode, result.stdout) == (0, "It is sunny in New York.\n"), result.stderr
+    _, attempt, episode = running.recorded()
+    assert attempt.ending is Ending.FINISHED
+    assert [t.agent for t in episode.transitions] == ["model", "model"]
+    assert all(t.has_ids and t.logprobs is not None for t in episode.transitions)
+    results = [(o.tool, o.status.value, o.arguments) for t in episode.transitions for o in t.tool_results]
+    assert (results, episode.unjoined) == ([("get_weather", "ok", {"city": "New York"})], ())
+    assert "finished: 2 LLM calls by model, 1 tool results" in result.stderr
+
+
+def test_without_a_call_and_without_ids_it_says_so(running: Bench) -> None:
+    running.upstream.returns_ids = False
+
     result = running.run(sys.executable, "-c", "print('hello')")
 
     assert (result.returncode, result.stdout) == (0, "hello\n")
     assert running.recorded()[1].ending is Ending.NO_CALL
     assert "no_call: 0 LLM calls" in result.stderr
     assert "OPENAI_BASE_URL" in result.stderr
-
-
-def test_without_ids_it_says_so_at_the_start(running: Bench) -> None:
-    running.upstream.returns_ids = False
-    running.script(
-        "agent.py",
-        """
-        from openai import OpenAI
-        print(OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}]).id)
-        """,
-    )
-
-    result = running.run(sys.executable, "agent.py")
-
-    assert result.returncode == 0, result.stderr
     start, _, _ = result.stderr.partition("recording to")
     assert "its replies lack prompt_token_ids, token_ids, logprobs" in start
     assert "not trained on" in start
-    assert "return_token_ids" not in running.upstream.received[-1].body
-    assert [t.has_ids for t in running.recorded()[2].transitions] == [False]
 
 
 def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -> None:
     broken = running.folder / "broken" / "agl_core"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('not for this Python')\n")
-    running.script(
-        "agent.py",
-        """
-        from openai import OpenAI
-        OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}])
-        """,
-    )
+    running.script("agent.py", ASKING)
 
-    result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py")
+    result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py", "hi")
 
     assert result.returncode == 0, result.stderr
     assert "agl could not attach to" in result.stderr

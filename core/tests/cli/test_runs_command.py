@@ -13,6 +13,8 @@ import pytest
 from agl_core.errors import ConfigError, StoreError
 from agl_core.training.checkpoints import Checkpoints, RunState
 
+from .test_export import WRITER
+
 
 def add_checkpoints(folder: Path, rewards: list[float]) -> None:
     checkpoints = Checkpoints(folder / "checkpoints", keep=len(rewards))
@@ -195,13 +197,7 @@ def test_a_run_is_removed_once_that_is_confirmed(trained: Any) -> None:
 def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     run = trained
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
-    writing = "import asyncio, sys, pathlib; from agl_core.store.sqlite import SqliteStore\n"
-    writing += "async def hold():\n"
-    writing += "    async with SqliteStore(pathlib.Path(sys.argv[1])):\n"
-    writing += "        print('open', flush=True)\n"
-    writing += "        await asyncio.to_thread(sys.stdin.read)\n"
-    writing += "asyncio.run(hold())"
-    command = [sys.executable, "-c", writing, str(run.store)]
+    command = [sys.executable, "-c", WRITER, str(run.store)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "open\n"
@@ -219,12 +215,8 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
             assert "rm" in command or f"process {server.pid}" in str(refused.exception)
         server.communicate("")
     assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
-
-
-def test_a_run_that_was_recorded_elsewhere_gets_no_store(trained: Any) -> None:
-    run = trained
     run.store.unlink()
-    assert run.agl("runs", "prune", "calc", "--checkpoints", "1").exit_code == 0
+    assert run.agl("runs", "prune", "calc", "--checkpoints", "1").exit_code == 0, "a server elsewhere has the store"
     assert isinstance(run.agl("runs", "vacuum", "calc").exception, StoreError)
     assert not run.store.exists()
     assert isinstance(run.agl("runs", "prune", "none").exception, ConfigError)

@@ -202,7 +202,9 @@ def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, do
     assert told in found.stdout
 
 
-def test_doctor_notes_what_does_not_fit_into_memory(running: Bench, doctor: Doctor) -> None:
+def test_doctor_notes_what_does_not_fit_into_memory_and_tasks_that_cannot_be_made(
+    running: Bench, doctor: Doctor
+) -> None:
     held_out = '\n[tasks.eval]\nsource = "jsonl"\npath = "tasks.jsonl"\n\n[eval]\nevery = 1\n'
     running.script("train.toml", CONFIG + textwrap.indent(held_out, "    "))
     found = doctor("train.toml")
@@ -210,9 +212,6 @@ def test_doctor_notes_what_does_not_fit_into_memory(running: Bench, doctor: Doct
     (noted,) = (line for line in found.stdout.splitlines() if line.startswith("note  resources: "))
     assert "202 rollouts in evaluations" in noted  # one task, before training and after each of 100 steps, in two modes
     assert "train a LoRA adapter" in found.stdout
-
-
-def test_doctor_finds_tasks_that_cannot_be_made(running: Bench, doctor: Doctor) -> None:
     (running.folder / "tasks.jsonl").write_text("")
     found = doctor("train.toml")
     assert found.returncode == 1, found.stdout + found.stderr

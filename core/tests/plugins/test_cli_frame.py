@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.cli import app
+from agl_core.cli import COMMANDS, app
 from agl_core.errors import AglError, PluginError, StoreError
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
@@ -75,6 +75,9 @@ import agl_core
 def register_components(register):
     import a_gpu
     register(agl_core.kinds.ENGINE, "fast", lambda options, context: None)
+
+def add_commands(cli):
+    import a_terminal
 """
 
 
@@ -84,7 +87,9 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "packages" / "agl_fast-0.3.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: agl-fast\nVersion: 0.3\n")
-    (info / "entry_points.txt").write_text("[agl]\nfast = fast_plugin\n")
+    (info / "entry_points.txt").write_text(
+        "[agl]\nfast = fast_plugin\n[agl.commands]\nfast = fast_plugin:add_commands\n"
+    )
     (info.parent / "fast_plugin.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(info.parent))
 
@@ -112,6 +117,7 @@ def test_a_broken_plugin_is_told_and_stops_only_what_needs_it(
 
     checked = agl("doctor")
     assert checked.returncode == 0, checked.stdout
+    assert "Warning: The commands of agl-fast 0.3 cannot be used (ModuleNotFoundError" in checked.stderr
     assert "note  plugins: 'fast' of agl-fast 0.3 cannot be used (ModuleNotFoundError" in checked.stdout
 
     (tmp_path / "tasks.jsonl").write_text('{"input": "1"}\n')
@@ -171,7 +177,7 @@ def test_an_unknown_command_is_refused(agl: Agl) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "langchain_core", "starlette", "aiohttp", "openai")
+    heavy = ("torch", "numpy", "pydantic", "httpx", "pluggy", "agl_core.types", "langchain_core", "starlette")
     code = (
         "import sys\nfrom agl_core.cli import main\nsys.argv = ['agl', '--help']\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
@@ -204,3 +210,9 @@ def test_how_a_command_ends(
     result = agl("fails")
 
     assert (result.returncode, result.stderr) == (status, said)
+
+
+def test_the_list_of_commands_says_what_each_commands_own_help_says() -> None:
+    for name, command in COMMANDS.items():
+        loaded = command.load(name)
+        assert (loaded.help or "").split()[:3] == command.help.split()[:3], name

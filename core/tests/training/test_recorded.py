@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.analysis.importing import import_file
 from agl_core.builtin.credit import identical
 from agl_core.builtin.recorded import RecordedOptions, recorded
 from agl_core.config import RunConfig
 from agl_core.errors import ConfigError
 from agl_core.learning import PolicyCredit, ScoringRule, make_batches
+from agl_core.reading.importing import import_file
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agl_core.analysis.comparisons.repeated import compare, pass_all, pass_at, passes, sign_test, wilson
+from agl_core.reading.evaluations import compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.training.evaluate import TaskScore
 
 

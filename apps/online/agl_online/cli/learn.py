@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from agl_core.cli.shared.options import Set
+from agl_core.cli.options import Set
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 
@@ -30,7 +30,7 @@ def learn(
 
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
     from agl_core.cli.train import trained
     from agl_core.config import CONFIG_FILE, check, load
     from agl_core.wire.keys import OPERATOR_KEY

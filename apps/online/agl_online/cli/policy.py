@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.text.words import score, size
-from agl_core.cli.shared.options import AsJson, Set
-from agl_core.cli.shared.text import print_json
+from agl_core.cli.options import AsJson, Set
+from agl_core.cli.screen import print_json
+from agl_core.reading.words import score, size
 
 if TYPE_CHECKING:
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
 
 Runs = Annotated[Path, typer.Argument(help="A run's folder, or the folder that holds the runs.")]
 Name = Annotated[str, typer.Argument(metavar="NAME@STEP", help="As calc@40, calc@latest, calc@best or calc@stable.")]
@@ -34,7 +34,7 @@ def list_(folder: Runs = Path("runs"), as_json: AsJson = False) -> None:
     """List the versions that runs have saved, each with its run and the evaluation behind it."""
     from rich.table import Table
 
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
     from agl_online.policies.details import list_policies
 
     entries = list_policies(folder)
@@ -88,7 +88,7 @@ def promote(name: Name) -> None:
 
     Its checkpoint is kept, however many come later.
     """
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
     from agl_core.errors import ConfigError
     from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
     from agl_online.ledger import Ledger
@@ -120,7 +120,7 @@ def serve(
     To be reached from other machines, set AGL_POLICY_KEY, which clients send as their API key, and name an address of
     this machine with --host. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
     from agl_core.server.listening import run
     from agl_core.wire.keys import take_key
     from agl_online.policies.gateway import POLICY_KEY
@@ -131,7 +131,7 @@ def serve(
 async def _serve(
     names: list[str], host: str, port: int, key: str | None, engine: str | None, overrides: list[str], console: Screen
 ) -> None:
-    from agl_core.cli.shared.viewing import shown
+    from agl_core.cli.screen import shown
     from agl_core.config.models import ServerSection
     from agl_core.protocols import Upstream
     from agl_online.cli.serve import until_signalled
@@ -163,7 +163,7 @@ async def _serve(
 
 
 def _say_written(version: str, out: Path, as_json: bool) -> None:
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
 
     if as_json:
         print_json({"policy": version, "folder": out})

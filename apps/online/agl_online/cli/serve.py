@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.cli.shared.options import Set
+from agl_core.cli.options import Set
 
 if TYPE_CHECKING:
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
     from agl_core.config.load import LoadedConfig
     from agl_core.protocols import Upstream
     from agl_online.config import OnlineSection
@@ -44,7 +44,7 @@ def serve(
     To be reached from other machines, give it an address of this one with --host, and set AGL_WORKER_KEY. What crosses
     the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
     from agl_core.config.load import CONFIG_FILE, SERVED, load, store_config
     from agl_core.server.listening import run
     from agl_core.training.server import make_run_dir, removed_unless_begun
@@ -61,7 +61,7 @@ def serve(
 
 
 async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
-    from agl_core.cli.shared.viewing import shown
+    from agl_core.cli.screen import shown
     from agl_core.errors import ConfigError
     from agl_core.training.server import local_server, run_settings
     from agl_online.config import online_section
@@ -88,7 +88,7 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
 
 def _upstream(settings: OnlineSection, console: Screen) -> Upstream:
     """What answers real use. ConfigError without its key, EngineError if it does not answer."""
-    from agl_core.cli.shared.upstreams import open_upstream
+    from agl_core.cli.upstreams import open_upstream
     from agl_core.errors import ConfigError
     from agl_core.wire.keys import take_key
 

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.text.words import number, one_line
-from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.text import print_json
+from agl_core.cli.options import AsJson
+from agl_core.cli.screen import print_json
+from agl_core.reading.words import number, one_line
 
 Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]
@@ -29,8 +29,8 @@ def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_jso
     """List the sessions of a run, the newest last."""
     from rich.table import Table
 
-    from agl_core.analysis.runs import read_run
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
+    from agl_core.reading.runs import read_run
     from agl_online.recorded import list_sessions
 
     found = read_run(run, lambda store: list_sessions(store, limit, application))
@@ -56,8 +56,8 @@ def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_jso
 @sessions.command()
 def show(run: Run, id: Id, as_json: AsJson = False) -> None:
     """Show a session and the feedback on it; agl show ID shows its calls."""
-    from agl_core.analysis.runs import read_run
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
+    from agl_core.reading.runs import read_run
     from agl_online.recorded import find_session
 
     found = read_run(run, lambda store: find_session(store, id))
@@ -75,14 +75,14 @@ def show(run: Run, id: Id, as_json: AsJson = False) -> None:
         for what, text in (("correction", each.correction), ("note", each.note)):
             if text is not None:
                 screen.print(f"  {what}: {one_line(str(text), 400)}")
-    screen.print(f"agl show {found.id} --run {run}")
+    screen.print(f"agl show {run} {found.id}")
 
 
 @sessions.command()
 def delete(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     """Remove everything that was recorded of sessions, for good. Feedback on them is refused from then on."""
-    from agl_core.analysis.runs import find_run
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
+    from agl_core.reading.runs import find_run
     from agl_core.wire.keys import OPERATOR_KEY, take_keys
     from agl_online.recorded import delete_sessions
 
@@ -98,7 +98,7 @@ def delete(run: Run, ids: Ids, as_json: AsJson = False) -> None:
 @sessions.command()
 def key(run: Run, application: Application, feedback: ForFeedback = False) -> None:
     """Print a key of an application: for its model calls and sessions, or for feedback on these."""
-    from agl_core.analysis.runs import find_run
+    from agl_core.reading.runs import find_run
     from agl_online.recorded import key_of
 
     typer.echo(key_of(find_run(run), application, feedback=feedback))

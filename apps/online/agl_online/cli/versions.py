@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.text.words import one_line, score
-from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.text import print_json
+from agl_core.cli.options import AsJson
+from agl_core.cli.screen import print_json
+from agl_core.reading.words import one_line, score
 
 Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
 Name = Annotated[
@@ -31,8 +31,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     """
     from rich.table import Table
 
-    from agl_core.analysis.runs import find_run
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
+    from agl_core.reading.runs import find_run
     from agl_online.operating import list_versions
 
     found = list_versions(find_run(run))
@@ -93,6 +93,6 @@ def unpin(name: Policy, reason: Reason = None) -> None:
 
 
 def _say(text: str) -> None:
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.screen import Screen
 
     Screen().print(text)

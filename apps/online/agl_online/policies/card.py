@@ -8,12 +8,12 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, Literal
 
-from agl_core.analysis.curves.metrics import read_metrics
-from agl_core.analysis.text.words import one_line
 from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import HUB_NAME
 from agl_core.engines.host import downloaded
 from agl_core.errors import ConfigError
+from agl_core.reading.metrics import read_metrics
+from agl_core.reading.words import one_line
 from agl_core.training.checkpoints import read_state
 from agl_online.policies.details import evaluations_of
 from agl_online.policies.naming import Version

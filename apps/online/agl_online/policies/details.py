@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
-from agl_core.analysis.runs import RunStatus, list_runs, policy_names, read_entry
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError
+from agl_core.reading.metrics import MetricsLine, read_metrics
+from agl_core.reading.runs import RunStatus, list_runs, policy_names, read_entry
 from agl_core.training.checkpoints import HEADLINE_SET
 from agl_online.policies.naming import Version, aliases, list_versions
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.analysis.runs import RUNS, policy_names, read_entry
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import CheckpointError, ConfigError, did_you_mean
+from agl_core.reading.runs import RUNS, policy_names, read_entry
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 
 LATEST, BEST, STABLE = ALIASES = ("latest", "best", "stable")

@@ -114,7 +114,7 @@ def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_c
     assert by_name["talk"]["calls"] == 3
     assert [each["rewards"] for each in by_name["talk"]["feedback"]] == [{"thumbs": 1.0}]
     assert [each["calls"] for name, each in by_name.items() if name != "talk"] == [1]
-    shown = place.agl("show", by_name["talk"]["id"], "--run", "shop")
+    shown = place.agl("show", "shop", by_name["talk"]["id"])
     assert shown.returncode == 0, shown.stderr
     assert all(text in shown.stdout for text in ("one", "two", "three"))
     told = place.agl("sessions", "show", "shop", by_name["talk"]["id"])
@@ -135,7 +135,7 @@ def test_the_page_begins_with_a_configuration_that_records(place: Place) -> None
         [session] = place.listed()
     with place.serving():
         assert [each["calls"] for each in place.listed()] == [1]
-    for command in (["show", session["id"], "--run", "shop"], ["rollouts", "shop", "--mode", "use"]):
+    for command in (["show", "shop", session["id"]], ["rollouts", "shop", "--mode", "use"]):
         shown = place.agl(*command)
         assert shown.returncode == 0, shown.stderr
         assert session["id"] in shown.stdout

@@ -1,11 +1,11 @@
 """The pages of runs, rollouts, groups and calls, and what all pages share.
 
-What a page needs is read by `agl_core.analysis`, and a template makes HTML of it.
+What a page needs is read by `agl_core.reading`, and a template makes HTML of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,21 +14,20 @@ from typing import Any, TypeAlias, TypeVar
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from agl_core.analysis.curves.metrics import MetricsLine, read_metrics, series
-from agl_core.analysis.filters import Query
-from agl_core.analysis.groups import GroupReport, find_groups, read_group
-from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
-from agl_core.analysis.runs import RunEntry, read_entry
-from agl_core.analysis.spans import span_tree
-from agl_core.analysis.text.tokens import token_texts
 from agl_core.errors import AglError
 from agl_core.protocols import Upstream
+from agl_core.reading.explained import AttemptReport, GroupCredit, Turn, read_call, read_rollout
+from agl_core.reading.metrics import MetricsLine, read_metrics, series
+from agl_core.reading.rollouts import Query
+from agl_core.reading.runs import RunEntry, read_entry
 from agl_core.store.files import log_of
 from agl_core.training.metrics import METRICS_FILE
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_view import charts
 from agl_view.folders import RunFolders
+from agl_view.groups import GroupReport, find_groups, read_group
+from agl_view.spans import span_tree
 from agl_view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -177,7 +176,7 @@ class Pages:
         for choice in call.choices:
             ids = [] if choice.response_ids is None else choice.response_ids.tolist()
             logprobs = [None] * len(ids) if choice.logprobs is None else choice.logprobs.tolist()
-            texts = token_texts(folder, call.policy, ids)
+            texts = _token_texts(folder, call.policy, ids)
             shown = [str(id) for id in ids] if texts is None else texts
             sampled = [True] * len(ids) if choice.mask is None else choice.mask.tolist()
             tokens = [
@@ -253,6 +252,23 @@ def _mark(folder: Path) -> str:
         else:
             found.append(f"{stat.st_size}.{stat.st_mtime_ns}")
     return "/".join(found)
+
+
+def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | None:
+    """The text of each token by the policy's last checkpoint in the run's folder; None without that.
+
+    A character of several tokens is shown as a replacement character in each of them.
+    """
+    files = sorted(file for file in folder.glob("checkpoints/*/*/model/tokenizer.json") if file.parts[-3] == policy)
+    if not files:
+        return None
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(files[-1]))
+        return [str(tokenizer.decode([id], skip_special_tokens=False)) for id in ids]
+    except Exception:  # `tokenizers` is optional, and raises plain Exception for a file that it cannot read.
+        return None
 
 
 def _strip(credit: GroupCredit, mine: str | None) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.health import read_health
-from agl_core.analysis.rollouts import healths_of
-from agl_core.analysis.runs import read_entry
+from agl_core.reading.explained import healths_of
+from agl_core.reading.metrics import read_health
+from agl_core.reading.runs import read_entry
 from agl_core.types import Mode, Verdict
 from agl_view.pages.base import Pages
 from agl_view.templating import page_address

@@ -1,17 +1,21 @@
-"""The page of one run: its curves, and what its rewards are like."""
+"""The page of one run: its configuration, its curves, and its rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from functools import cache
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, series
-from agl_core.analysis.groups import step_rewards
+from agl_core.config import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
+from agl_core.reading.metrics import MetricsLine, held_out, keys_below, series
+from agl_core.reading.runs import read_settings
 from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
+from agl_view.groups import step_rewards
 from agl_view.pages.base import Pages, read_query, run_line
 from agl_view.templating import page_address
 
@@ -34,9 +38,10 @@ async def run_page(pages: Pages, request: Request) -> Response:
         raise ConfigError(f"{folder} is not what a run of agl writes. See its config.toml and metrics.jsonl.")
     trained = {line.step for line in lines if line.kind == "train"}
     last, asked = max(trained, default=0), read_query(request).step
-    step, rewards, problem = asked or last, [], None
+    step, rewards, problem, started = asked or last, [], None, None
     try:
         async with pages.folders.open_store(folder) as store:
+            started = min((run.started for run in await store.runs()), default=None)
             for step in [last + 1, last] if asked is None else [asked]:  # The one under way, if it has any yet.
                 if rewards := await step_rewards(store, step):
                     break
@@ -52,6 +57,8 @@ async def run_page(pages: Pages, request: Request) -> Response:
         "run.html",
         entry=entry,
         folder=folder,
+        facts=_facts(folder, lines, started),
+        settings=_settings_text(folder),
         problem=problem,
         step=step,
         trained=trained,
@@ -66,6 +73,26 @@ async def run_page(pages: Pages, request: Request) -> Response:
         link=link,
         changed=page_address("runs", name, "changed") if line.is_running else None,
     )
+
+
+def _settings_text(folder: Path) -> str:
+    return (folder / CONFIG_FILE).read_text(errors="replace")
+
+
+def _facts(folder: Path, lines: Sequence[MetricsLine], started: float | None) -> dict[str, str]:
+    """Model, algorithm, and when it ran for how long."""
+    settings = read_settings(folder)
+    models = [policy.get("model", {}).get("path") for policy in settings.get("policies", {}).values()]
+    facts = {
+        "model": ", ".join(dict.fromkeys(str(model) for model in models if model)),
+        "algorithm": str(settings.get("algorithm", {}).get("name", "")),
+    }
+    latest = max((line.values.get("time", 0.0) for line in lines), default=0.0)
+    if started:
+        facts["started"] = f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}"
+        if latest > started:
+            facts["until the latest step"] = str(timedelta(seconds=round(latest - started)))
+    return {name: value for name, value in facts.items() if value}
 
 
 def _rewards(lines: Sequence[MetricsLine]) -> dict[str, Points]:

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agl_core import kinds
-from agl_core.analysis.curves.metrics import read_metrics
-from agl_core.analysis.trials.trial import Trial, try_run
 from agl_core.config import CONFIG_FILE, check
 from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
+from agl_core.reading.metrics import read_metrics
+from agl_core.reading.trying import Trial, try_run
 from agl_view.pages.base import Pages, read_query
 
 

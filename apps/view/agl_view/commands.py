@@ -1,0 +1,69 @@
+"""`agl view` and `agl plot`."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Runs, or folders of runs; by default the folder ./runs.", metavar="[RUN]..."),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; by default a free one.")]
+PlottedRuns = Annotated[list[Path], typer.Argument(help="Runs, by folder or by name below ./runs.", metavar="RUN...")]
+Out = Annotated[Path, typer.Option(help="The SVG file to write.")]
+NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
+
+
+def add_commands(cli: typer.Typer) -> None:
+    """Add `agl view` and `agl plot`."""
+    cli.command(rich_help_panel="Look at runs")(view)
+    cli.command(rich_help_panel="Look at runs")(plot)
+
+
+def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
+    """Show finished and running runs in the browser: curves, groups side by side, and why a call got its advantage.
+
+    Nothing is written to the runs. The pages can be seen on this machine alone, and only with the token in the printed
+    address, since what agents start runs here too. From another machine, forward the port: ssh -L PORT:127.0.0.1:PORT.
+    Ctrl-C ends it.
+    """
+    from agl_core.cli.screen import Screen
+    from agl_core.reading.runs import RUNS, find_run
+    from agl_view.serving import address_of, answer, listen
+
+    folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
+    token = secrets.token_urlsafe(24)
+    with listen("127.0.0.1", port) as listener:
+        address = address_of(listener, "/", token)
+        Screen().print(f"view:  {address}")
+        Screen().print("The token in it is for you alone. Ctrl-C ends this.")
+        if not no_browser:
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # Some wait for their end.
+        answer(listener, folders, token)
+
+
+def _has_runs(folder: Path) -> bool:
+    from agl_core.config import CONFIG_FILE
+
+    return not (folder / CONFIG_FILE).is_file() and any(folder.glob(f"*/{CONFIG_FILE}"))
+
+
+def plot(run: PlottedRuns, out: Out = Path("curves.svg")) -> None:
+    """Draw the rewards of runs over their steps, in training and on each held-out set, as an SVG file.
+
+    Runs that differ in nothing but seed and name are one line, the mean, with a band from the worst seed to the best.
+    """
+    from agl_core.cli.screen import Screen
+    from agl_core.reading.runs import find_run
+    from agl_view.plots import draw, read_curves, seeds_of
+
+    kinds = seeds_of([find_run(name) for name in run])
+    draw({name: list(map(read_curves, folders)) for name, folders in kinds.items()}, out)
+    counts = (f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})" for name, seeds in kinds.items())
+    Screen().print(f"{out}: " + "; ".join(counts))

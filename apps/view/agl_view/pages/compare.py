@@ -1,0 +1,174 @@
+"""Two evaluations on the same tasks, of two runs or of one: their rewards, settings and tasks, and one task of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agl_core.reading.metrics import held_out, read_metrics, series
+from agl_core.reading.rollouts import RolloutEntry, entries_of
+from agl_core.reading.runs import read_settings
+from agl_core.store.interface import Store
+from agl_core.types import Mode, Task
+from agl_view.charts import Points, line_chart
+from agl_view.groups import align, read_side
+from agl_view.pages.base import BadQueryError, Pages, member, whole
+from agl_view.templating import page_address
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPair:
+    """A task with its rollouts of both evaluations."""
+
+    task: Task
+    before: RolloutEntry
+    after: RolloutEntry
+
+    @property
+    def change(self) -> float:
+        """By how much its reward rose; a rollout without one counts as 0."""
+        return (self.after.reward or 0.0) - (self.before.reward or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskComparison:
+    """Tasks that both evaluations have."""
+
+    better: Sequence[TaskPair]
+    """The largest rise first."""
+    worse: Sequence[TaskPair]
+    """The largest fall first."""
+    same: Sequence[TaskPair]
+    unmatched: int
+    """The number of tasks that only one of them has."""
+
+    @classmethod
+    def of(cls, before: Mapping[bytes, RolloutEntry], after: Mapping[bytes, RolloutEntry]) -> TaskComparison:
+        """Two evaluations, each as `_evaluated` gives it."""
+        pairs = [TaskPair(before[key].rollout.task, before[key], after[key]) for key in before if key in after]
+        pairs.sort(key=lambda pair: pair.change, reverse=True)
+        return cls(
+            better=[pair for pair in pairs if pair.change > 0],
+            worse=[pair for pair in reversed(pairs) if pair.change < 0],
+            same=[pair for pair in pairs if pair.change == 0],
+            unmatched=len(before.keys() ^ after.keys()),
+        )
+
+    @property
+    def means(self) -> tuple[float, float] | None:
+        """The mean reward over these tasks before and after; None without any."""
+        pairs = [*self.better, *self.worse, *self.same]
+        if not pairs:
+            return None
+        before, after = ([getattr(p, which).reward or 0.0 for p in pairs] for which in ("before", "after"))
+        return math.fsum(before) / len(pairs), math.fsum(after) / len(pairs)
+
+
+async def compare_page(pages: Pages, request: Request) -> Response:
+    """Two evaluations: of two runs, by default the last of each; or of one run, by default its first and its last."""
+    runs = pages.folders.named()
+    metrics = {name: read_metrics(folder) for name, folder in runs.items()}
+    steps = {name: sorted({line.step for line in lines if line.kind == "eval"}) for name, lines in metrics.items()}
+    chosen = list(dict.fromkeys(request.query_params.getlist("run")))
+    for name in chosen:
+        pages.folders.find(name)
+    if len(chosen) > 2:
+        raise BadQueryError(f"Two runs can be compared; the address names {len(chosen)}.")
+    mode = member(Mode, request.query_params.get("mode") or Mode.EVAL_GREEDY, "mode") or Mode.EVAL_GREEDY
+    defaults: list[tuple[str, int]] = []
+    if chosen:
+        first, last = chosen[0], chosen[-1]
+        of_first = steps[first] or [0]
+        defaults = [(first, of_first[0] if first == last else of_first[-1]), (last, (steps[last] or [0])[-1])]
+    sides = [_side(pages, request.query_params.get(key), at, defaults) for at, key in enumerate("ab")]
+    evaluated = []
+    for name, step in sides:
+        async with pages.folders.open_store(pages.folders.find(name)) as store:
+            evaluated.append(await _evaluated(store, step, mode))
+    names = list(dict.fromkeys(name for name, _ in sides))
+    curves: dict[str, Points] = {}
+    for name in names:
+        curves[f"{name}, training"] = series(metrics[name], "train", "reward/mean")
+        curves |= {f"{name}, {kind.replace('/', ', ')}": points for kind, points in held_out(metrics[name]).items()}
+    return pages.render(
+        request,
+        "compare.html",
+        sides=sides,
+        mode=mode,
+        modes=[mode for mode in Mode if mode.evaluates],
+        evaluations=[(name, step) for name, of_run in steps.items() for step in of_run],
+        found=TaskComparison.of(*evaluated),
+        counts=[len(entries) for entries in evaluated],
+        chart=line_chart("Reward", "mean over rollouts", curves, wide=True) if len(names) > 1 else None,
+        settings=_differences(*(runs[name] for name in names)) if len(names) > 1 else [],
+    )
+
+
+async def task_page(pages: Pages, request: Request) -> Response:
+    """Two rollouts of one task side by side, each `RUN@ROLLOUT`, as those of two evaluations."""
+    columns = []
+    for key in "ab":
+        name, _, rollout = request.query_params.get(key, "").rpartition("@")
+        if not rollout:
+            raise BadQueryError(f"{key} in the address must be RUN@ROLLOUT.")
+        async with pages.folders.open_store(pages.folders.find(name)) as store:
+            side = await read_side(store, rollout)
+        entry = side.entry.rollout
+        columns.append((side, f"{name}, step {entry.step}", page_address("runs", name, "rollouts", entry.id)))
+    first, second = (side.entry for side, _, _ in columns)
+    rewards = [entry.reward for entry in (first, second) if entry.reward is not None]
+    return pages.render(
+        request,
+        "compare_task.html",
+        task=first.rollout.task,
+        same=first.rollout.task.input == second.rollout.task.input,
+        columns=columns,
+        rows=align([side for side, _, _ in columns]),
+        low=min([0.0, *rewards]),
+        high=max([1.0, *rewards]),
+    )
+
+
+async def _evaluated(store: Store, step: int, mode: Mode) -> dict[bytes, RolloutEntry]:
+    """The rollouts of an evaluation, by task; of a task that a restart evaluated again, the last one."""
+    runs = {run.id for run in await store.runs()}
+    rollouts = await store.rollouts(step=step, mode=mode, run=runs.pop() if len(runs) == 1 else None)
+    return {_task_key(entry.rollout.task): entry for entry in await entries_of(store, rollouts)}
+
+
+def _task_key(task: Task) -> bytes:
+    return orjson.dumps([task.id, task.input], option=orjson.OPT_SORT_KEYS, default=str)
+
+
+def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    if given:
+        name, _, step = given.rpartition("@")
+        pages.folders.find(name)
+        return name, whole(step, "ab"[at])
+    if not defaults:
+        raise BadQueryError("Choose one or two runs on the page of runs to compare their evaluations.")
+    return defaults[at]
+
+
+def _differences(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
+    """The settings in which two runs differ, each with both values."""
+    before, after = (_flat(read_settings(folder)) for folder in (one, other))
+    return [
+        (key, before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key != "name"
+    ]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,1 +1,0 @@
-"""Evaluations compared: two checkpoints on the same tasks, and repeated evaluations."""

@@ -1,1 +1,0 @@
-"""The numbers of runs over their steps: read, drawn, and where a step's time went."""

@@ -1,1 +1,0 @@
-"""What was recorded of a run, in forms that other tools read (docs/data.md)."""

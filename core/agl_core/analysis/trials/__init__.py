@@ -1,1 +1,0 @@
-"""Other rewards or credit, tried on recorded rollouts."""

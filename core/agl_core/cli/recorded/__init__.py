@@ -1,1 +1,0 @@
-"""The commands that read recorded runs, and bring data in and out."""

@@ -1,0 +1,119 @@
+"""What commands print: agents' text is shown, and never obeyed by the terminal; results as JSON; a run's progress."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from agl_core.config.models import ServerSection
+from agl_core.plugins import Plugins
+from agl_core.protocols import Upstream
+from agl_core.reading.words import harmless, plain
+from agl_core.training.metrics import Observer, Phase, numbered
+
+_UNLIMITED = 1 << 16
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON. It is ASCII, so that a terminal obeys nothing of it."""
+    typer.echo(json.dumps(plain(value), indent=2))
+
+
+def table(*columns: str, numbers: tuple[str, ...] = (), **options: Any) -> Table:
+    """A table with these columns; those of `numbers` are to the right, and never broken."""
+    made = Table(*columns, **options)
+    for column in numbers:
+        made.add_column(column, justify="right", no_wrap=True)
+    return made
+
+
+class Screen(Console):
+    """A console on which every string is text, also in tables: no markup, and nothing that a terminal would obey.
+
+    The terminal wraps lines. In a pipe or a file nothing is wrapped or cropped, unless COLUMNS says how wide it is.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = _UNLIMITED
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if all(isinstance(printed, str) for printed in objects):
+            options.setdefault("soft_wrap", True)
+        super().print(*objects, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(harmless(text), **options)
+
+
+@dataclass
+class _Bar(Phase):
+    progress: Progress
+    task: TaskID
+
+    def advance(self, share: float, note: str = "") -> None:
+        self.progress.update(self.task, completed=share, note=note)
+
+
+class ConsoleObserver(Observer):
+    """A run's messages, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
+
+    def __init__(self, console: Screen, steps: int, serving: Callable[[Upstream], None] | None = None) -> None:
+        self._console, self._steps, self._serving = console, steps, serving
+
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[Phase]:
+        if not self._console.is_terminal:
+            yield Phase()
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            title = f"{numbered(step, self._steps)}  {name}"
+            yield _Bar(progress, progress.add_task(title, total=1.0, note=""))
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def serving(self, upstream: Upstream) -> None:
+        if self._serving is not None:
+            self._serving(upstream)
+
+
+@asynccontextmanager
+async def shown(
+    run_dir: Path, server: ServerSection, operator_key: str | None, console: Screen
+) -> AsyncIterator[Callable[[Upstream], None]]:
+    """Show the run in the browser, if a plugin can, and print where; yields what tells the pages who serves policies.
+
+    They are shown on this machine alone, unless others reach the server, and there is a key.
+    """
+    from agl_core.server.keys import is_loopback  # Commands that only read need no packages of the server.
+
+    if is_loopback(server.host) or operator_key is None:
+        host, key = "127.0.0.1", None
+    else:
+        host, key = server.host, operator_key
+    beside = Plugins.load().show_run(run_dir, host, server.view_port, key)
+    if beside is None:
+        yield lambda upstream: None
+        return
+    async with beside as pages:
+        console.print(f"view:   {pages.address}")
+        yield pages.serves

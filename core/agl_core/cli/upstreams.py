@@ -1,0 +1,145 @@
+"""An OpenAI-compatible model server as `agl run` and `agl doctor` find it: its models, and what its replies carry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from agl_core.errors import ConfigError, EngineError, nearest
+from agl_core.protocols import Upstream
+
+_HOSTED = "https://api.openai.com/v1"
+_TIMEOUT = httpx.Timeout(120, connect=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The result of one call of a model server."""
+
+    returns_ids: bool
+    """Whether its replies carry token ids of prompt and response and the log-probabilities of the latter."""
+    doubts: tuple[str, ...] = ()
+    """Contradictions in the ids that it returned."""
+    missing: str = ""
+    """The reason for which there are no exact ids; empty if there are."""
+    unlisted: str = ""
+    """A note if the server does not list the chosen model."""
+
+
+def chosen_url(url: str | None) -> str:
+    """The base URL to forward to: as named, else what the environment says an OpenAI client uses."""
+    address = url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
+    if not address and os.environ.get("OPENAI_API_KEY"):
+        address = _HOSTED
+    if not address:
+        raise ConfigError(
+            "There is no model server to forward to. Name one with --upstream http://HOST:PORT/v1, or set "
+            "OPENAI_BASE_URL (for OpenAI's own, OPENAI_API_KEY is enough)."
+        )
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"The upstream '{address}' is not a URL. Name it like http://127.0.0.1:8000/v1.")
+    return address.rstrip("/")
+
+
+def chosen_key(variable: str | None) -> str:
+    """The upstream's API key, from the environment variable that holds it (by default OPENAI_API_KEY)."""
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"The environment variable {variable}, named by --upstream-key-env, is not set.")
+    return os.environ.get(variable or "OPENAI_API_KEY") or "none"
+
+
+def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, Probe]:
+    """The model server, and the result of a short call of it. EngineError if it does not answer, with what to do.
+
+    Agents get `model` whatever they ask for; without it the server's only one, or, where it has several, the one
+    that they ask for.
+    """
+    with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, trust_env=False) as client:
+        response = _send(client, "GET", f"{url}/models")
+        listed = _names(response)
+        if not model and not listed:
+            raise EngineError(
+                f"The model server at {url} does not list its models (GET /models answered {response.status_code}). "
+                f"Does the URL end in /v1? If it does, name the model with --model."
+            )
+        unlisted = ""
+        if model and listed and model not in listed:
+            unlisted = f"the server lists no model '{model}'. {nearest(model, listed)}"
+        names = [model] if model else listed
+        models = {"default": names[0]} if len(names) == 1 else {name: name for name in names}
+        if len(names) == 1:
+            probe = examine(_complete(client, url, names[0], unlisted))
+        else:
+            probe = Probe(
+                False,
+                missing="the server has several models: name one with --model, and it is asked "
+                "whether it returns token ids",
+            )
+    return Upstream((url,), models, key, returns_ids=probe.returns_ids), replace(probe, unlisted=unlisted)
+
+
+def examine(completion: Mapping[str, Any]) -> Probe:
+    """Whether a completion carries exact ids, and whether they go together."""
+    choice = completion["choices"][0]
+    prompt, sampled = completion.get("prompt_token_ids") or (), choice.get("token_ids") or ()
+    logprobs = (choice.get("logprobs") or {}).get("content") or ()
+    fields = {"prompt_token_ids": prompt, "token_ids": sampled, "logprobs": logprobs}
+    if missing := [name for name, values in fields.items() if not values]:
+        return Probe(False, missing=f"its replies lack {', '.join(missing)}")
+    usage = completion.get("usage") or {}
+    doubts = [
+        f"{len(ids)} {name} ids, but the reply counts {counted} tokens"
+        for name, ids, counted in (
+            ("prompt", prompt, usage.get("prompt_tokens")),
+            ("response", sampled, usage.get("completion_tokens")),
+        )
+        if counted not in (None, len(ids))
+    ]
+    if len(logprobs) != len(sampled):
+        doubts.append(f"{len(sampled)} response ids, but {len(logprobs)} log-probabilities")
+    if any(not entry["logprob"] <= 0 for entry in logprobs):
+        doubts.append("a log-probability that is above 0 or not a number")
+    return Probe(True, tuple(doubts))
+
+
+def _names(response: httpx.Response) -> list[str]:
+    try:
+        return [str(model["id"]) for model in response.json()["data"]] if response.is_success else []
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _complete(client: httpx.Client, url: str, model: str, unlisted: str) -> Mapping[str, Any]:
+    """A short chat completion, with ids if the server knows the fields that ask for them."""
+    plain = {"model": model, "messages": [{"role": "user", "content": "Say OK."}]}
+    wanted = {**plain, "return_token_ids": True, "logprobs": True, "max_tokens": 8}
+    response = _send(client, "POST", f"{url}/chat/completions", wanted)
+    if 400 <= response.status_code < 500:  # Hosted APIs refuse fields that they do not know.
+        response = _send(client, "POST", f"{url}/chat/completions", plain)
+    if not response.is_success:
+        raise EngineError(
+            f"The model server at {url} answered a chat completion of the model '{model}' with {response.status_code}: "
+            f"{response.text[:300]}. {unlisted or 'Is that a model of this server (--model)?'}"
+        )
+    completion: dict[str, Any] = response.json()
+    return completion
+
+
+def _send(client: httpx.Client, method: str, url: str, body: Any = None) -> httpx.Response:
+    try:
+        response = client.request(method, url, json=body)
+    except httpx.HTTPError as error:
+        raise EngineError(
+            f"The model server at {url} cannot be reached ({type(error).__name__}: {error}). "
+            f"Is it running, and is the address right?"
+        ) from error
+    if response.status_code in (401, 403):
+        raise EngineError(
+            f"The model server at {url} refuses the API key ({response.status_code}). Put the right one into an "
+            f"environment variable and name it with --upstream-key-env (by default OPENAI_API_KEY)."
+        )
+    return response

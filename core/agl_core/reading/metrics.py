@@ -1,0 +1,255 @@
+"""The numbers of a run, as its folder has them (docs/metrics.md): its alarms, its health, and what it came to."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import orjson
+
+from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
+from agl_core.training.checkpoints import HEADLINE_SET
+from agl_core.training.failures import REMEDIES, no_reward
+from agl_core.training.metrics import METRICS_FILE
+from agl_core.types import AlarmName, DropReason, Ending, Verdict
+
+_REWARD = "/reward/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLine:
+    """The numbers of one training step or of one evaluation."""
+
+    step: int
+    kind: str
+    """`train` or `eval`."""
+    values: Mapping[str, float]
+    alarms: Sequence[Alarm] = ()
+    """Those that were raised since the line before."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> MetricsLine:
+        """A line that `MetricsLog.write` wrote. LookupError, TypeError, ValueError or AttributeError if it is none."""
+        line = orjson.loads(text)
+        values = {key: float(value) for key, value in line.items() if type(value) in (int, float)}
+        alarms = [Alarm(**{**alarm, "name": AlarmName(alarm["name"])}) for alarm in line.get("alarms", ())]
+        return cls(int(line["step"]), line["kind"], values, alarms)
+
+    @property
+    def headline_set(self) -> str | None:
+        """Of an evaluation: the set `eval`, else the first one, and the first mode: `eval/greedy`."""
+        sets = [key.removesuffix(_REWARD) for key in self.values if key.endswith(_REWARD)]
+        return next((name for name in sets if name.startswith(f"{HEADLINE_SET}/")), sets[0] if sets else None)
+
+    @property
+    def headline(self) -> float | None:
+        """The reward of the headline set."""
+        return self.values.get(f"{self.headline_set}{_REWARD}")
+
+
+def read_metrics(folder: Path) -> list[MetricsLine]:
+    """The lines of a run's metrics, in their order; without those that cannot be read."""
+    return read_lines(folder)[0]
+
+
+def read_lines(folder: Path) -> tuple[list[MetricsLine], list[int]]:
+    """The lines of a run's metrics, and the numbers, from 1 on, of those that cannot be read.
+
+    A last line without its end does not count: it is being written, or a kill cut it off.
+    """
+    file = folder / METRICS_FILE
+    lines, damaged = [], []
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True) if file.exists() else (), 1):
+        try:
+            lines.append(MetricsLine.parse(text))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            if text.endswith(b"\n"):
+                damaged.append(number)
+    return lines, damaged
+
+
+def series(lines: Sequence[MetricsLine], kind: str, key: str) -> list[tuple[int, float]]:
+    """The values of a key, each with its step.
+
+    >>> series([MetricsLine(1, "train", {"reward/mean": 0.5}), MetricsLine(1, "eval", {})], "train", "reward/mean")
+    [(1, 0.5)]
+    """
+    return [(line.step, line.values[key]) for line in lines if line.kind == kind and key in line.values]
+
+
+def held_out(lines: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]:
+    """The mean reward of each held-out set and mode, as `eval/greedy`, each with the step it follows."""
+    keys = dict.fromkeys(key for line in lines if line.kind == "eval" for key in line.values if key.endswith(_REWARD))
+    return {key.removesuffix(_REWARD): series(lines, "eval", key) for key in keys}
+
+
+def keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
+    """The keys of training steps that begin with `prefix`, in their alphabetical order."""
+    return sorted({key for line in lines if line.kind == "train" for key in line.values if key.startswith(prefix)})
+
+
+@dataclass(frozen=True, slots=True)
+class RunHealth:
+    """What a run's metrics say of its health."""
+
+    alarms: Sequence[tuple[int, Alarm]]
+    """Each with its step, in the order in which they were raised."""
+    holding: Mapping[AlarmName, int]
+    """The alarms that still held after the latest step, as those on numbers can; each with the step it holds since."""
+    verdicts: Sequence[tuple[int, Mapping[Verdict, int]]]
+    """The number of training rollouts with each verdict, by step."""
+    reasons: Mapping[str, int]
+    """How often each symptom (`unhealthy/NAME`) and missing evidence (`unobserved/NAME`) was found."""
+    damaged: Sequence[int]
+    """The numbers of the lines of the metrics file that cannot be read, from 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    """What a run came to."""
+
+    word: Literal["learned", "not yet", "cannot"]
+    """cannot: no step had anything to learn from, and further ones like them have nothing either."""
+    why: str
+    failed: bool = False
+    """No rollout of training finished."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.word}: {self.why}"
+
+
+def read_health(folder: Path) -> RunHealth:
+    """The health of the run in this folder. A run without steps has none of anything; nothing is changed."""
+    lines, damaged = read_lines(folder)
+    alarms = [(line.step, alarm) for line in lines for alarm in line.alarms]
+    steps = [line for line in lines if line.kind == "train"]
+    latest = steps[-1].values if steps else {}
+    reasons: Counter[str] = Counter()
+    for line in steps:
+        reasons.update({k: int(n) for k, n in line.values.items() if k.startswith(("unhealthy/", "unobserved/"))})
+    return RunHealth(
+        alarms,
+        {alarm.name: step for step, alarm in alarms if f"alarm/{alarm.name}" in latest},
+        [(line.step, {v: int(line.values.get(f"health/{v}", 0)) for v in Verdict}) for line in steps],
+        reasons,
+        damaged,
+    )
+
+
+def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
+    """What the run with these metrics came to; None before its first step."""
+    steps = [line.values for line in lines if line.kind == "train"]
+    if not steps:
+        return None
+    endings = _counts(steps, "ending/")
+    if endings and not endings[Ending.FINISHED]:
+        [(ending, count)] = endings.most_common(1)
+        which = "all" if len(endings) == 1 else f"{count} of"
+        why = f"no rollout finished; {which} {endings.total()} ended as {ending}. {REMEDIES.get(Ending(ending), '')}"
+        return RunVerdict("cannot", why.strip(), failed=True)
+    kept = [
+        step["transitions/kept"] - step.get("transitions/without_advantage", 0)
+        for step in steps
+        if "transitions/kept" in step
+    ]
+    if kept and not any(kept):
+        return RunVerdict("cannot", _why_nothing_was_learned(steps))
+    changes = [change for change in (_held_out_change(lines), _training_change(steps)) if change is not None]
+    for is_rise, text in changes:
+        if is_rise:
+            return RunVerdict("learned", text)
+    why = changes[0][1] if changes else "one step shows no change"
+    equal = [step["groups/no_contrast"] for step in steps if "groups/no_contrast" in step]
+    if equal and (share := math.fsum(equal) / len(equal)) >= _MANY:
+        why += f"; {share:.0%} of the groups had no contrast: all their rewards were equal"
+    return RunVerdict("not yet", why)
+
+
+_MANY = 0.5
+"""From this share on, groups without contrast are a reason for having learned little."""
+
+
+def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
+    if all(f"alarm/{AlarmName.NO_REWARD}" in step for step in steps):
+        remedy = paragraphs(no_reward)[2]
+        return f"no rule in [rewards] had anything to say, and no agent reported a reward. {remedy}"
+    dropped = _counts(steps, "dropped/") + _counts(steps, "episodes_dropped/")
+    del dropped[DropReason.GROUP_TOO_SMALL]  # It follows from other reasons.
+    others = [reason for reason, _ in dropped.most_common() if reason != DropReason.NO_ADVANTAGE]
+    has_kept = any(step.get("transitions/kept") for step in steps)
+    if others and not dropped[DropReason.NO_ADVANTAGE] and not has_kept:
+        reasons = ", ".join(f"{int(dropped[reason])} {reason}" for reason in others)
+        return f"nothing was trained on; dropped: {reasons}. {REMEDIES.get(DropReason(others[0]), '')}".strip()
+    if has_kept and any(step.get("groups/no_contrast", 1.0) < 1 for step in steps):
+        return "every advantage was 0, although the rewards of some groups differ: see the credit (agl show ROLLOUT)"
+    rewards = [f"{step['reward/mean']:.3g}" for step in steps if "reward/mean" in step]
+    seen = f" (mean reward {', '.join(dict.fromkeys(rewards[-3:]))})" if rewards else ""
+    return (
+        f"no group had contrast: all rewards that were compared were equal{seen}, so that every advantage was 0. "
+        f"{paragraphs(no_contrast)[2]}"
+    )
+
+
+class _Sample(NamedTuple):
+    """The rewards of some rollouts."""
+
+    rollouts: float
+    mean: float
+    variance: float
+
+
+def _sample(lines: Iterable[Mapping[str, float]], prefix: str = "") -> _Sample | None:
+    """The rewards of the rollouts of these lines together; None without any."""
+    keys = [f"{prefix}{key}" for key in ("rollouts", "reward/mean", "reward/std")]
+    rows = [tuple(line[key] for key in keys) for line in lines if all(key in line for key in keys)]
+    count = math.fsum(n for n, _, _ in rows)
+    if not count:
+        return None
+    mean = math.fsum(n * line_mean for n, line_mean, _ in rows) / count
+    return _Sample(count, mean, math.fsum(n * (std**2 + (m - mean) ** 2) for n, m, std in rows) / count)
+
+
+def _held_out_change(lines: Sequence[MetricsLine]) -> tuple[bool, str] | None:
+    """From the first evaluation to that of the last step; the same tasks, so that two standard errors are much."""
+    evaluations = sorted((line for line in lines if line.kind == "eval" and line.headline_set), key=lambda e: e.step)
+    if not evaluations or evaluations[0].step == evaluations[-1].step:
+        return None
+    name = evaluations[0].headline_set
+    before, after = (_sample([evaluations[i].values], f"{name}/") for i in (0, -1))
+    return _change(f"the held-out reward ({name})", before, after, 2.0)
+
+
+def _training_change(steps: Sequence[Mapping[str, float]]) -> tuple[bool, str] | None:
+    """From the first steps to the last ones. Their tasks differ, and rollouts of one task are alike: hence three."""
+    count = min(FIRST, len(steps) // 2)
+    return _change("the training reward", _sample(steps[:count]), _sample(steps[-count:] if count else ()), 3.0)
+
+
+def _change(name: str, before: _Sample | None, after: _Sample | None, least: float) -> tuple[bool, str] | None:
+    """Whether a reward rose by more than chance, and how it changed in words; None where it is not known.
+
+    More than chance are `least` standard errors of the difference, if all rewards were drawn from one distribution.
+    """
+    if before is None or after is None:
+        return None
+    count, difference = before.rollouts + after.rollouts, after.mean - before.mean
+    inside = (before.rollouts * before.variance + after.rollouts * after.variance) / count
+    between = before.rollouts * after.rollouts * difference**2 / count**2
+    error = math.sqrt((inside + between) * (1 / before.rollouts + 1 / after.rollouts))
+    values = f"from {before.mean:.3g} to {after.mean:.3g}"
+    if abs(difference) <= least * error:
+        return False, f"{name} went {values}, which is no more than chance"
+    return difference > 0, f"{name} {'rose' if difference > 0 else 'fell'} {values}"
+
+
+def _counts(steps: Sequence[Mapping[str, float]], prefix: str) -> Counter[str]:
+    """What the keys with this prefix count, over all steps."""
+    counts: Counter[str] = Counter()
+    for step in steps:
+        counts.update({key.removeprefix(prefix): int(n) for key, n in step.items() if key.startswith(prefix)})
+    return counts

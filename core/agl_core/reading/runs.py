@@ -1,0 +1,228 @@
+"""The runs in a folder: finding one, opening its store, listing them, making them smaller, and removing them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tomllib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+
+from agl_core.config import CONFIG_FILE
+from agl_core.config.load import STORED, load
+from agl_core.errors import ConfigError, StoreError
+from agl_core.plugins import Plugins
+from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, verdict_of
+from agl_core.store.files import is_written
+from agl_core.store.interface import Store
+from agl_core.store.sqlite import SqliteStore
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_core.training.metrics import SUMMARY_FILE
+from agl_core.wire.keys import SERVER_FILE
+
+_Result = TypeVar("_Result")
+
+RUNS = Path("runs")
+"""Where commands look for runs."""
+_STORE = "store.sqlite"
+
+RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed", "capture"]
+"""running: a process of this machine writes its store; finished: all steps made, though `agl eval` may write to it;
+stopped: can be resumed; failed: it died, by an error or a kill, and can be resumed, or no rollout of it finished;
+capture: by `agl run`."""
+
+
+@runtime_checkable
+class ShrinkingStore(Protocol):
+    """A store that can be made smaller."""
+
+    async def prune(self, up_to: int) -> int:
+        """Remove texts and tokens from the calls of the steps up to `up_to`; returns the number of calls."""
+
+    async def vacuum(self) -> None:
+        """Free unused space."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """One run, read from its folder."""
+
+    folder: Path
+    state: RunStatus
+    steps: int
+    """The number of steps made."""
+    of_steps: int | None
+    """The number of steps to make; None for a capture."""
+    size: int
+    """Bytes of all its files."""
+    reward_before: float | None
+    """The reward of the first evaluation, on the headline set."""
+    reward_after: float | None
+    """The reward of the last evaluation; None if there was only one."""
+    verdict: RunVerdict | None
+    """Its result so far; None before its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was removed from a run."""
+
+    folder: Path
+    calls: int
+    """The number of calls that lost their texts and tokens."""
+    up_to_step: int
+    checkpoints: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Vacuumed:
+    """The size of a run in bytes."""
+
+    folder: Path
+    before: int
+    after: int
+
+
+def find_run(folder: Path | None) -> Path:
+    """A run's folder, named as such or by its name below ./runs; None: the newest one. ConfigError if there is none."""
+    folders = _folders_in(RUNS)
+    if folder is None:
+        if not folders:
+            raise ConfigError("There are no runs below ./runs. Name a run's folder, or train first: agl train CONFIG.")
+        return folders[-1]
+    for candidate in (folder, RUNS / folder):
+        if (candidate / CONFIG_FILE).is_file():
+            return candidate
+    names = ", ".join(sorted(known.name for known in folders))
+    runs = f"Runs here: {names}." if names else "There are no runs below ./runs."
+    raise ConfigError(f"{folder} is not a run's folder (it has no {CONFIG_FILE}). {runs}")
+
+
+def list_runs(runs: Path) -> list[RunEntry]:
+    """The runs below a folder, the oldest first."""
+    return [read_entry(folder) for folder in _folders_in(runs)]
+
+
+def _folders_in(runs: Path) -> list[Path]:
+    """The oldest first."""
+    files = sorted(runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: (file.stat().st_mtime, file))
+    return [file.parent for file in files]
+
+
+def open_store(folder: Path, *, read_only: bool = True) -> Store:
+    """The store of a run or of a capture, to be opened with `async with`."""
+    return find_store(folder)(read_only)
+
+
+def find_store(folder: Path) -> Callable[[bool], Store]:
+    """`open_store` as a function of `read_only`, for those who open it often: finding its plugin takes a while."""
+    if is_capture(folder):
+        return lambda read_only: SqliteStore(folder / _STORE, read_only=read_only)
+    # The run may be somebody else's: none of its plugin files is imported.
+    chosen = load(folder / CONFIG_FILE, needs=STORED, plugins=Plugins.load()).store
+    return lambda read_only: cast(Store, chosen.build(folder, read_only))
+
+
+def read_run(run: Path | None, read: Callable[[Store], Awaitable[_Result]]) -> _Result:
+    """The result of a function on the store of a run, which is named as for `find_run`."""
+
+    async def reading() -> _Result:
+        async with open_store(find_run(run)) as store:
+            return await read(store)
+
+    return asyncio.run(reading())
+
+
+def is_capture(folder: Path) -> bool:
+    """Whether `agl run` recorded here, in front of an upstream."""
+    return "capture" in read_settings(folder)
+
+
+def policy_names(folder: Path) -> list[str]:
+    """The policies that a run trains; none of a capture."""
+    return list(read_settings(folder).get("policies", {}))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The run's configuration as its file has it; nothing if it cannot be read."""
+    try:
+        return tomllib.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def has_store(folder: Path) -> bool:
+    """Whether a run was recorded in its own folder, and not by a server elsewhere."""
+    return any((folder / name).exists() for name in (_STORE, SERVER_FILE))
+
+
+def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> RunEntry:
+    """A run as a list shows it; `metrics` are those in its folder, if they have been read."""
+    settings, lines = read_settings(folder), read_metrics(folder) if metrics is None else metrics
+    steps = max((line.step for line in lines if line.kind == "train"), default=0)
+    planned = None if "capture" in settings else int(settings.get("train", {}).get("steps", 0))
+    rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
+    all_made = planned is not None and 0 < planned <= steps
+    # A training process removes the run's summary at the start, and writes it at the end, unless it dies.
+    has_ended = (folder / SUMMARY_FILE).exists()
+    has_died = not has_ended and (folder / CHECKPOINTS).exists() and has_store(folder)
+    verdict = None if planned is None else verdict_of(lines)
+    state: RunStatus = "stopped"
+    if is_written(folder / _STORE) and not (all_made and has_ended):
+        state = "running"
+    elif planned is None:
+        state = "capture"
+    elif has_died or (verdict is not None and verdict.failed):
+        state = "failed"
+    elif all_made:
+        state = "finished"
+    before, after = rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None
+    return RunEntry(folder, state, steps, planned, _size(folder), before, after, verdict)
+
+
+async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
+    """Keep only the calls of the last steps complete, the last checkpoints, and the best one.
+
+    `keep_checkpoints` is None for the run's `train.keep_checkpoints`. The calls of a run that a server elsewhere
+    recorded are left alone. StoreError if another process writes the store.
+    """
+    calls, up_to = 0, 0
+    if has_store(folder):
+        async with open_store(folder, read_only=False) as store:
+            last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
+            calls, up_to = await _shrinking(store, folder).prune(last - keep_steps), max(last - keep_steps, 0)
+    if keep_checkpoints is None:
+        keep_checkpoints = int(read_settings(folder).get("train", {}).get("keep_checkpoints", 2))
+    return Pruned(folder, calls, up_to, Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune())
+
+
+async def vacuum(folder: Path) -> Vacuumed:
+    """Free the unused space of a run's store. StoreError if another process writes it, or it is not in the folder."""
+    if not has_store(folder):
+        raise StoreError(f"The store of {folder} is with the server that recorded the run. Vacuum it there.")
+    before = _size(folder)
+    async with open_store(folder, read_only=False) as store:
+        await _shrinking(store, folder).vacuum()
+    return Vacuumed(folder, before, _size(folder))
+
+
+def remove(folder: Path) -> None:
+    """Remove a run with all its files. ConfigError if it is none; StoreError if a process writes it."""
+    if "config_version" not in read_settings(folder):
+        raise ConfigError(f"{folder} is not removed: its {CONFIG_FILE} is not that of a run.")
+    if is_written(folder / _STORE):
+        raise StoreError(f"{folder} is not removed: a process trains, serves or evaluates it. End that first.")
+    shutil.rmtree(folder)
+
+
+def _shrinking(store: Store, folder: Path) -> ShrinkingStore:
+    if not isinstance(store, ShrinkingStore):
+        raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
+    return store
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())

@@ -1,1 +1,0 @@
-"""From an agent file to a run's first files: `agl init`."""
