@@ -192,23 +192,28 @@ async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None)
     if ids:
         named = [rollout for name in ids for rollout in await _named(store, run, name)]
         return list({rollout.id: rollout for rollout in named}.values())
-    recorded, runs = await store.rollouts(), await store.runs()
-    by_step: dict[int, list[Rollout]] = {}
-    for rollout in recorded:
-        if rollout.mode.trains and not superseded(rollout, runs):
-            by_step.setdefault(rollout.step, []).append(rollout)
+    runs = await store.runs()
+
+    async def trained(step: int | None) -> list[Rollout]:
+        return [r for r in await store.rollouts(step=step, mode=Mode.TRAIN) if not superseded(r, runs)]
+
+    rollouts = await trained(step)
     if step is not None:
-        if step not in by_step:
-            steps = f"{min(by_step)} to {max(by_step)}" if by_step else "none"
-            raise ConfigError(f"{run} has no training rollouts of step {step}. Its training steps: {steps}.")
-        if not _is_complete(by_step[step]):
+        if not rollouts:
+            steps = {rollout.step for rollout in await trained(None)}
+            known = f"{min(steps)} to {max(steps)}" if steps else "none"
+            raise ConfigError(f"{run} has no training rollouts of step {step}. Its training steps: {known}.")
+        if not _is_complete(rollouts):
             raise ConfigError(
                 f"Step {step} of {run} did not come to its end. Wait for it, choose an earlier step, or name "
                 f"rollouts that are done: agl rollouts {run} --step {step}."
             )
-        return by_step[step]
-    if recorded and not any(rollout.mode.trains for rollout in recorded):
-        return [r for r in recorded if r.state is RolloutState.DONE and r.counted_attempt is not None]
+        return rollouts
+    if not rollouts and (recorded := await store.rollouts(state=RolloutState.DONE)):
+        return [rollout for rollout in recorded if rollout.counted_attempt is not None]
+    by_step: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_step.setdefault(rollout.step, []).append(rollout)
     complete = [number for number, of_step in by_step.items() if _is_complete(of_step)]
     if not complete:
         raise ConfigError(f"{run} has no training step that came to its end. See agl rollouts {run}.")
