@@ -77,11 +77,7 @@ def with_input(records: list[Any], input: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("width", "name", "columns"),
     [
-        (
-            80,
-            "s7-eval_templates-sampled-g100-m0",
-            ["s7-eval_templates-sampled-g100-m0", "right", "0.25", "eval-sampled"],
-        ),
+        (80, "s7-eval_templates-sampled-g100-m0", ["right", "0.25", "eval-sampled"]),
         (50, "session-7f3a1c52-90de-4c1b-8f6e-2b7d5a9c3e10", ["right", "0.25"]),
     ],
 )
