@@ -1,12 +1,18 @@
 """Real use of what agl trains: sessions, feedback, versions behind a gate and a canary, and serving a policy."""
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from agl_core.plugins import lazily
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agl_online.kinds import Redactor, Release, ReleaseCheck, redactor, release_check
 
 __all__ = ["Redactor", "Release", "ReleaseCheck", "redactor", "release_check"]
 
-__getattr__ = lazily(__name__, **dict.fromkeys(__all__, ".kinds"))
+
+def __getattr__(name: str) -> Any:
+    """The names above, imported when they are first used: the help of `agl` imports this package for its commands."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.kinds"), name)
