@@ -22,6 +22,10 @@ class ScriptedModel:
         self._received.clear()
         upstream.answer = self._answer
 
+    def clear(self) -> None:
+        """Forget what was sent."""
+        self._received.clear()
+
     @property
     def requests(self) -> list[Mapping[str, Any]]:
         return [received.body for received in self._received]

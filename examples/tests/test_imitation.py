@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,21 @@ def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
         assert generic.encode(whole, add_special_tokens=False) == trained_with
         assert core.encode(whole, add_special_tokens=False).ids == trained_with
         assert made.tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
+
+
+LONGEST = {"calc": 128, "math": 192, "rag": 200, "sql": 200, "trip": 220, "beds": 40}
+"""Tokens of a conversation: short ones keep training quick."""
+
+
+def test_the_checkpoint_is_small_and_its_conversations_are_short(made: Made) -> None:
+    config = json.loads((made.folder / "config.json").read_text())
+    assert config["model_type"] == "qwen2"
+    assert config["vocab_size"] == len(made.tokenizer)
+    assert config["hidden_size"] // config["num_attention_heads"] == 32
+    assert config["eos_token_id"] == made.tokenizer.eos_token_id
+    assert (made.folder / "model.safetensors").stat().st_size < 5_000_000
+    lengths = [len(made.shown.encode(made.tokenizer, messages)[0]) for messages in made.conversations()]
+    assert max(lengths) <= LONGEST[made.folder.parent.name]
 
 
 def test_saving_again_changes_no_id(made: Made, tmp_path: Path) -> None:

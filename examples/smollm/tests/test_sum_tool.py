@@ -1,8 +1,7 @@
-"""The two agents and the calculator, against a scripted model; and the demonstrations of the calculator."""
+"""The calculator for sums, and the demonstrations of it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -16,39 +15,12 @@ from warm_up import PlainTextDemonstrations, conversation
 
 from agl_torch.chat import ChatText
 
-QUESTION = {"question": "State the final answer to the following arithmetic problem: 4 + 3 ="}
 TOKENIZER = Path(__file__).parents[2] / "calc" / "policy"
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """SmolLM2's, without its own system message."""
-
-
-def calls(expression: str) -> dict[str, Any]:
-    function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
-    return {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
-
-
-def test_the_question_is_passed_on(model: Any, solve: Any) -> None:
-    model.replies = ["4 + 3 = 7"]
-    assert asyncio.run(solve(QUESTION)) == "4 + 3 = 7"
-    (request,) = model.requests
-    assert request["messages"] == [{"role": "user", "content": QUESTION["question"]}]
-
-
-def test_the_tool_is_called_and_its_result_is_shown(model: Any, solve_with_tool: Any) -> None:
-    model.replies = [calls("4 + 3"), "The answer is 7."]
-    assert asyncio.run(solve_with_tool(QUESTION)) == "The answer is 7."
-    first, second = model.requests
-    assert first["tools"] == TOOLS
-    assert second["messages"][-1] == {"role": "tool", "tool_call_id": "call_0", "content": "7"}
-
-
-def test_the_agent_gives_up(model: Any, solve_with_tool: Any) -> None:
-    model.replies = [calls("4 + 3")]
-    assert asyncio.run(solve_with_tool(QUESTION)) == ""
-    assert len(model.requests) == 3
 
 
 @given(st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 999)), min_size=1, max_size=8), st.integers(-99, 99))
