@@ -38,7 +38,7 @@ def test_the_parts_go_together(example: str) -> None:
     config = loaded(example)
     check(config)
     assert list(cautions(config)) == []
-    assert (Path(config.weights["default"]) / "config.json").is_file()
+    assert (Path(config.weights("default")) / "config.json").is_file()
     module, _, function = config.config.agent.entry.partition(":")  # type: ignore[union-attr]
     assert f"async def {function}(" in (EXAMPLES / example / f"{module}.py").read_text()
 
