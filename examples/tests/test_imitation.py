@@ -89,7 +89,6 @@ def test_the_checkpoint_is_small_and_its_conversations_are_short(made: Made) -> 
     config = json.loads((made.folder / "config.json").read_text())
     assert config["model_type"] == "qwen2"
     assert config["vocab_size"] == len(made.tokenizer)
-    assert config["hidden_size"] // config["num_attention_heads"] == 32
     assert config["eos_token_id"] == made.tokenizer.eos_token_id
     assert (made.folder / "model.safetensors").stat().st_size < 5_000_000
     lengths = [len(made.shown.encode(made.tokenizer, messages)[0]) for messages in made.conversations()]

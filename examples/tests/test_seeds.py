@@ -75,7 +75,7 @@ def test_each_seed_is_a_plain_run_and_the_table_has_all(
         "| 1 | 0.000 → 0.910 | 0.050 → 0.900 | 101 | 8 |",
         "| mean | 0.000 → 0.905 | 0.050 → 0.900 | 100 | 8 |",
     ]
-    assert (example / "curves.svg").read_text().startswith("<?xml")
+    assert (example / "curves.svg").read_text().startswith("<svg")
 
 
 def test_only_what_is_missing_or_out_of_date_is_run(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_examples_are_drawn_side_by_side_without_training(example: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["seeds.py", "sum", "product", "--write", "--together", "both.svg"])
     seeds.main()
     assert len(commands()) == 1
-    assert [panel in Path("both.svg").read_text() for panel in ("axes_1", "axes_2", "axes_3")] == [True, True, False]
+    assert all(f"{name}, 1 seed<" in Path("both.svg").read_text() for name in ("sum", "product"))
 
 
 def test_curves_are_drawn_again_to_the_same_bytes(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

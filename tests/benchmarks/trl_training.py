@@ -116,7 +116,7 @@ class Bench:
     def train_trl(self, seed: int) -> Measured:
         name, out = f"trl-{seed}", self.folder / f"trl-{seed}-model"
         settings = self.folder / f"{name}.settings"
-        options = ReasoningGymOptions(size=self.steps * self.groups, **DATASET)
+        drawn = tasks(ReasoningGymOptions(**DATASET), self.steps * self.groups, seed)
         asked = {
             "model": str(self.model),
             "out": str(out),
@@ -126,7 +126,7 @@ class Bench:
             "members": MEMBERS,
             "max_tokens": MAX_TOKENS,
             "learning_rate": LEARNING_RATE,
-            "tasks": tasks(options, seed),
+            "tasks": drawn,
         }
         settings.write_text(json.dumps(asked))
         seconds = self.run(name, self.trl, HERE / "trl_side.py", "train", settings)
@@ -138,7 +138,7 @@ class Bench:
     def greedy(self, name: str, model: Path) -> float:
         """The reward of a model on the held-out tasks."""
         settings = self.folder / f"{name}-eval.settings"
-        held_out = tasks(ReasoningGymOptions(size=HELD_OUT, split="eval", **DATASET), 0)
+        held_out = tasks(ReasoningGymOptions(split="eval", **DATASET), HELD_OUT, 0)
         asked = {"model": str(model), "tokenizer": str(self.model), "max_tokens": MAX_TOKENS, "tasks": held_out}
         settings.write_text(json.dumps(asked))
         self.run(f"{name}-eval", self.trl, HERE / "trl_side.py", "evaluate", settings)
@@ -163,10 +163,10 @@ class Bench:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def tasks(options: ReasoningGymOptions, seed: int) -> list[tuple[str, str]]:
+def tasks(options: ReasoningGymOptions, count: int, seed: int) -> list[tuple[str, str]]:
     """Question and answer of each, as agl's own source draws them."""
     source = ReasoningGymTasks(options, Path(), seed)
-    drawn = [source.task(index) for index in range(source.size)]
+    drawn = [source.task(index) for index in range(count)]
     return [(str(task.input), str(task.metadata["answer"])) for task in drawn]
 
 
