@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 57806,
-    "files of the product": 467,
-    "lines of the core": 41580,
-    "lines of the core's largest room": 7641,
-    "lines of all Python": 136043,
-    "files that one call passes": 59,
-    "folders that one call passes": 23,
-    "settings": 236,
+    "lines of the product": 53849,
+    "files of the product": 325,
+    "lines of the core": 32625,
+    "lines of the core's largest room": 5905,
+    "lines of all Python": 125517,
+    "files that one call passes": 52,
+    "folders that one call passes": 18,
+    "settings": 151,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
