@@ -60,9 +60,10 @@ def loads(text: bytes | str) -> Any:
 def check_fields(values: Mapping[str, Any], fields: Fields, path: str = "") -> None:
     """ApiError 400 for the first value that will not do; null means absent."""
     for name, value in values.items():
-        if value is not None and name in fields:
-            check, expected = fields[name]
-            must(check(value), f"{path}{name}", expected, value)
+        if value is not None and (field := fields.get(name)) is not None:
+            check, expected = field
+            if not check(value):
+                raise wrong(f"{path}{name}", f"must be {expected}, not {shown(value)}")
 
 
 def check_refused(values: Mapping[str, Any], refusals: Refusals) -> None:

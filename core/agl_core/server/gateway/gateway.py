@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -374,8 +373,8 @@ def forwarded(
         if body.get("tool_choice") in ("auto", "none"):
             del body["tool_choice"]
     body["model"] = upstream.models[policy]
-    sampling = dataclasses.asdict(effective)
-    body.update({name: value for name, value in sampling.items() if value is not None})
+    sampling = ((name, getattr(effective, name)) for name in Sampling.__dataclass_fields__)
+    body.update({name: value for name, value in sampling if value is not None})
     if upstream.returns_ids:
         body["return_token_ids"] = True
         body["logprobs"] = True

@@ -265,7 +265,7 @@ def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprob
         return None
     content = logprobs.get("content") or ()
     values = [entry.get("logprob") for entry in content]
-    if len(values) != len(ids) or not all(isinstance(value, int | float) for value in values):
+    if len(values) != len(ids) or not {*map(type, values)} <= {int, float}:
         return None
     return np.array(values, dtype=np.float32)
 

@@ -149,13 +149,14 @@ class _IndexedHeaders(Headers):
 
     def __init__(self, raw: Sequence[tuple[bytes, bytes]]) -> None:
         super().__init__(raw=list(raw))
-        self._first = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(raw)}
+        self._first = dict(reversed(raw))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._first.get(key.lower(), default)
+        value = self._first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.lower() in self._first
+        return isinstance(key, str) and key.lower().encode("latin-1") in self._first
 
 
 def find_route(path: str) -> ModelRoute | None:
