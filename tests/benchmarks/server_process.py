@@ -28,10 +28,10 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
-from agl_core.server.gateway.upstream import RunSettings
 from agl_core.server.keys import Keys
 from agl_core.server.listening import run
 from agl_core.server.queue import RolloutQueue
+from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import (

@@ -20,7 +20,7 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.server import LightningServer
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task

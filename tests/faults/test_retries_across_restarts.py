@@ -13,8 +13,8 @@ from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.gateway.answered import HEADER_STAINLESS
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.answered import HEADER_STAINLESS
+from agl_core.server.upstream import RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call

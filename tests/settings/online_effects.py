@@ -15,7 +15,7 @@ import httpx
 from agl_core.cli.screen import Screen
 from agl_core.config import LoadedConfig
 from agl_core.server import Keys, LightningServer
-from agl_core.server.source import RolloutSource
+from agl_core.server.keys import RolloutSource
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.training.server import local_server, new_run_dir, run_settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -67,15 +66,6 @@ async def has_the_port(server: LightningServer, url: str) -> bool:
     return urlsplit(url).port == PORT
 
 
-async def takes_spans_over_grpc(server: LightningServer, url: str) -> bool:
-    """Whether anything listens there, besides the server itself."""
-    if server.otlp_port is None:
-        return False
-    _, writer = await asyncio.open_connection("127.0.0.1", server.otlp_port)
-    writer.close()
-    return True
-
-
 async def terms(server: LightningServer, url: str) -> tuple[float, float]:
     """What a lease says of heartbeats."""
     await server.queue.enqueue([make.rollout("a")])
@@ -124,7 +114,6 @@ OTHER: Given = {"gateway.passthrough.url": OTHER_URL}
 EFFECTS: Mapping[str, Effect] = {
     "server.host": Effect(serving(host), {"server.host": "127.0.0.2"}, APART),
     "server.port": Effect(serving(has_the_port), {"server.port": PORT}, APART),
-    "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
     "gateway.passthrough.url": Effect(passed_on, OTHER, APART),
     "gateway.passthrough.api_key_env": Effect(

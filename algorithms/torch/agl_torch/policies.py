@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from agl_algorithms.interface import Algorithm
 from agl_core.config.policies import OptimizerSection
 from agl_core.engines.child import find_algorithm
+from agl_core.engines.updates import UpdateRequest
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch, Needs, Workload
-from agl_core.wire.updates import UpdateRequest
 from agl_torch.loop import EngineLoop
 from agl_torch.model_server import ModelServer
 from agl_torch.models.loading import Bases, LoadedModel, load_model, merge

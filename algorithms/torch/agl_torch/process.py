@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from agl_core.engines.child import Host
+from agl_core.engines.updates import UpdateRequest
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_core.wire.updates import UpdateRequest
 from agl_torch.api import create_app
 from agl_torch.chat.text import tokenized
 from agl_torch.loop import EngineLoop

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agl_core.engines.child import Host
+from agl_core.engines.updates import UpdateRequest
 from agl_core.engines.wire import in_one_line
 from agl_core.errors import AglError, EngineError
 from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, Progress, UpdateResult
-from agl_core.wire.updates import UpdateRequest
 from agl_verl import checkpoint
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.composing import compose

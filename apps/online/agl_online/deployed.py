@@ -18,7 +18,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError, no_upstream
-from agl_core.server.gateway.upstream import Destination, UpstreamClient
+from agl_core.server.upstream import Destination, UpstreamClient
 from agl_core.training.server import run_settings
 from agl_online.canary import Outcome
 from agl_online.ledger import Ledger, Standing, State

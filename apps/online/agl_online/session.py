@@ -14,7 +14,7 @@ from typing import Any
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.server.attempt import ActiveAttempt, AttemptState
 from agl_core.server.errors import ApiError
-from agl_core.server.gateway.upstream import Answering
+from agl_core.server.upstream import Answering
 from agl_core.store.interface import ErasableStore, Record, Store
 from agl_core.types import Attempt, Call, Mode, Rollout, RolloutState, Task, ToolResult
 from agl_online.redaction import Redaction

@@ -25,9 +25,8 @@ from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
 from agl_core.server.attempt import AttemptState
 from agl_core.server.errors import ApiError
-from agl_core.server.gateway.upstream import Answering, Relay, RunSettings
-from agl_core.server.keys import Keys
-from agl_core.server.source import SourceFactory, SpanOwner
+from agl_core.server.keys import Keys, SourceFactory, SpanOwner
+from agl_core.server.upstream import Answering, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Ending, Mode, Rollout, RolloutState, Run
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
@@ -97,7 +96,7 @@ class Room:
 
 
 class Sessions:
-    """The sessions of applications: what a server opens rollouts by (`agl_core.server.source.RolloutSource`).
+    """The sessions of applications: what a server opens rollouts by (`agl_core.server.keys.RolloutSource`).
 
     `answering` answers their calls, `run` and `folder` are of the run that records them, `redactors` those of plugins
     beside the patterns of the settings. All methods belong to one event loop.

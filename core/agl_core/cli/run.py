@@ -33,7 +33,7 @@ from agl_core.reading.runs import is_capture, open_store
 from agl_core.reading.words import one_line
 from agl_core.run_hooks import RunHooks
 from agl_core.server import Keys, LightningServer
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.training.server import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_core.training.session import engine_context

@@ -202,9 +202,6 @@ class ServerSection(Section):
         "choice in AGL_WORKER_KEY. What crosses the network is not encrypted.",
     )
     port: int = Field(0, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
-    otlp_port: int | None = Field(
-        None, ge=0, le=65535, description="A port for OpenTelemetry spans over gRPC; absent: over HTTP only."
-    )
     view_port: int = Field(
         0,
         ge=0,

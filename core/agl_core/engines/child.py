@@ -30,11 +30,11 @@ from pydantic import BaseModel
 
 from agl_core import kinds
 from agl_core.engines import wire
+from agl_core.engines.updates import UpdateRequest, encode_result
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Component, Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_core.wire.updates import UpdateRequest, encode_result
 
 PROGRESS_STEP = 0.01
 """Progress is reported when it grew by this share."""

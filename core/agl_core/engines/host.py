@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from agl_core import private
 from agl_core.config.sections import HUB_NAME
 from agl_core.engines import wire
+from agl_core.engines.updates import UpdateRequest, decode_result
 from agl_core.errors import EngineError
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_core.wire.updates import UpdateRequest, decode_result
 
 LOG_NAME = "engine.log"
 LINES_SHOWN, LINES_SEARCHED = 12, 400

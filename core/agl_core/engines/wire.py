@@ -46,8 +46,8 @@ class Command(BaseModel):
     policy: str | None = None
     """Of publish, withdraw and tokenize."""
     size: int = 0
-    """Bytes that follow: of update and logprobs an `agl_core.wire.updates.UpdateRequest`, an estimate's `Workload`, of
-    publish and merge a policy's spec, of tokenize the replies."""
+    """Bytes that follow: of update and logprobs an `UpdateRequest`, an estimate's `Workload`, of publish and merge a
+    policy's spec, of tokenize the replies."""
 
     def encode(self, body: bytes = b"") -> bytes:
         """The line and its body; the process may have another working directory."""

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agl_core.errors import AglError, StoreRefusedError
+from agl_core.server.attempt import attempt_key
 from agl_core.server.errors import ApiError, stopping
-from agl_core.server.gateway.attribution import attempt_in_path
 from agl_core.server.keys import Keys
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
@@ -65,7 +65,7 @@ def worker_routes(
         return activity()
 
     def leased(request: Request) -> AttemptKey:
-        attempt = attempt_in_path(request)
+        attempt = attempt_key(request.path_params["rollout"], request.path_params["attempt"])
         keys.check(request, Right.LEASE, attempt)
         assert attempt is not None, "its key was checked"
         return attempt

@@ -17,9 +17,9 @@ from enum import StrEnum
 from typing import Any
 
 from agl_core.errors import ServerError
+from agl_core.server.answered import Answered
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
-from agl_core.server.gateway.answered import Answered
-from agl_core.server.gateway.upstream import Answering
+from agl_core.server.upstream import Answering
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, RolloutState, ToolResult
 from agl_core.wire.workers import CloseRequest
@@ -162,7 +162,7 @@ class ActiveAttempt:
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
         self.interrupted |= error.code in (NO_UPSTREAM, STOPPING, STORE_FAILED)
-        if error.code in UPSTREAM_GONE:
+        if error.code == UPSTREAM_GONE:
             self.gone_after = self.completed_calls
 
 

@@ -46,7 +46,7 @@ CONTEXT_OVERFLOW = "context_length_exceeded"
 """OpenAI's code; agent frameworks recognise it."""
 NO_UPSTREAM = "no_upstream"
 """No engine serves now."""
-UPSTREAM_GONE = frozenset({"upstream_down", "upstream_broken", "upstream_away"})
+UPSTREAM_GONE = "upstream_gone"
 """The model server cannot be reached, broke off its reply, or a proxy answers in its place."""
 STOPPING = "stopping"
 STORE_FAILED = "store_failed"

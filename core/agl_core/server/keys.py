@@ -1,4 +1,4 @@
-"""API keys: what operators, workers and agents may do, and nothing else.
+"""Whose request is it: the keys of operators, workers and agents, and the attempt that a call belongs to.
 
 operator  see what rollouts wait for, and view the run from another machine
 worker    lease rollouts
@@ -15,21 +15,27 @@ import base64
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from starlette.requests import Request
+from starlette.routing import Route
 
 from agl_core.errors import ServerError
-from agl_core.server.errors import ApiError
+from agl_core.server.attempt import ActiveAttempt, attempt_key
+from agl_core.server.errors import ApiError, attempt_closed
+from agl_core.store.interface import Store
 from agl_core.types import AttemptKey
+from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, ServerFile, problem_of_key, take_keys
-from agl_core.wire.operation import Right
+from agl_core.wire.operation import AnyOperation, Right
 
-_KEPT = 4096
-"""Keys that are not made anew for each request."""
+if TYPE_CHECKING:
+    from agl_core.server.queue import RolloutQueue
+
 _AGENT_HINT = (
     "Each attempt has a key of its own, which is good for that attempt only. An agent in a process of its own has it "
     "in OPENAI_API_KEY and ANTHROPIC_API_KEY. Where agents share a process, agl sets it on each request of httpx; "
@@ -137,7 +143,7 @@ class Keys:
         return _made(self.secret, purpose)
 
 
-@lru_cache(_KEPT)
+@lru_cache(4096)
 def _made(secret: str, name: str) -> str:
     digest = hmac.digest(secret.encode(), name.encode(), "sha256")
     return f"agl-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
@@ -170,3 +176,107 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+SpanOwner: TypeAlias = Callable[[str], Awaitable[ActiveAttempt | None]]
+"""The attempt that the spans of a trace belong to; None: no open one."""
+
+
+class RolloutSource(Protocol):
+    """Opens rollouts of mode `use` beside those of the queue. All methods belong to the server's event loop.
+
+    Each rollout has one attempt, whose `ActiveAttempt` says what answers its calls and how they are recorded.
+    """
+
+    @property
+    def operations(self) -> Sequence[AnyOperation]:
+        """What its routes answer, for the OpenAPI document and the limits of bodies."""
+
+    @property
+    def rights(self) -> Mapping[str, str]:
+        """Where the keys of these operations come from, by the right that they grant."""
+
+    @property
+    def routes(self) -> Sequence[Route]:
+        """Further routes of the server."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What the server's health shows of it."""
+
+    async def start(self, base_url: str) -> None:
+        """Called when the server has its port, before it listens."""
+
+    async def stop(self) -> None:
+        """Called when the server listens no more."""
+
+    async def attempt_of(self, request: Request) -> ActiveAttempt | None:
+        """The attempt that a model call belongs to, open or not; None: to none of its. ApiError if it is refused."""
+
+    async def owner_of_spans(self, request: Request) -> SpanOwner | None:
+        """Says whose the spans of a request are; None: nothing of its. ApiError if it is refused."""
+
+
+SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
+"""Makes the source of a run's server; ConfigError if its store does not do."""
+
+
+class Attribution:
+    """Whose model calls and spans are whose: of running attempts, and of those that a source opens."""
+
+    def __init__(self, keys: Keys, queue: RolloutQueue, source: RolloutSource | None) -> None:
+        self._keys, self._queue, self._source = keys, queue, source
+
+    async def of(self, request: Request) -> ActiveAttempt:
+        """The attempt that a request belongs to, open or not: its key says so, and its path or a header may.
+
+        ApiError 401 without that attempt's key, whatever else is wrong. ApiError 400 if path and header differ, 404
+        if there is no such attempt; those of the source.
+        """
+        opened = None if self._source is None else await self._source.attempt_of(request)
+        return self._leased(request) if opened is None else opened
+
+    async def open(self, request: Request) -> ActiveAttempt:
+        """The same; ApiError 410 if it is closed and takes no calls then."""
+        attempt = await self.of(request)
+        if attempt.closed and attempt.refuses_late:
+            raise attempt_closed(*attempt.key)
+        return attempt
+
+    async def of_spans(self, request: Request) -> SpanOwner:
+        """Whose the spans of a request are. ApiError as of `of`."""
+        if self._source is not None and (owner := await self._source.owner_of_spans(request)) is not None:
+            return owner
+        attempt = self._leased(request)
+
+        async def owner_of(trace: str) -> ActiveAttempt:
+            return attempt
+
+        return owner_of
+
+    def _leased(self, request: Request) -> ActiveAttempt:
+        path, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
+        in_path = f"{path['rollout']}/{path['attempt']}" if "rollout" in path else None
+        name = header if in_path is None else in_path
+        if name is None:
+            key = self._keys.holder(request, self._queue.held())
+        else:
+            rollout, _, number = name.rpartition("/")
+            named = attempt_key(rollout, number)
+            key = self._keys.holder(request, [] if named is None else [named])
+        if header not in (None, name):
+            raise ApiError(
+                400,
+                f"The path says {in_path}, but the header {HEADER_ROLLOUT} says {header!r}. Send one of them, or the "
+                f"same in both.",
+                code="rollout_mismatch",
+            )
+        attempt = self._queue.attempt(key)
+        if attempt is None:
+            raise ApiError(
+                404,
+                f"There is no attempt {key.attempt} of rollout {key.rollout!r} on this server. A request needs the "
+                f"rollout and attempt of a lease that is held now; an old base URL does not do.",
+                code="rollout_unknown",
+            )
+        return attempt

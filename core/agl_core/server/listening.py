@@ -57,7 +57,6 @@ LARGEST_BODY = "agl.largest_body"
 """In a request's scope: how many bytes its body may have."""
 MAX_AGENT_BODY = 64 << 20
 """Bytes of a request of an agent: images and audio need space."""
-_OWN_LIMIT = "/v1/traces"
 _QUIET = 60.0
 """Seconds between two lines of the log about refused requests."""
 _UNSENT = 0.01
@@ -287,8 +286,8 @@ class RequestLimits:
     """Refuses requests with too many headers, and bodies that are too large where they are read.
 
     A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
-    of one that says beforehand how large it is. Exports of spans have a limit of their own. A client that hangs up
-    before its body is whole is an ApiError, too. `operations` say the largest body of their own, besides those of
+    of one that says beforehand how large it is. A client that hangs up before its body is whole is an ApiError,
+    too. `operations` say the largest body of their own, besides those of
     workers.
     """
 
@@ -305,26 +304,26 @@ class RequestLimits:
             return
         path = scope["path"]
         usual = MAX_BODY if path.startswith("/agl/") else MAX_AGENT_BODY
-        most: int | None = None if path.endswith(_OWN_LIMIT) else self._largest.get(path, usual)
+        most = self._largest.get(path, usual)
         scope[LARGEST_BODY] = most
         await self._app(scope, _checked(headers, receive, most), send)
 
 
-def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None) -> Receive:
+def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int) -> Receive:
     declared = dict(headers).get(b"content-length", b"")
     announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     arrived, is_whole = 0, False
 
     async def read() -> Message:
         nonlocal arrived, is_whole
-        if most is not None and announced > most:
+        if announced > most:
             raise body_too_large(most)
         message = await receive()
         if message["type"] == "http.disconnect" and not is_whole:
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         is_whole |= not message.get("more_body", False)
         arrived += len(message.get("body", b""))
-        if most is not None and arrived > most:
+        if arrived > most:
             raise body_too_large(most)
         return message
 
@@ -366,9 +365,9 @@ def _head_too_large() -> ApiError:
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` on uvloop's event loop where there is one: it takes less of every request's time.
 
-    The garbage collector leaves alone what is there at the start, all that was imported, and looks less often at the
-    rest: hundreds of calls in flight are thousands of objects, most of which are gone when their call ends. A look at
-    all of them would stop every request in flight for a tenth of a second.
+    The garbage collector leaves alone what is there at the start, all that was imported, and rarely looks at all the
+    rest: hundreds of calls in flight are thousands of objects, most of which are gone when their call ends, and such a
+    look stops every request for a tenth of a second.
 
     >>> async def example() -> int:
     ...     return 1
@@ -378,28 +377,9 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
-    gc.set_threshold(10_000, before[1], 1 << 30)  # Looks at all objects only where `_collect` does.
+    gc.set_threshold(10_000, before[1], 1000)
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(_collecting(main))
+            return runner.run(main)
     finally:
         gc.set_threshold(*before)
-
-
-async def _collecting(main: Coroutine[Any, Any, Result]) -> Result:
-    collecting = asyncio.create_task(_collect())
-    try:
-        return await main
-    finally:
-        collecting.cancel()
-
-
-async def _collect() -> None:
-    """Look at all objects when the process is idle (less than 0.1 s of CPU time in a second), or once a minute."""
-    used, collected = time.process_time(), time.monotonic()
-    while True:
-        await asyncio.sleep(1)
-        before, used = used, time.process_time()
-        if (used - before < 0.1 or time.monotonic() - collected > 60) and gc.get_count()[2]:
-            gc.collect()
-            collected = time.monotonic()

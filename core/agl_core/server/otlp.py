@@ -1,10 +1,7 @@
-"""OTLP intake: spans of agents in other processes and languages, over HTTP (protobuf or JSON, gzip).
+"""OTLP intake: spans of agents in other processes and languages, over HTTP (protobuf or JSON, plain or gzip).
 
-traces_route    POST …/v1/traces
-TraceService    one export: may it come in, which attempts are its spans of, what became of them
-SpanIntake      spans of one attempt → tool results, and the agents of recorded calls, in the store
-
-`otlp_grpc` has the same over gRPC, on a port of its own.
+One export: may it come in, which attempts its spans belong to, and what became of them. The spans of an attempt become
+tool results, and name the agents of recorded calls, in the store.
 """
 
 from __future__ import annotations
@@ -19,9 +16,7 @@ from typing import Any
 
 import orjson
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError  # type: ignore[import-untyped]
-from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
-from google.rpc.code_pb2 import Code  # type: ignore[import-untyped]
-from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceRequest,
@@ -36,33 +31,18 @@ from starlette.routing import Route
 from agl_core.capture.spans import SeenCall, Span, SpanTree, see
 from agl_core.errors import StoreError
 from agl_core.server.attempt import ActiveAttempt
-from agl_core.server.errors import ApiError
-from agl_core.server.gateway.attribution import attempt_of
-from agl_core.server.keys import Keys
-from agl_core.server.listening import decompressed
-from agl_core.server.queue import RolloutQueue
-from agl_core.server.source import RolloutSource, SpanOwner
+from agl_core.server.errors import ApiError, as_answer, openai_error
+from agl_core.server.keys import Attribution, SpanOwner
+from agl_core.server.listening import LARGEST_BODY, body_too_large, decompressed
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.wire.workers import ToolResultReport
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 32 << 20
-"""What one export may be at most, compressed and not."""
 _NANO = 1e-9
 _IDS = ("traceId", "spanId", "parentSpanId")
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
-_CODES = {
-    400: Code.INVALID_ARGUMENT,
-    401: Code.UNAUTHENTICATED,
-    404: Code.NOT_FOUND,
-    413: Code.RESOURCE_EXHAUSTED,
-    415: Code.INVALID_ARGUMENT,
-    503: Code.UNAVAILABLE,
-}
-_RETRY_AFTER = "1"
-"""Seconds."""
 _MAX_SPANS = 10_000
 """Of one attempt."""
 _LATE = (
@@ -70,103 +50,6 @@ _LATE = (
     "default: flush before the agent returns (provider.force_flush()), or set OTEL_BSP_SCHEDULE_DELAY=100. "
     "Further ones are only counted."
 )
-
-
-def traces_route(path: str, service: TraceService) -> Route:
-    """The route that takes exports at `path`, which may name the attempt by `{rollout}` and `{attempt}`."""
-
-    async def export(request: Request) -> Response:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        try:
-            return await _export(request, kind, service)
-        except ApiError as refused:
-            error = refused
-        except StoreError as failed:
-            error = ApiError(503, f"The spans could not be stored: {failed}")
-        except Exception:
-            logger.exception("The OTLP intake failed in POST %r", request.url.path)
-            error = ApiError(500, "agl's OTLP intake failed; the server's log says why.")
-        status = Status(code=_CODES.get(error.status, Code.INTERNAL), message=error.message)
-        headers = {"Retry-After": _RETRY_AFTER} if error.status == 503 else None
-        return _response(status, kind, error.status, headers)
-
-    return Route(path, export, methods=["POST"])
-
-
-async def _export(request: Request, kind: str, service: TraceService) -> Response:
-    owner = await service.check(request)
-    if kind not in (_JSON, _PROTOBUF):
-        raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BYTES:
-            raise _too_large()
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    plain = await asyncio.to_thread(decompressed, bytes(body), encoding, MAX_BYTES, _too_large())
-    decode = decode_json if kind == _JSON else decode_protobuf
-    return _response(await service.export(await asyncio.to_thread(decode, plain), owner), kind)
-
-
-def _response(message: Message, kind: str, status: int = 200, headers: dict[str, Any] | None = None) -> Response:
-    """The message in the encoding of the request."""
-    if kind == _PROTOBUF:
-        return Response(message.SerializeToString(), status, headers, _PROTOBUF)
-    return Response(MessageToJson(message, indent=None), status, headers, _JSON)
-
-
-class TraceService:
-    """Takes exports. All spans of one belong to the attempt whose key it carries, whatever attempt they name.
-
-    Of other exports the source of rollouts says it, by the traces of the spans. Clients send the key as
-    `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
-    """
-
-    def __init__(
-        self, queue: RolloutQueue, intake: SpanIntake, *, keys: Keys, source: RolloutSource | None = None
-    ) -> None:
-        self._queue, self._intake, self._keys, self._source = queue, intake, keys, source
-
-    async def check(self, request: Request) -> SpanOwner:
-        """Whose the spans of the request are. ApiError 401, 400 or 404 without a key for any."""
-        if self._source is not None and (owner := await self._source.owner_of_spans(request)) is not None:
-            return owner
-        attempt = attempt_of(request, self._keys, self._queue)
-
-        async def its(trace: str) -> ActiveAttempt:
-            return attempt
-
-        return its
-
-    async def export(self, request: ExportTraceServiceRequest, owner: SpanOwner) -> ExportTraceServiceResponse:
-        """Take the spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent.
-
-        StoreError if they could not be written: the export may be sent again.
-        """
-        spans, refused = await asyncio.to_thread(spans_of, request)
-        of_attempts: dict[AttemptKey, tuple[ActiveAttempt, list[Span]]] = {}
-        for trace in dict.fromkeys(span.trace for span in spans):
-            of_trace = [span for span in spans if span.trace == trace]
-            attempt = await owner(trace)
-            if attempt is None:
-                refused["no open rollout has a call of their trace"] += len(of_trace)
-            else:
-                of_attempts.setdefault(attempt.key, (attempt, []))[1].extend(of_trace)
-        for attempt, own in of_attempts.values():
-            await self._take(attempt, own, refused)
-        return _reply(refused)
-
-    async def _take(self, attempt: ActiveAttempt, spans: list[Span], refused: Counter[str]) -> None:
-        if spans and (reason := await self._intake.take(attempt, spans)):
-            refused[reason] += len(spans)
-
-
-def _reply(refused: Counter[str]) -> ExportTraceServiceResponse:
-    if not refused:
-        return ExportTraceServiceResponse()
-    reasons = "; ".join(f"{count} spans: {reason}" for reason, count in refused.items())
-    partial = ExportTracePartialSuccess(rejected_spans=refused.total(), error_message=reasons)
-    return ExportTraceServiceResponse(partial_success=partial)
 
 
 @dataclass(slots=True)
@@ -211,19 +94,68 @@ class _Trace:
 
 
 class SpanIntake:
-    """Records the content of spans. They come in batches, inner ones before those around them; each may come twice.
+    """Takes exports, and records what their spans say.
 
-    The first that comes with its ids counts, and what it says of a tool stays: spans around it only add what was left
-    open. What an adapter in the agent's process sent as a header stays. All methods belong to one event loop.
+    All spans of one export belong to the attempt whose key it carries, whatever attempt they name; of other exports
+    the source of rollouts says it, by the traces of the spans. Clients send the key as
+    `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
+
+    Spans come in batches, inner ones before those around them; each may come twice. The first that comes with its ids
+    counts, and what it says of a tool stays: spans around it only add what was left open. What an adapter in the
+    agent's process sent as a header stays. All methods belong to one event loop.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, attribution: Attribution) -> None:
         self.counters = IntakeCounters()
-        self._store = store
+        self._store, self._attribution = store, attribution
         self._traces: dict[AttemptKey, _Trace] = {}
 
-    async def take(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
-        """Record spans of an attempt; why they were not taken in, if they were not. StoreError if it fails."""
+    def route(self, path: str) -> Route:
+        """The route that takes exports at `path`, which may name the attempt by `{rollout}` and `{attempt}`."""
+
+        async def export(request: Request) -> Response:
+            try:
+                return await self._export(request)
+            except StoreError as failed:
+                return openai_error(ApiError(503, f"The spans could not be stored: {failed}", retry_after=1))
+            except Exception as error:
+                return openai_error(as_answer(error, path))
+
+        return Route(path, export, methods=["POST"])
+
+    async def _export(self, request: Request) -> Response:
+        """Take spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent."""
+        owner_of = await self._attribution.of_spans(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in (_JSON, _PROTOBUF):
+            raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        body, most = await request.body(), request.scope[LARGEST_BODY]
+        spans, refused = await asyncio.to_thread(_decoded, body, encoding, kind, most)
+        await self._take(spans, owner_of, refused)
+        reply = ExportTraceServiceResponse()
+        if refused:
+            reasons = "; ".join(f"{count} spans: {reason}" for reason, count in refused.items())
+            partial = ExportTracePartialSuccess(rejected_spans=refused.total(), error_message=reasons)
+            reply = ExportTraceServiceResponse(partial_success=partial)
+        content = reply.SerializeToString() if kind == _PROTOBUF else MessageToJson(reply, indent=None)
+        return Response(content, media_type=kind)
+
+    async def _take(self, spans: Sequence[Span], owner_of: SpanOwner, refused: Counter[str]) -> None:
+        of_attempts: dict[AttemptKey, tuple[ActiveAttempt, list[Span]]] = {}
+        for trace in dict.fromkeys(span.trace for span in spans):
+            of_trace = [span for span in spans if span.trace == trace]
+            attempt = await owner_of(trace)
+            if attempt is None:
+                refused["no open rollout has a call of their trace"] += len(of_trace)
+            else:
+                of_attempts.setdefault(attempt.key, (attempt, []))[1].extend(of_trace)
+        for attempt, own in of_attempts.values():
+            if reason := await self._take_of(attempt, own):
+                refused[reason] += len(own)
+
+    async def _take_of(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
+        """Record spans of an attempt; why they were not taken in, if they were not."""
         self._traces = {key: trace for key, trace in self._traces.items() if not trace.attempt.closed}
         if attempt.closed:
             if not self.counters.late:
@@ -275,37 +207,22 @@ class SpanIntake:
         return changed
 
 
-def _too_large() -> ApiError:
-    return ApiError(
-        413,
-        f"The export is larger than {MAX_BYTES >> 20} MiB. Export smaller batches (OTEL_BSP_MAX_EXPORT_BATCH_SIZE).",
-        code="export_too_large",
-    )
+def _decoded(body: bytes, encoding: str, kind: str, most: int) -> tuple[list[Span], Counter[str]]:
+    """The spans of an export, and how many of it were refused for which reason; ApiError if it is no export.
 
-
-def decode_protobuf(body: bytes) -> ExportTraceServiceRequest:
-    """An export as protobuf; ApiError 400 if it is none."""
+    The ids in OTLP's JSON are hexadecimal, where protobuf's own JSON has base64.
+    """
+    plain = decompressed(body, encoding, most, body_too_large(most))
     try:
-        request: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(body)
-    except DecodeError as error:
+        if kind == _PROTOBUF:
+            request = ExportTraceServiceRequest.FromString(plain)
+        else:
+            export = orjson.loads(plain)
+            for span in _json_spans(export):
+                span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
+            request = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+    except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ApiError(400, f"The body is not an ExportTraceServiceRequest: {error}") from error
-    return request
-
-
-def decode_json(body: bytes) -> ExportTraceServiceRequest:
-    """An export as OTLP's JSON, whose ids are hexadecimal where protobuf's own JSON has base64; ApiError 400."""
-    try:
-        export = orjson.loads(body)
-        for span in _json_spans(export):
-            span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
-        request: ExportTraceServiceRequest = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)
-    except (ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ApiError(400, f"The body is not an ExportTraceServiceRequest in OTLP's JSON: {error}") from error
-    return request
-
-
-def spans_of(request: ExportTraceServiceRequest) -> tuple[list[Span], Counter[str]]:
-    """The spans, and how many were refused for which reason."""
     spans, refused = list[Span](), Counter[str]()
     for resource in request.resource_spans:
         for scope in resource.scope_spans:

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -23,22 +23,16 @@ from agl_core.protocols import Upstream
 from agl_core.run_hooks import RunHooks
 from agl_core.server.api import document, refused, worker_routes
 from agl_core.server.errors import ApiError
-from agl_core.server.gateway.attribution import Attribution
-from agl_core.server.gateway.gateway import Counters, Gateway
-from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
-from agl_core.server.gateway.routes import DIALECTS, ModelCalls, models_route, unserved
-from agl_core.server.gateway.upstream import Relay, RunSettings
-from agl_core.server.keys import Keys
+from agl_core.server.gateway import Counters, Gateway
+from agl_core.server.keys import Attribution, Keys, RolloutSource
 from agl_core.server.listening import Listening, Refusals, url_of
-from agl_core.server.otlp import SpanIntake, TraceService, traces_route
+from agl_core.server.otlp import SpanIntake
 from agl_core.server.queue import RolloutQueue
-from agl_core.server.source import RolloutSource
+from agl_core.server.routes import DIALECTS, PASSED_ON, ModelCalls, Passthrough, models_routes, unserved
+from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
 from agl_core.wire.workers import Activity, Health, RunningAttempt
-
-if TYPE_CHECKING:
-    from agl_core.server.otlp_grpc import GrpcTraces
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
@@ -89,16 +83,15 @@ class LightningServer:
             lease=listen.lease,
         )
         self.worker_key = keys.worker
-        self.keys, self._host, self._port, self._otlp_port = keys, listen.host, listen.port, listen.otlp_port
+        self.keys, self._host, self._port = keys, listen.host, listen.port
         self._relay = Relay(self.queue.lend)
         self._relay.withdraw()
         self._upstream, self._settings = upstream, settings
         self._source = source
-        self._gateway = Gateway(Attribution(keys, self.queue, source), store, self._relay)
+        attribution = Attribution(keys, self.queue, source)
+        self._gateway = Gateway(attribution, store, self._relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
-        self._intake = SpanIntake(store)
-        self._traces = TraceService(self.queue, self._intake, keys=keys, source=source)
-        self._grpc: GrpcTraces | None = None
+        self._intake = SpanIntake(store, attribution)
         self._refusals = Refusals()
         self._listening: Listening | None = None
         self._watching: list[asyncio.Task[None]] = []
@@ -107,11 +100,6 @@ class LightningServer:
     def base_url(self) -> str:
         """Where the server listens, without a path; known once it has started."""
         return url_of(self._host, self._port)
-
-    @property
-    def otlp_port(self) -> int | None:
-        """Where spans come in over gRPC; known once the server has started."""
-        return self._grpc.port if self._grpc else None
 
     @property
     def versions(self) -> dict[str, int]:
@@ -142,8 +130,6 @@ class LightningServer:
         except ServerError:
             await self.stop()
             raise
-        if self._otlp_port is not None:
-            await self._start_grpc(self._otlp_port)
 
     async def begin(self, run: Run) -> None:
         """Take in the rollouts of this restart; what earlier ones left unfinished ends as lost."""
@@ -174,8 +160,6 @@ class LightningServer:
         self.queue.stop()
         for task in self._watching:
             task.cancel()
-        if self._grpc is not None:
-            await self._grpc.stop()
         await self._gateway.stop()
         await listening.stop()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -184,16 +168,6 @@ class LightningServer:
         await self._passthrough.stop()
         self._relay.withdraw()
 
-    async def _start_grpc(self, port: int) -> None:
-        from agl_core.server.otlp_grpc import GrpcTraces
-
-        self._grpc = GrpcTraces(self._traces, host=self._host, port=port)
-        try:
-            await self._grpc.start()
-        except ServerError:
-            await self.stop()
-            raise
-
     async def __aenter__(self) -> LightningServer:
         await self.start()
         return self
@@ -201,7 +175,9 @@ class LightningServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def _counted(self) -> dict[str, int]:
+    @property
+    def counts(self) -> dict[str, int]:
+        """What gateway, intake and source of rollouts counted since the start, by name."""
         spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
         of_source = {} if self._source is None else self._source.counters
         return dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count} | {**of_source}
@@ -218,7 +194,7 @@ class LightningServer:
             queued=self.queue.queued,
             running=self.queue.running,
             waiting=self.queue.waiting,
-            counters=self._counted(),
+            counters=self.counts,
         )
 
     def activity(self) -> Activity:
@@ -260,16 +236,14 @@ class LightningServer:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
                 return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
-            others = (
-                f" and /v1/traces, and GET /v1/models, also below {_PREFIX}; {', '.join(sorted(PASSED_ON))} and GET "
-                "/v1/models/ID are passed on"
-            )
+            passed = ", ".join(sorted(PASSED_ON))
+            others = f" and /v1/traces, and GET /v1/models, also below {_PREFIX}; {passed} are passed on"
             return unserved(request, error, "agl", others)
 
         return Starlette(
             routes=[
-                *(models_route(f"{prefix}/v1/models", models) for prefix in (_PREFIX, "")),
-                *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
+                *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, models)),
+                *(self._intake.route(f"{prefix}/v1/traces") for prefix in (_PREFIX, "")),
                 *worker_routes(self.keys, self.queue, self._health, self.activity),
                 *(() if self._source is None else self._source.routes),
                 Route("/openapi.json", openapi),

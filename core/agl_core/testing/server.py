@@ -25,7 +25,7 @@ from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
 from agl_core.protocols import Adapter, Upstream
 from agl_core.server import LightningServer
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.upstream import RunSettings
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.upstream import ScriptedUpstream

@@ -15,7 +15,7 @@ from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
 from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, TrainingError, last_frames
 from agl_core.protocols import RecordedTasks, Tracker
-from agl_core.server.source import SourceFactory
+from agl_core.server.keys import SourceFactory
 from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
 from agl_core.training.evaluate import Evaluated

@@ -16,8 +16,8 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import CheckpointError, ConfigError, ServerError, StoreError
 from agl_core.server import Keys, LightningServer
-from agl_core.server.gateway.upstream import RunSettings
-from agl_core.server.source import RolloutSource, SourceFactory
+from agl_core.server.keys import RolloutSource, SourceFactory
+from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
 from agl_core.wire.keys import SERVER_FILE, ServerFile, problem_of_key, take_key

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from agl_core import errors
 from agl_core.engines.child import Host
+from agl_core.engines.updates import UpdateRequest
 from agl_core.protocols import Progress, UpdateResult
-from agl_core.wire.updates import UpdateRequest
 
 
 class Script(BaseModel):

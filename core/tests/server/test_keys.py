@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import openai
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.trace import Tracer
 
 from agl_core.client.http import LightningClient
@@ -118,44 +116,25 @@ def tool(tracer: Tracer) -> None:
     tracer.start_span("execute_tool look_up", attributes={"gen_ai.operation.name": "execute_tool"}).end()
 
 
-async def test_spans_come_in_for_the_keys_own_attempt_only(http: httpx.AsyncClient) -> None:
-    """Over both transports. Without a path or a header the key says whose they are, whatever their resource says."""
-    async with running_stack(otlp_port=0) as stack:
-        own, other = await stack.lease(), await stack.lease()
-        key = {"authorization": f"Bearer {stack.server.keys.of_attempt(own)}"}
-        kind = {"content-type": "application/x-protobuf"}
-        others = {"agl.rollout": f"{other.rollout}/0"}
+async def test_spans_come_in_for_the_keys_own_attempt_only(stack: Stack, http: httpx.AsyncClient) -> None:
+    """Without a path or a header the key says whose they are, whatever their resource says."""
+    own, other = await stack.lease(), await stack.lease()
+    body = exported(tool, **{"agl.rollout": f"{other.rollout}/0"}).SerializeToString()
 
-        async def over_http(url: str, **headers: str) -> int:
-            body = exported(tool, **others).SerializeToString()
-            return (await http.post(f"{url}/traces", content=body, headers={**key, **kind, **headers})).status_code
+    async def export(url: str, **headers: str) -> int:
+        sent = {
+            "authorization": f"Bearer {stack.server.keys.of_attempt(own)}",
+            "content-type": "application/x-protobuf",
+            **headers,
+        }
+        return (await http.post(f"{url}/traces", content=body, headers=sent)).status_code
 
-        assert await over_http(stack.url(other)) == 401
-        assert await over_http(stack.url(), **{HEADER_ROLLOUT: f"{other.rollout}/0"}) == 401
-        assert await over_http(stack.url(), authorization="Bearer agl-wrong") == 401
-        assert await over_http(stack.url()) == 200
-        assert len(await stack.store.tool_results([own])) == 1
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.server.otlp_port}") as channel:
-            export = TraceServiceStub(channel).Export
-            metadata = [*key.items(), (HEADER_ROLLOUT, f"{other.rollout}/0")]
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await export(exported(tool, **others), metadata=metadata)
-            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            await export(exported(tool, **others), metadata=list(key.items()))
-        assert len(await stack.store.tool_results([own])) == 2
-        assert await stack.store.tool_results([other]) == []
-
-
-async def test_the_port_for_spans_is_freed_and_may_be_taken() -> None:
-    async with running_stack(otlp_port=0) as stack:
-        port = stack.server.otlp_port
-        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{port}"):
-            async with running_stack(otlp_port=port):
-                pass
-    async with running_stack(otlp_port=port) as stack:
-        assert stack.server.otlp_port == port
-    async with running_stack() as stack:
-        assert stack.server.otlp_port is None
+    assert await export(stack.url(other)) == 401
+    assert await export(stack.url(), **{HEADER_ROLLOUT: f"{other.rollout}/0"}) == 401
+    assert await export(stack.url(), authorization="Bearer agl-wrong") == 401
+    assert await export(stack.url()) == 200
+    assert len(await stack.store.tool_results([own])) == 1
+    assert await stack.store.tool_results([other]) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.invalid"])

@@ -15,7 +15,7 @@ from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
-from agl_core.server.gateway.gateway import call_seed
+from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.metrics import Observer

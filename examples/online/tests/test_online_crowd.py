@@ -10,7 +10,7 @@ from users import Crowd, Visit, honest, travellers
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server import Keys
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.upstream import RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import CallTools, Received, Say
 from agl_core.testing.server import running_stack

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from agl_core.config.defaults import LARGEST
+from agl_core.engines.updates import UpdateRequest, decode_result, encode_result
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
-from agl_core.wire.updates import UpdateRequest, decode_result, encode_result
 from agl_torch.models.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.policies import Policies

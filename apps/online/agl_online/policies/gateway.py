@@ -14,16 +14,16 @@ from starlette.types import ASGIApp
 
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
+from agl_core.server.answered import Answered, Exchange
 from agl_core.server.api import unless_gone
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.errors import ApiError, as_answer
-from agl_core.server.gateway.answered import Answered, Exchange
-from agl_core.server.gateway.gateway import forwarded
-from agl_core.server.gateway.reply import Reply, read_reply
-from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
-from agl_core.server.gateway.upstream import UpstreamClient
+from agl_core.server.gateway import forwarded
 from agl_core.server.keys import carries, is_loopback
 from agl_core.server.listening import Listening, Refusals
+from agl_core.server.reply import Reply, read_reply
+from agl_core.server.routes import ModelCalls, models_routes, unserved
+from agl_core.server.upstream import UpstreamClient
 from agl_core.wire.keys import problem_of_key
 from agl_online.policies.shelf import Shelf
 from agl_online.wire import HEADER_ANSWERED
@@ -81,10 +81,6 @@ class PolicyServer:
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))
 
-    async def answered(self, request: Request) -> Answered:
-        self._check(request)
-        return self._answered
-
     async def _reply(self, dialect: Dialect, asked: ModelRequest, model: str, max_tokens: int) -> Reply:
         limit = max_tokens if asked.requested.max_tokens is None else asked.requested.max_tokens
         upstream = replace(self._upstream, models={model: model})
@@ -122,7 +118,7 @@ class PolicyServer:
         async def unknown(request: Request, error: Exception) -> Response:
             return unserved(request, error, "agl policy serve", ", and GET /v1/models")
 
-        return Starlette(routes=[models_route("/v1/models", models)], exception_handlers={404: unknown, 405: unknown})
+        return Starlette(routes=models_routes("", models), exception_handlers={404: unknown, 405: unknown})
 
 
 def check_key(host: str, key: str | None) -> None:

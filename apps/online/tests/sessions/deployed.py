@@ -14,7 +14,7 @@ import openai
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.upstream import RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream

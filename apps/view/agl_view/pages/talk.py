@@ -17,7 +17,7 @@ from starlette.responses import Response
 from agl_core.errors import AglError
 from agl_core.protocols import Upstream
 from agl_core.server.errors import ApiError
-from agl_core.server.gateway.upstream import UpstreamClient
+from agl_core.server.upstream import UpstreamClient
 from agl_core.types import Call, Json, RolloutState
 from agl_view.pages.base import BadQueryError, Pages, number
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
+from agl_core.server.answered import Answered
 from agl_core.server.dialects import fields
 from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, chunk_stream, pieces, rendered
-from agl_core.server.gateway.answered import Answered
-from agl_core.server.gateway.reply import Reply
+from agl_core.server.reply import Reply
 from agl_core.types import Json
 
 

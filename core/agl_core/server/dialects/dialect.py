@@ -15,10 +15,10 @@ from urllib.parse import quote
 import orjson
 from starlette.responses import Response
 
+from agl_core.server.answered import Answered, Message
 from agl_core.server.dialects import fields
 from agl_core.server.errors import ApiError, openai_error
-from agl_core.server.gateway.answered import Answered, Message
-from agl_core.server.gateway.reply import Reply
+from agl_core.server.reply import Reply
 from agl_core.types import Json, Sampling
 from agl_core.wire.headers import HEADER_IGNORED
 

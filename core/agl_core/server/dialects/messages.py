@@ -17,11 +17,11 @@ from typing import Any, ClassVar, TypeAlias
 import orjson
 from starlette.responses import Response
 
+from agl_core.server.answered import Answered, Message
 from agl_core.server.dialects import fields
 from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, event_stream, pieces, rendered
 from agl_core.server.errors import ApiError
-from agl_core.server.gateway.answered import Answered, Message
-from agl_core.server.gateway.reply import Reply, reasoning_of
+from agl_core.server.reply import Reply, reasoning_of
 from agl_core.types import FinishReason, Json
 
 _Blocks: TypeAlias = list[tuple[str, dict[str, Any]]]

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
+from agl_core.server.answered import NOT_KEPT, Answered, Message
 from agl_core.server.dialects import fields
 from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, event_stream, pieces, rendered
 from agl_core.server.dialects.responses_input import item_id, read_input
-from agl_core.server.gateway.answered import NOT_KEPT, Answered, Message
-from agl_core.server.gateway.reply import Reply, called, reasoning_of
+from agl_core.server.reply import Reply, called, reasoning_of
 from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -122,7 +122,6 @@ class Responses(Dialect):
         if self.counts:
             return rendered({"object": "response.input_tokens", "input_tokens": reply.usage.prompt})
         response = _response(request, reply)
-        answered.keep(reply.id, response)
         return event_stream(_stream_events(response)) if request.stream else rendered(response)
 
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from agl_core.server.answered import NOT_KEPT, Answered, Message
 from agl_core.server.dialects import fields
-from agl_core.server.gateway.answered import NOT_KEPT, Answered, Message
-from agl_core.server.gateway.reply import reasoning_of
+from agl_core.server.reply import reasoning_of
 from agl_core.types import Json
 
 _ROLES = ("user", "assistant", "system", "developer")

@@ -19,7 +19,7 @@ import numpy as np
 from aiohttp import web
 
 from agl_core.config.models import SamplingSection
-from agl_core.server.gateway.answered import HEADER_STAINLESS
+from agl_core.server.answered import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.adapters.driver import (
     API_NAMES,

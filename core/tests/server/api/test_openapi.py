@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from agl_core.server import LightningServer
-from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.upstream import RunSettings
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack, running_stack

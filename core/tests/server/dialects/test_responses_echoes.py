@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.server.gateway.answered import MAX_KEPT
+from agl_core.server.answered import MAX_KEPT
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Ending
@@ -121,7 +121,7 @@ async def test_the_oldest_responses_are_forgotten(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     assert MAX_KEPT >= 100
-    monkeypatch.setattr(f"agl_core.server.gateway.answered.{limit}", value)
+    monkeypatch.setattr(f"agl_core.server.answered.{limit}", value)
     client = stack.client(await stack.lease())
     ids = [(await client.responses.create(model="m", input=f"q{each}" + 4000 * " ")).id for each in range(3)]
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -133,7 +133,7 @@ async def test_the_oldest_responses_are_forgotten(
 async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_core.server.gateway.answered.MAX_KEPT", 2)
+    monkeypatch.setattr("agl_core.server.answered.MAX_KEPT", 2)
     client = stack.client(await stack.lease())
     for _ in range(4):
         stack.upstream.script(reply(PARALLEL))
@@ -270,33 +270,6 @@ async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
     assert (raised.value.code, raised.value.param) == ("item_not_found", "input[1]")
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, streamed: bool) -> None:
-    client = stack.client(await stack.lease())
-    asked: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
-    if streamed:
-        response: Any = [event async for event in await client.responses.create(**asked, stream=True)][-1].response
-    else:
-        response = await client.responses.create(**asked)
-    assert await client.responses.retrieve(response.id) == response
-    echo: Any = [user(), *response.output, user()]
-    await client.responses.delete(response.id)
-    for asking in (client.responses.retrieve(response.id), client.responses.delete(response.id)):
-        with pytest.raises(openai.NotFoundError, match="agl keeps the last") as raised:
-            await asking
-        assert raised.value.code == "response_not_found"
-    with pytest.raises(openai.BadRequestError):
-        await client.responses.create(model="m", input="y", previous_response_id=response.id)
-    await client.responses.create(model="m", input=echo)
-    unstored = await client.responses.create(**asked, store=False)
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(unstored.id)
-    other = stack.client(await stack.lease())
-    stored = await client.responses.create(**asked)
-    with pytest.raises(openai.NotFoundError):
-        await other.responses.retrieve(stored.id)
-
-
 async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
     key = await stack.lease()
     client, anthropics = stack.client(key), client_of(stack, key)
@@ -318,7 +291,7 @@ async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
 
 async def test_what_is_kept_of_all_open_attempts_is_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt that was not used for longest loses it: that costs a call anew, or a clear refusal, and no call."""
-    monkeypatch.setattr("agl_core.server.gateway.answered.MAX_TOTAL_BYTES", 60_000)
+    monkeypatch.setattr("agl_core.server.answered.MAX_TOTAL_BYTES", 60_000)
     text = 4000 * " "
     keys = [await stack.lease() for _ in range(8)]
     clients = [stack.client(key) for key in keys]

@@ -56,7 +56,7 @@ async def test_a_summary_of_reasoning_is_not_required(stack: Stack) -> None:
     assert not {"reasoning", "include", "store"} & set(received.body)
 
 
-async def test_hosted_tools_are_passed_on_and_named_only_where_they_are_refused(stack: Stack) -> None:
+async def test_hosted_tools_are_the_model_servers_affair(stack: Stack) -> None:
     key = await stack.lease()
     client = stack.client(key)
     stack.upstream.script(Say("found"), Fail(400, {"error": {"message": "no such tool."}}))
@@ -64,27 +64,8 @@ async def test_hosted_tools_are_passed_on_and_named_only_where_they_are_refused(
     assert response.output_text == "found"
     assert stack.upstream.received[0].body["tools"] == [HOSTED]
     assert stack.upstream.received[0].body["tool_choice"] == {"type": "web_search_preview"}
-    with pytest.raises(openai.BadRequestError, match=r"no such tool\. .*tools\[0\] is of type 'web_search'"):
+    with pytest.raises(openai.BadRequestError, match="no such tool"):
         await client.responses.create(**ASKED, tools=[HOSTED])
-
-
-async def test_a_refusal_that_has_another_cause_stays_as_it_is(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Fail(429, {"error": {"message": "slow down"}}), Fail(400, {"error": {"message": "no"}}))
-    with pytest.raises(openai.RateLimitError) as busy:
-        await stack.client(key).responses.create(**ASKED, tools=[HOSTED])
-    with pytest.raises(openai.BadRequestError) as plain:
-        await stack.client(key).responses.create(**ASKED)
-    assert "web_search" not in str(busy.value)
-    assert "may not take" not in str(plain.value)
-
-
-async def test_images_are_named_where_they_are_refused(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Fail(400, {"error": {"message": "not a multimodal model"}}))
-    parts: Any = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "data:image/png,x"}}]
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[1\] is of type 'image_url'"):
-        await stack.client(key).chat.completions.create(model="default", messages=[{"role": "user", "content": parts}])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -184,7 +184,7 @@ async def test_an_agent_that_broke_because_the_model_server_was_gone_is_lost(
     await stack.client(key).chat.completions.create(**GOOD)
     stack.upstream.script(Drop())
     response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
-    assert (response.status_code, error_of(response)["code"]) == (502, "upstream_broken")
+    assert (response.status_code, error_of(response)["code"]) == (502, "upstream_gone")
     if came_back:
         await stack.client(key).chat.completions.create(**GOOD)
     closed = await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="502"))

@@ -90,7 +90,7 @@ async def test_agls_own_marker_makes_a_retry(stack: Stack) -> None:
 async def test_replies_are_kept_for_the_latest_calls(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(f"agl_core.server.gateway.answered.{limit}", value)
+    monkeypatch.setattr(f"agl_core.server.answered.{limit}", value)
     key = await stack.lease()
     stack.upstream.script(*(Say(1000 * "x") for _ in range(10)))
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
 from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from agl_core.server.gateway import upstream
-from agl_core.server.gateway.upstream import REST, SLACK, Router
-from agl_core.testing.scripts import Drop, Fail
-from agl_core.testing.server import Stack, running_stack
+from agl_core.protocols import Upstream
+from agl_core.server.upstream import REST, SLACK, UpstreamClient
+from agl_core.testing.scripts import Drop, Fail, Hold
+from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import AttemptKey
 
 ASKED: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -40,67 +38,34 @@ class Clock:
         return self.now
 
 
-def router(servers: int = 3) -> tuple[Router, Clock]:
+def client_of(*urls: str, clock: Clock | None = None) -> UpstreamClient:
+    return UpstreamClient(Upstream(urls, {"default": "m"}, "key"), 10, clock or Clock())
+
+
+async def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
+    release = asyncio.Event()
+    async with two_servers() as (_, first, second):
+        client, key = client_of(first.url, second.url), AttemptKey("mine", 0)
+        for server in (first, second):
+            server.script(*(Hold(release=release) for _ in range(SLACK + 2)))
+        asking = [asyncio.create_task(client.complete(ASKED, key)) for _ in range(SLACK + 2)]
+        await until(lambda: len(first.received) + len(second.received) == SLACK + 2)
+        assert {len(first.received), len(second.received)} == {SLACK + 1, 1}
+        release.set()
+        await asyncio.gather(*asking)
+        client.close()
+
+
+async def test_a_server_that_is_away_is_left_alone_for_a_while() -> None:
     clock = Clock()
-    return Router([f"s{i}" for i in range(servers)], clock), clock
-
-
-def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
-    routed, _ = router(2)
-    home = routed.of("mine")
-    with ExitStack() as requests:
-        for _ in range(SLACK):
-            requests.enter_context(routed.lent("mine"))
-        assert routed.of("mine") == home
-        requests.enter_context(routed.lent("mine"))
-        moved = routed.of("mine")
-        assert moved != home
-    assert routed.of("mine") == moved, "its prefixes are cached there now"
-
-
-def test_a_server_that_is_away_is_left_alone_and_then_tried_by_one_request_at_a_time() -> None:
-    routed, clock = router(2)
-    home = routed.of("mine")
-    routed.mark(home, away=True)
-    assert routed.of("mine") != home
-    assert not routed.has_other({next(url for url in ("s0", "s1") if url != home)})
-    clock.now = REST
-    for each in range(4):  # Rollouts that both servers had had alike.
-        routed.of(f"other {each}")
-    with ExitStack() as requests:
-        chosen = [requests.enter_context(routed.lent(f"new {each}")) for each in range(6)]
-        assert chosen.count(home) == 1
-        routed.mark(home, away=False)
-        chosen = [requests.enter_context(routed.lent(f"newer {each}")) for each in range(6)]
-        assert chosen.count(home) > 3
-
-
-def test_rollouts_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "MAX_ROLLOUTS", 10)
-    routed, _ = router(2)
-    for each in range(1000):
-        routed.of(str(each))
-    assert len(routed._home) == 10
-    assert sum(server.rollouts for server in routed._servers.values()) == 10
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["answers", "is missed", "time passes"])), max_size=60))
-def test_a_request_goes_to_a_server_that_is_there_if_one_is(story: list[tuple[int, str]]) -> None:
-    routed, clock = router()
-    away: set[str] = set()
-    for rollout, event in story:
-        with routed.lent(str(rollout)) as url:
-            assert url not in away or len(away) == 3
-            if event == "answers":
-                routed.mark(url, away=False)
-                away.discard(url)
-            elif event == "is missed":
-                routed.mark(url, away=True)
-                away.add(url)
-            else:
-                clock.now += REST
-                away.clear()
-    assert set(routed.under_way.values()) == {0}
+    async with ScriptedUpstream() as there:
+        client = client_of("http://127.0.0.1:9/v1", there.url, clock=clock)
+        for number in range(20):
+            await client.complete(ASKED, AttemptKey(str(number), 0))
+        assert {client.server_of(str(number)) for number in range(40)} == {there.url}
+        clock.now = REST
+        assert len({client.server_of(str(number)) for number in range(40, 80)}) == 2
+        client.close()
 
 
 async def test_when_a_server_dies_its_rollouts_go_on_at_the_other() -> None:
@@ -127,19 +92,20 @@ async def test_when_a_server_dies_its_rollouts_go_on_at_the_other() -> None:
 
 @pytest.mark.parametrize("failure", [Drop(), Fail(503)])
 async def test_a_reply_that_breaks_off_is_sampled_at_the_other_server(failure: Any) -> None:
-    async with two_servers() as (stack, first, second):
-        key = await stack.lease()
+    async with two_servers() as (_, first, second):
         first.script(failure)
-        await stack.client(key).chat.completions.create(**ASKED)
-        assert (len(first.received), len(second.received)) == (1, 1)
-        assert len(await stack.calls(key)) == 1
+        client = client_of(first.url, second.url)
+        await asyncio.gather(*(client.complete(ASKED, AttemptKey(str(number), 0)) for number in range(2)))
+        assert (len(first.received), len(second.received)) == (1, 2)
+        client.close()
 
 
 async def test_what_a_server_refuses_is_asked_of_no_other() -> None:
     async with two_servers() as (stack, first, second):
-        first.script(Fail(400), Fail(500))
+        for server in (first, second):
+            server.script(Fail(400), Fail(500))
         key = await stack.lease()
         for refused in (openai.BadRequestError, openai.InternalServerError):
             with pytest.raises(refused):
                 await stack.client(key).chat.completions.create(**ASKED)
-        assert (len(first.received), len(second.received)) == (2, 0)
+        assert {len(first.received), len(second.received)} == {0, 2}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.types import Message
 
-from agl_core.server.gateway.routes import CallRequest
+from agl_core.server.routes import CallRequest
 
 NAMES = ("authorization", "x-agl-agent", "x-api-key", "accept")
 

@@ -6,8 +6,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,7 +20,7 @@ from testing_aids import instrumenting
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Source, ToolResult, ToolStatus
 
-from ..otlp_intake import IntakeStack, exported, flush, running_intake
+from ..otlp_intake import IntakeStack, exported, flush
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 GENAI_AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}
@@ -54,12 +53,6 @@ VOCABULARIES = {
     "genai": (GenAI, GENAI_AGENT, genai_tool),
     "openinference": (OpenInference, OPENINFERENCE_AGENT, openinference_tool),
 }
-
-
-@pytest.fixture
-async def intake(tmp_path: Path) -> AsyncIterator[IntakeStack]:
-    async with running_intake(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture
@@ -97,7 +90,7 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
         await flush(provider)
     await intake.close(key)
 
-    episode = await intake.episode(key)
+    episode = await intake.stack.episode(key)
     assert [t.agent for t in episode.transitions] == ["solver", "solver"]
     assert all(t.has_ids for t in episode.transitions)
     ok, late = episode.transitions[0].tool_results
@@ -105,7 +98,7 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
     assert (ok.arguments, ok.agent) == ({"a": 1}, "solver")
     assert (late.tool_call_id, late.status, late.error) == (second.id, ToolStatus.TIMEOUT, "TimeoutError: 5 s")
     assert episode.unjoined == ()
-    assert (intake.intake.counters.tool_results, intake.intake.counters.named_calls) == (2, 2)
+    assert (intake.counts["tool_results"], intake.counts["named_calls"]) == (2, 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,8 +119,8 @@ async def test_several_instrumentations_at_once_are_one_call(
     (call,) = await intake.stack.calls(key)
     assert call.agent == "solver"
     assert call.parent_span == f"{span.get_span_context().span_id:016x}"
-    assert intake.intake.counters.spans == 3
-    assert intake.intake.counters.named_calls == 1
+    assert intake.counts["spans"] == 3
+    assert intake.counts["named_calls"] == 1
 
 
 async def test_concurrent_agents_are_told_apart(intake: IntakeStack, instrument: Any) -> None:
@@ -171,7 +164,7 @@ async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrumen
     (tool_result,) = await intake.stack.store.tool_results([key])
     assert (before.agent, before.status) == (None, ToolStatus.EMPTY)
     assert (call.agent, tool_result.agent, tool_result.id) == ("solver", "solver", before.id)
-    assert intake.intake.counters.tool_results == 1
+    assert intake.counts["tool_results"] == 1
 
 
 async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> None:
@@ -220,7 +213,7 @@ async def test_tools_without_ids_are_joined_by_span_parentage(intake: IntakeStac
         await react(provider.get_tracer("agent"), intake.stack.client(key))
         await flush(provider)
     await intake.close(key)
-    episode = await intake.episode(key)
+    episode = await intake.stack.episode(key)
     assert [[(o.tool, o.result) for o in t.tool_results] for t in episode.transitions] == [
         [("look_up", "of 1")],
         [("look_up", "of 2")],
@@ -238,7 +231,7 @@ async def test_what_the_agents_own_process_told_by_header_stays(intake: IntakeSt
         await flush(provider)
     (call,) = await intake.stack.calls(key)
     assert (call.agent, call.parent_span) == ("told", "its own")
-    assert intake.intake.counters.named_calls == 0
+    assert intake.counts["named_calls"] == 0
 
 
 async def test_spans_after_the_end_are_counted_and_change_nothing(
@@ -257,7 +250,7 @@ async def test_spans_after_the_end_are_counted_and_change_nothing(
     (call,) = await intake.stack.calls(key)
     assert call.agent is None
     assert await intake.stack.store.tool_results([key]) == []
-    assert (intake.intake.counters.late, intake.intake.counters.spans) == (3, 0)
+    assert (intake.counts["late"], intake.counts["spans"]) == (3, 0)
     assert caplog.text.count("flush before the agent returns") == 1
 
 

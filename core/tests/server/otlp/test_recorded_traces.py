@@ -6,17 +6,15 @@ Each file of `recorded` has what the model said and was sent, and the export, wi
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode
 
-from ..otlp_intake import IntakeStack, running_intake
+from ..otlp_intake import IntakeStack
 
 RAN = (
     '{"blocks":[{"text":"%s"}],"tool_name":"weather","raw_input":{"args":[],"kwargs":{"city":"%s"}},'
@@ -25,12 +23,6 @@ RAN = (
 """What LlamaIndex's span says of a tool."""
 
 RECORDED = Path(__file__).parent / "recorded"
-
-
-@pytest.fixture
-async def intake(tmp_path: Path) -> AsyncIterator[IntakeStack]:
-    async with running_intake(tmp_path) as running:
-        yield running
 
 
 async def replayed(name: str, intake: IntakeStack) -> Episode:
@@ -49,7 +41,7 @@ async def replayed(name: str, intake: IntakeStack) -> Episode:
         taken = await http.post(intake.url(key), content=export, headers=headers)
         assert taken.json().get("partialSuccess", {}) == {}
     await intake.close(key)
-    return await intake.episode(key)
+    return await intake.stack.episode(key)
 
 
 def seen(episode: Episode) -> list[tuple[Any, ...]]:

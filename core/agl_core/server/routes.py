@@ -1,5 +1,5 @@
-"""The routes of model calls, found without a router because they are nearly all that a server is asked; and what
-clients of model APIs get at other paths.
+"""The routes of agents: model calls, found without a router because they are nearly all that a server is asked; what is
+passed on without being recorded; the lists of models; and what clients get at other paths.
 
 Clients put together what they are given in many ways: with and without /v1, with slashes too many, and as Azure has it.
 `find_route` makes one path of them all.
@@ -11,8 +11,10 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import quote
 
+import httpx
 import orjson
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -21,15 +23,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agl_core.config.models import PassthroughSection
+from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.dialects.chat import ChatCompletions, Completions
-from agl_core.server.dialects.dialect import Dialect, rendered
+from agl_core.server.dialects.dialect import Dialect
 from agl_core.server.dialects.messages import Messages
 from agl_core.server.dialects.responses import Responses
-from agl_core.server.errors import ApiError, as_answer, openai_error
-from agl_core.server.gateway.answered import NOT_KEPT, Answered
-from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough, is_passed_on
+from agl_core.server.errors import ApiError, openai_error
 from agl_core.server.listening import LARGEST_BODY, body_too_large, decompressed
 from agl_core.wire.headers import HEADER_IGNORED
+
+if TYPE_CHECKING:
+    from agl_core.server.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +46,35 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages/count_tokens": Messages(counts=True),
     "/v1/completions": Completions(),
 }
+PASSED_ON = frozenset(
+    {
+        "/v1/audio/speech",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/embeddings",
+        "/v1/images/edits",
+        "/v1/images/generations",
+        "/v1/images/variations",
+        "/v1/moderations",
+        "/v1/rerank",
+    }
+)
+"""No other route is passed on: the key would let agents reach files, and make other model calls."""
 _MAX_NOTES = 100
 """Different notes that are logged."""
 _PATH = re.compile(
     r"(?P<prefix>/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
     r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>[^/]+))?)(?P<route>/.*[^/])/*"
 )
-_RESPONSES = "/v1/responses/"
-_BARE = frozenset({*DIALECTS, *PASSED_ON, "/v1/models", "/v1/traces"})
+_MODELS = "/v1/models"
+_BARE = frozenset({*DIALECTS, *PASSED_ON, _MODELS, "/v1/traces"})
 """Routes that are also served without /v1."""
+_CONNECT, _ANSWER = 10.0, 120.0
+"""Seconds until the other server must be reached, and until it must send: a batch of embeddings, or an image."""
+_SETTING = (
+    "To have it served, name a server that does in the run's configuration: [gateway.passthrough] url = "
+    '"https://…/v1" and api_key_env = "VARIABLE".'
+)
 
 
 class ModelRoute(NamedTuple):
@@ -68,9 +93,6 @@ class ModelCallHandler(Protocol):
 
     async def answer(self, request: Request, dialect: Dialect) -> Response: ...
 
-    async def answered(self, request: Request) -> Answered:
-        """The replies that a request may ask for; ApiError if it may not."""
-
 
 class ModelCalls:
     """Answers POST requests to the dialects' routes, alone or below an attempt's path.
@@ -83,39 +105,23 @@ class ModelCalls:
         self._noted: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        target, method = find_route(scope["path"]), scope["method"]
+        target = find_route(scope["path"])
         if target is None:
             await self._app(scope, receive, send)
             return
-        request = CallRequest({**scope, "path_params": target.parameters}, receive)
-        dialect = DIALECTS.get(target.route) if method == "POST" else None
+        is_post = scope["method"] == "POST"
+        dialect = DIALECTS.get(target.route) if is_post else None
         if dialect is not None:
+            request = CallRequest({**scope, "path_params": target.parameters}, receive)
             response = await self._handler.answer(request, dialect)
             self._note(target.route, response.headers.get(HEADER_IGNORED))
-        elif self._passthrough is not None and is_passed_on(method, target.route):
-            raw = find_route(scope["raw_path"].decode("latin-1")) or target
-            request.scope["raw_path"] = raw.path.encode("latin-1")
+        elif is_post and self._passthrough is not None and target.route in PASSED_ON:
+            request = CallRequest({**scope, "path_params": target.parameters}, receive)
             response = await self._passthrough.answer(request, target.route)
-        elif target.route.startswith(_RESPONSES) and method in ("GET", "DELETE"):
-            response = await self._kept(request, target.route.removeprefix(_RESPONSES))
         else:
             await self._app({**scope, "path": target.path}, receive, send)
             return
         await response(scope, receive, send)
-
-    async def _kept(self, request: Request, id: str) -> Response:
-        """Answer a request for a response that was given before, or for its removal."""
-        try:
-            answered = await self._handler.answered(request)
-            response = answered.response(id)
-            if response is None:
-                raise ApiError(404, f"There is no response {id!r}. {NOT_KEPT}", code="response_not_found")
-            if request.method == "DELETE":
-                answered.drop(id)
-                response = {"id": id, "object": "response", "deleted": True}
-            return rendered(response)
-        except Exception as error:
-            return openai_error(as_answer(error, request.url.path))
 
     def _note(self, route: str, ignored: str | None) -> None:
         """Log once what requests ask for and do not get."""
@@ -159,6 +165,67 @@ class _IndexedHeaders(Headers):
         return isinstance(key, str) and key.lower().encode("latin-1") in self._first
 
 
+class Passthrough:
+    """Passes requests that no policy answers to the server that `settings` name, or else to the model server.
+
+    Agents with retrieval ask for embeddings beside their model calls, others for moderations, speech or images. These
+    requests are counted and not recorded; the key that they go on with is one that agents never see.
+    """
+
+    def __init__(self, gateway: Gateway, settings: PassthroughSection, api_key: str | None) -> None:
+        self._gateway = gateway
+        self._url, self._api_key = settings.url, api_key
+        self._client: httpx.AsyncClient | None = None
+
+    async def answer(self, request: Request, route: str) -> Response:
+        """The other server's reply."""
+        attempt: ActiveAttempt | None = None
+        try:
+            attempt = await self._gateway.attribution.open(request)
+            return await self._passed_on(request, route, attempt)
+        except ApiError as refused:
+            if attempt is not None:
+                attempt.count_failure(refused)
+            return openai_error(refused)
+
+    async def stop(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _passed_on(self, request: Request, route: str, attempt: ActiveAttempt) -> Response:
+        base, key = self._url, self._api_key
+        if base is None:
+            served = self._gateway.served(attempt)
+            base, key = served.client.server_of(attempt.key.rollout), served.upstream.api_key
+        headers = {name: request.headers[name] for name in ("accept", "content-type") if name in request.headers}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        url, body = f"{base.rstrip('/')}{route.removeprefix('/v1')}", await request.body()
+        self._gateway.count_unrecorded(attempt, route.removeprefix("/v1/"))
+        if self._client is None:
+            # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
+            timeout = httpx.Timeout(_ANSWER, connect=_CONNECT)
+            self._client = httpx.AsyncClient(timeout=timeout, trust_env=self._url is not None)
+        try:
+            reply = await self._client.post(url, headers=headers, params=request.query_params, content=body)
+        except httpx.TimeoutException as error:
+            raise _failed(504, f"The server at {base} did not answer {route} in {_ANSWER:g} seconds.") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _failed(502, f"The server at {base} cannot be asked for {route}: {error}.") from error
+        status = reply.status_code
+        if status in (401, 403) or reply.is_redirect:
+            raise _failed(502, f"The server at {base} answered {status} to agl's own request for {route}. {_SETTING}")
+        if status in (404, 405, 501) and b"model" not in reply.content:
+            text = f"The server at {base} does not serve POST {route}: it answered {status}. {_SETTING}"
+            raise ApiError(404, text, type="upstream_error", code="not_served")
+        kept = ("content-type", "content-disposition", "retry-after", "x-request-id")
+        return Response(reply.content, status, {name: reply.headers[name] for name in kept if name in reply.headers})
+
+
+def _failed(status: int, message: str) -> ApiError:
+    return ApiError(status, message, type="upstream_error", code="passthrough_failed")
+
+
 def find_route(path: str) -> ModelRoute | None:
     """What a path, decoded, says; None if it is of no model API, alone or after an attempt's.
 
@@ -171,28 +238,34 @@ def find_route(path: str) -> ModelRoute | None:
     if match is None:
         return None
     route = f"/v1{match['route']}"
-    if not match["base"] and route not in _BARE and not route.startswith(("/v1/models/", _RESPONSES)):
+    if not match["base"] and route not in _BARE and not route.startswith(f"{_MODELS}/"):
         return None
     named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
     return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
 
 
-def models_route(path: str, models: Callable[[Request], Awaitable[Mapping[str, Mapping[str, str]]]]) -> Route:
-    """The list of models that a request may name; `models` finds each one's fields beside OpenAI's."""
+def models_routes(
+    prefix: str, models: Callable[[Request], Awaitable[Mapping[str, Mapping[str, str]]]]
+) -> Sequence[Route]:
+    """The list of models that a request may name, and each; `models` finds their fields beside OpenAI's."""
     started = int(time.time())
 
     async def listed(request: Request) -> Response:
+        name = request.path_params.get("model")
         try:
-            names = await models(request)
+            entries = {
+                model: {"id": model, "object": "model", "created": started, "owned_by": "agl", **more}
+                for model, more in (await models(request)).items()
+            }
+            if name is not None and name not in entries:
+                raise ApiError(404, f"There is no model {quote(name)!r} here.", code="model_not_found")
         except ApiError as error:
             return openai_error(error)
-        entries = [
-            {"id": name, "object": "model", "created": started, "owned_by": "agl", **more}
-            for name, more in names.items()
-        ]
-        return Response(orjson.dumps({"object": "list", "data": entries}), media_type="application/json")
+        content = {"object": "list", "data": [*entries.values()]} if name is None else entries[name]
+        return Response(orjson.dumps(content), media_type="application/json")
 
-    return Route(path, listed, methods=["GET"])
+    paths = (f"{prefix}{_MODELS}", f"{prefix}{_MODELS}/{{model:path}}")
+    return [Route(path, listed, methods=["GET"]) for path in paths]
 
 
 def unserved(request: Request, error: Exception, who: str, others: str) -> Response:

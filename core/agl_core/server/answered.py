@@ -4,7 +4,7 @@
 - An assistant message that echoes a reply becomes the upstream's own message again. Other APIs than chat completions
   write a reply in another form: arguments of tools as an object and not as text, no content or an empty one.
   Translated back, such a message means the same, but the model server might render it to other tokens.
-- A later request may continue or fetch a reply by its id (Responses API).
+- A later request may continue a reply by its id (Responses API).
 
 All of it is in memory, bounded, and forgotten by a restart.
 """
@@ -22,7 +22,7 @@ import orjson
 from starlette.datastructures import Headers
 
 from agl_core.server.dialects import fields
-from agl_core.server.gateway.reply import RawReply, Reply, called, reasoning_of
+from agl_core.server.reply import RawReply, Reply, called, reasoning_of
 from agl_core.types import Call, Json
 from agl_core.wire.headers import HEADER_RETRY
 
@@ -70,8 +70,6 @@ class Exchange:
     """The upstream's own messages, one of each choice, as a request of a chat repeats them."""
     conversation: Sequence[Message] | None = None
     """All messages up to and with the reply, if a later request may continue it."""
-    response: Mapping[str, Json] | None = None
-    """The reply as its client got it, if a later request may fetch it."""
     size: int = 0
     """Bytes that it keeps."""
     keys: list[tuple[str, Any]] = field(default_factory=list)
@@ -142,23 +140,6 @@ class Answered:
         if conversation is not None:
             exchange.conversation = (*conversation, exchange.messages[0])
         self._grow(exchange, len(reply.raw.body) - exchange.size + (0 if conversation is None else size))
-
-    def keep(self, reply_id: str, response: Mapping[str, Json]) -> None:
-        """Keep a reply as its client got it, if a later request may continue it."""
-        exchange = self._of_reply(reply_id)
-        if exchange is not None and exchange.conversation is not None and exchange.response is None:
-            exchange.response = response
-
-    def response(self, reply_id: str) -> Mapping[str, Json] | None:
-        """A reply as its client got it; None if there is no such reply, or it is forgotten."""
-        exchange = self._of_reply(reply_id)
-        return None if exchange is None else exchange.response
-
-    def drop(self, reply_id: str) -> None:
-        """Refuse to return or continue a reply from now on; its echoes are still known."""
-        exchange = self._of_reply(reply_id)
-        if exchange is not None:
-            exchange.conversation = exchange.response = None
 
     def message(self, reply_id: str) -> Message | None:
         """The upstream's own message of a reply; None if there is no such reply, or it is forgotten."""

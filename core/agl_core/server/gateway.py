@@ -29,14 +29,14 @@ from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
+from agl_core.server.answered import Budget, Exchange
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
-from agl_core.server.gateway.answered import Answered, Budget, Exchange
-from agl_core.server.gateway.attribution import Attribution
-from agl_core.server.gateway.reply import Reply, read_reply
-from agl_core.server.gateway.upstream import Answering, Destination
+from agl_core.server.keys import Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection
+from agl_core.server.reply import Reply, read_reply
+from agl_core.server.upstream import Answering, Destination
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
 from agl_core.wire.headers import (
@@ -166,10 +166,6 @@ class Gateway:
             if attempt is not None:
                 attempt.count_failure(failure)
             return dialect.refuse(failure)
-
-    async def answered(self, request: Request) -> Answered:
-        """What was answered in the attempt that a request belongs to; ApiError as of `Attribution.open`."""
-        return (await self.attribution.open(request)).answered
 
     def count_unrecorded(self, attempt: ActiveAttempt, route: str) -> None:
         """A request of an attempt is answered and not recorded."""
