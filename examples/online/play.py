@@ -3,7 +3,6 @@
     python examples/online/play.py learning without         # what travellers want shifts; with and without learning
     python examples/online/play.py inverted                 # feedback is turned round: the gate stops what comes of it
     python examples/online/play.py unseen                   # … in what the gate cannot see: the canary stops it
-    agl plot runs/online-learning-* runs/online-without-*   # draw what the gate saw
 
 What is kept of a play is in `results.json` beside this file, one entry for each play and seed.
 """

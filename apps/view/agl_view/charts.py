@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TypeAlias
 
 from markupsafe import Markup, escape
@@ -26,6 +27,13 @@ _WIDEST_BAR = 90.0
 _MOST_BARS = 60
 """Steps that have a bar each; with more, the tops of the parts are lines."""
 _COLOURS = 8
+_STYLE = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.line{fill:none}.bar{opacity:.18}.target{fill:none}" + (
+    "".join(
+        f".line.c{at}{{stroke:{colour}}}.bar.c{at},.dot.c{at}{{fill:{colour}}}"
+        for at, colour in enumerate(("#8a8f98", "#2563b8", "#c2571a"))
+    )
+)
+"""Of a picture that stands alone; the pages have style.css."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +47,18 @@ class Chart:
 
 
 def line_chart(
-    title: str, note: str, lines: Mapping[str, Points], link: Link | None = None, *, wide: bool = False
+    title: str,
+    note: str,
+    lines: Mapping[str, Points],
+    link: Link | None = None,
+    *,
+    wide: bool = False,
+    bands: Mapping[str, Points] = MappingProxyType({}),
 ) -> Chart | None:
-    """One line for each name, which may be empty; values that are no numbers are left out. None if nothing is left."""
+    """One line for each name, which may be empty; values that are no numbers are left out. None if nothing is left.
+
+    `bands` has the outline of what lies around a line, by the line's name.
+    """
     finite = {
         name: [(x, y if abs(y) > ROUNDING else 0.0) for x, y in points if math.isfinite(y)]
         for name, points in lines.items()
@@ -49,11 +66,13 @@ def line_chart(
     finite = {name: points for name, points in finite.items() if points}
     if not finite:
         return None
-    values = [y for points in finite.values() for _, y in points]
+    values = [y for points in (*finite.values(), *bands.values()) for _, y in points]
     low = min([0.0, *values]) if min(values) < 0.4 * max(values) else min(values)
     scale = Scale(_steps(finite), low, max(values), _WIDE if wide else _NARROW)
     parts = [*scale.axes()]
-    for at, points in enumerate(finite.values()):
+    for at, (name, points) in enumerate(finite.items()):
+        if name in bands:
+            parts.append(tag("polygon", {"class": f"bar c{at % _COLOURS}", "points": scale.places(bands[name])}))
         if len(points) > 2:  # Two are a before and an after, with nothing known between them.
             parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": scale.places(points)}))
         if len(points) <= 40:
@@ -113,6 +132,23 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
         parts.append(text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
     return Chart(title, note, _svg(title, scale, {}, parts), ())
+
+
+def picture(charts: Sequence[Chart]) -> str:
+    """Line charts side by side as an SVG file, with their legends below."""
+    width, height = _NARROW
+    parts, lines = [tag("style", {}, Markup(_STYLE))], max(len(chart.legend) for chart in charts)
+    for at, chart in enumerate(charts):
+        x = at * (width + 24)
+        place = f'<svg x="{x}" y="20" width="{width}" height="{height}" '
+        parts += [text(x + width / 2, 14, chart.title, "middle"), Markup(str(chart.svg).replace("<svg ", place, 1))]
+        for line, (name, colour) in enumerate(chart.legend):
+            y = height + 36 + 16 * line
+            parts.append(tag("polyline", {"class": f"line {colour}", "points": f"{x + 46},{y - 4} {x + 70},{y - 4}"}))
+            parts.append(text(x + 76, y, name, "start"))
+    whole, below = len(charts) * (width + 24) - 24, height + 36 + 16 * lines
+    box = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {whole} {below}"}
+    return f"{tag('svg', {**box, 'width': str(whole), 'height': str(below)}, Markup('').join(parts))}\n"
 
 
 def sparkline(values: Sequence[float], title: str) -> Markup:

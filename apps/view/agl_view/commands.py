@@ -1,4 +1,4 @@
-"""`agl view` and `agl plot`."""
+"""`agl view`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ Runs = Annotated[
     typer.Argument(help="Runs, or folders of runs; by default the folder ./runs.", metavar="[RUN]..."),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; by default a free one.")]
-PlottedRuns = Annotated[list[Path], typer.Argument(help="Runs, by folder or by name below ./runs.", metavar="RUN...")]
-Out = Annotated[Path, typer.Option(help="The SVG file to write.")]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
 
 
 def add_commands(cli: typer.Typer) -> None:
-    """Add `agl view` and `agl plot`."""
+    """Add `agl view`."""
     cli.command(rich_help_panel="Look at runs")(view)
-    cli.command(rich_help_panel="Look at runs")(plot)
 
 
 def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
@@ -52,18 +49,3 @@ def _has_runs(folder: Path) -> bool:
     from agl_core.config import CONFIG_FILE
 
     return not (folder / CONFIG_FILE).is_file() and any(folder.glob(f"*/{CONFIG_FILE}"))
-
-
-def plot(run: PlottedRuns, out: Out = Path("curves.svg")) -> None:
-    """Draw the rewards of runs over their steps, in training and on each held-out set, as an SVG file.
-
-    Runs that differ in nothing but seed and name are one line, the mean, with a band from the worst seed to the best.
-    """
-    from agl_core.cli.screen import Screen
-    from agl_core.reading.runs import find_run
-    from agl_view.plots import draw, read_curves, seeds_of
-
-    kinds = seeds_of([find_run(name) for name in run])
-    draw({name: list(map(read_curves, folders)) for name, folders in kinds.items()}, out)
-    counts = (f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})" for name, seeds in kinds.items())
-    Screen().print(f"{out}: " + "; ".join(counts))
