@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from agl_core.reading.export import Format, Selection, export_run
+from agl_core.reading.export import Format, export_run
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Reward, RolloutState, Run
@@ -87,7 +87,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTraine
 
 def exported(run: Path, to: Format, folder: Path) -> Dataset:
     file = folder / f"{to.value}.jsonl"
-    asyncio.run(export_run(run, to, file, Selection()))
+    asyncio.run(export_run(run, to, file))
     loaded = load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder / "cache"))
     assert isinstance(loaded, Dataset)
     return loaded

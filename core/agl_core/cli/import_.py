@@ -16,8 +16,7 @@ from agl_core.reading.runs import RUNS
 File = Annotated[
     Path,
     typer.Argument(
-        help="Conversations in OpenAI's chat format or TRL's (prompt and completion), one JSON object a line; or "
-        "episodes: a file, or the folder of agl export --to jsonl."
+        help="Conversations in OpenAI's chat format, or episodes (agl export --to episodes), one JSON object a line."
     ),
 ]
 Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]

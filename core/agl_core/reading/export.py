@@ -1,6 +1,6 @@
-"""`agl export`: a run's rollouts as tables, or as conversations for other trainers.
+"""`agl export`: a run's rollouts as tables, as episodes, or as conversations for other trainers.
 
-The store is read a page at a time, so that a run of any size takes the same memory.
+The store is read a group at a time, so that a run of any size takes the same memory.
 """
 
 from __future__ import annotations
@@ -8,80 +8,37 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from agl_core.errors import ConfigError
-from agl_core.reading.explained import AttemptReport, attempt_reports, counted_of, reward_weights
-from agl_core.reading.metrics import read_metrics
-from agl_core.reading.rollouts import Query, RolloutEntry, entries_of
+from agl_core.reading.explained import AttemptReport, attempt_reports, counted_of
+from agl_core.reading.rollouts import Query, RolloutEntry, entries_of, matching
 from agl_core.reading.runs import open_store
-from agl_core.reading.tables import TABLES, JsonlFile, ParquetFile, Row, TableFile, episode_of, metrics_rows, rows_of
-from agl_core.reading.words import plain
 from agl_core.returns import are_equal
-from agl_core.store.files import is_written
 from agl_core.store.interface import Store
-from agl_core.types import Json, Mode, Rollout, RolloutState, Transition, Verdict
+from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition
 from agl_core.types.forms import to_json
 
-ABOUT = "export.json"
-"""Beside the tables: which run they are of, and the weights of its reward rules."""
-EPISODES = "episodes.jsonl"
-_PAGE = 32
-"""Rollouts that are in memory at a time."""
+_PAGE = 200
+_ROW_GROUP = 256
+"""Rows that Parquet writes together."""
+
+Row: TypeAlias = Mapping[str, Any]
 
 
 class Format(StrEnum):
     """The formats of `agl export`."""
 
     PARQUET = "parquet"
-    JSONL = "jsonl"
+    EPISODES = "episodes"
     SFT = "sft"
     PREFERENCES = "preferences"
-
-    @property
-    def is_tables(self) -> bool:
-        """A folder of tables; the others are one file of conversations."""
-        return self in (Format.PARQUET, Format.JSONL)
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which rollouts, and which of their transitions; None: any."""
-
-    steps: tuple[int, int] | None = None
-    """The first and the last step, both included."""
-    mode: Mode | None = None
-    split: str | None = None
-    low: float | None = None
-    """The least terminal reward."""
-    high: float | None = None
-    """The highest terminal reward; it is included."""
-    agent: str | None = None
-    """One that made a call. Of a transition: the one that made its call."""
-    verdict: Verdict | None = None
-    """Of its health."""
-    held_out: bool = True
-    """Evaluations are selected; if False, only where nothing else was recorded."""
-
-
-@dataclass(slots=True)
-class LeftOut:
-    """How many rollouts are not exported, by reason."""
-
-    unfinished: int = 0
-    """They are not done, or have no attempt that counts."""
-    superseded: int = 0
-    """A later restart of the run resumed from before their step."""
-    unwanted: int = 0
-    """The filters do not ask for them."""
-    held_out: int = 0
-    """They are evaluations, which are not to be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,119 +49,179 @@ class Exported:
     report: AttemptReport
     """Of the attempt that counts."""
 
-    @property
-    def rollout(self) -> Rollout:
-        return self.entry.rollout
-
 
 @dataclass(slots=True)
 class Export:
-    """The files that were written."""
+    """What was written."""
 
     out: Path
-    rows: dict[str, int]
+    rows: Counter[str] = field(default_factory=Counter)
     """By table; of conversations under the format's name."""
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """The number of rollouts that are not exported, by reason."""
     pruned: int = 0
     """Rollouts whose calls were pruned: their transitions have no texts and no tokens."""
 
 
-async def export_run(
-    run: Path, to: Format, out: Path, selection: Selection, tables: Collection[str] = tuple(TABLES)
-) -> Export:
-    """Write the selected data of the run in the folder `run` to `out`, which is made: whole, or not at all.
+async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -> Export:  # noqa: B008
+    """Write the rollouts that match, of the run in the folder `run`, to `out`, which is made: whole, or not at all.
 
-    ConfigError if the run is still written (unless the selection names steps that are complete), if nothing is
-    selected, or if there is something at `out`.
+    Of `query.agent` only its own transitions are written. Conversations leave evaluations out, for what is held out is
+    not to be trained on: unless the query names a mode or a split, or nothing else was recorded, as by `agl run`.
+    ConfigError if nothing is left, or if there is something at `out`.
     """
-    _check_still(run, selection)
-    if not to.is_tables and tuple(tables) != tuple(TABLES):
-        raise ConfigError(f"--table chooses tables, and {to.value} has none. Leave it out.")
+    export = Export(out)
     async with open_store(run) as store:
-        export = Export(out, {})
-        selected = _Selected(store, selection, export.left_out)
-        with _appearing(out) as part:
-            if to.is_tables:
-                await _write_tables(run, to, part, selected, [name for name in TABLES if name in tables], export)
-            else:
-                await _write_conversations(to, part, selected, export)
-            if not any(count for name, count in export.rows.items() if name != "metrics"):
-                raise ConfigError(_nothing(run, to, export.left_out))
+        trains = to in (Format.SFT, Format.PREFERENCES) and query.mode is None and query.split is None
+        held_out = not trains or not any([await store.rollouts(mode=m, newest=1) for m in Mode if not m.evaluates])
+        with _appearing(out) as part, _files(to, part) as files:
+            async for group in _groups(store, query):
+                exported = await _selected(store, group, query, held_out, export.left_out)
+                export.pruned += sum(each.report.pruned for each in exported)
+                for name, rows in _rows(to, exported, query.agent).items():
+                    files[name].write(rows)
+                    export.rows[name] += len(rows)
+            if not export.rows.total():
+                why = "; ".join(f"{count} {reason}" for reason, count in export.left_out.items())
+                raise ConfigError(
+                    f"{run} has nothing to export to {to}" + (f" (rollouts left out: {why})" if why else "") + ". "
+                    f"See agl rollouts {run}."
+                )
     return export
 
 
-class _Selected:
-    """The selected rollouts of a store; the others are counted as they are read."""
-
-    def __init__(self, store: Store, selection: Selection, left_out: LeftOut) -> None:
-        self.store, self.selection, self._left_out = store, selection, left_out
-        self._has_others: bool | None = None
-
-    async def pages(self) -> AsyncIterator[list[Exported]]:
-        """All of them, some at a time, in the order in which they were made."""
-        after: str | None = None
-        first, last = self.selection.steps or (None, None)
-        one = first if first == last else None
-        while rollouts := await self.store.rollouts(step=one, mode=self.selection.mode, after=after, limit=_PAGE):
-            after = rollouts[-1].id
-            if first is not None and last is not None:
-                rollouts = [rollout for rollout in rollouts if first <= rollout.step <= last]
-            yield await self.among(rollouts, self._left_out)
-
-    async def members(self, rollout: Rollout) -> list[Exported]:
-        """The selected members of a rollout's group, itself included."""
-        members = await self.store.rollouts(run=rollout.run, group=rollout.group, mode=rollout.mode)
-        return await self.among(
-            [m for m in members if (m.restart, m.step) == (rollout.restart, rollout.step)], LeftOut()
-        )
-
-    async def among(self, rollouts: Sequence[Rollout], left_out: LeftOut) -> list[Exported]:
-        """Those among these rollouts that are selected."""
-        asked = self.selection
-        done = [r for r in rollouts if r.state is RolloutState.DONE and r.counted_attempt is not None]
-        left_out.unfinished += len(rollouts) - len(done)
-        query = Query(split=asked.split, low=asked.low, high=asked.high)
-        entries = {}
-        for entry in await entries_of(self.store, done):
-            if entry.superseded:
-                left_out.superseded += 1
-            elif entry.rollout.mode.evaluates and not asked.held_out and await self._has_more_than_evaluations():
-                left_out.held_out += 1
-            elif not query.takes(entry):
-                left_out.unwanted += 1
-            else:
-                entries[entry.rollout.id] = entry
-        counted = await counted_of(self.store, [entry.rollout for entry in entries.values()])
-        left_out.unfinished += len(entries) - len(counted)
-        exported = []
-        for report in await attempt_reports(self.store, counted):
-            agents = {transition.agent for transition in report.episode.transitions}
-            if asked.agent in (None, *agents) and asked.verdict in (None, report.health.verdict):
-                exported.append(Exported(entries[report.attempt.rollout], report))
-            else:
-                left_out.unwanted += 1
-        return exported
-
-    async def _has_more_than_evaluations(self) -> bool:
-        """Whether the run trained, or was used: the recordings of `agl run` are of a mode of evaluations."""
-        if self._has_others is None:
-            modes = [mode for mode in Mode if not mode.evaluates]
-            self._has_others = any([await self.store.rollouts(mode=mode, newest=1) for mode in modes])
-        return self._has_others
+async def _groups(store: Store, query: Query) -> AsyncIterator[list[Rollout]]:
+    """The rollouts that are compared with each other, all together, in the order in which they were made."""
+    after, known = None, set()
+    while page := await store.rollouts(step=query.step, mode=query.mode, after=after, limit=_PAGE):
+        after = page[-1].id
+        for first in page:
+            if (key := _group_key(first)) not in known:
+                known.add(key)
+                members = await store.rollouts(run=first.run, group=first.group, mode=first.mode)
+                yield [member for member in members if _group_key(member) == key]
 
 
-def _check_still(run: Path, selection: Selection) -> None:
-    if not is_written(run / "store.sqlite"):
-        return
-    last = max((line.step for line in read_metrics(run) if line.kind == "train"), default=0)
-    if selection.steps is None or selection.steps[1] > last:
-        complete = f"choose complete steps: --step 1-{last}" if last else "none of its steps is complete yet"
-        raise ConfigError(f"The run {run} is still written. Wait for its end, or {complete}.")
+def _group_key(rollout: Rollout) -> tuple[str, int, str, int, Mode]:
+    return rollout.run, rollout.restart, rollout.group, rollout.step, rollout.mode
+
+
+async def _selected(
+    store: Store, rollouts: Sequence[Rollout], query: Query, held_out: bool, left_out: Counter[str]
+) -> list[Exported]:
+    """Those that leave the run; the others are counted."""
+    counted = await counted_of(store, [r for r in rollouts if r.state is RolloutState.DONE])
+    left_out["not done"] += len(rollouts) - len(counted)
+    entries = await entries_of(store, [rollout for rollout, _ in counted])
+    matches = await matching(store, query, entries)
+    selected = {}
+    for entry in entries:
+        if entry.superseded:
+            left_out["superseded by a later restart"] += 1
+        elif entry.rollout.mode.evaluates and not held_out:
+            left_out["evaluations (--mode or --split takes them)"] += 1
+        elif entry.rollout.id not in matches:
+            left_out["not what the filters ask for"] += 1
+        else:
+            selected[entry.rollout.id] = entry
+    reports = await attempt_reports(store, [(r, attempt) for r, attempt in counted if r.id in selected])
+    return [Exported(selected[report.attempt.rollout], report) for report in reports]
+
+
+def _rows(to: Format, group: Sequence[Exported], agent: str | None) -> dict[str, list[Row]]:
+    """The rows of a group's members, by table."""
+    if to is Format.PARQUET:
+        transitions = [row for exported in group for row in _transition_rows(exported, agent)]
+        return {"transitions": transitions, "episodes": [_episode_row(exported) for exported in group]}
+    if to is Format.EPISODES:
+        return {to.value: [to_json(_episode(exported)) for exported in group]}
+    if to is Format.SFT:
+        return {to.value: [row for exported in group for row in _sft_rows(exported, agent)]}
+    return {to.value: list(_preference_rows(group, agent))}
+
+
+def _episode(exported: Exported) -> Episode:
+    """The rollout with its rewards, as `agl_core.load_episodes` gives it back."""
+    report, episode = exported.report, exported.report.episode
+    return replace(
+        episode,
+        rewards=tuple(reward for reward in episode.rewards if reward.call is None),
+        terminal=exported.entry.reward,
+        transitions=tuple(replace(t, rewards=tuple(report.rewards_of(t))) for t in episode.transitions),
+    )
+
+
+# The tables: docs/data.md has what each column is.
+
+
+def _named(exported: Exported) -> dict[str, Any]:
+    rollout = exported.entry.rollout
+    return {
+        **_fields(rollout, "run", "restart", "group", "member", "step", "mode"),
+        "rollout": rollout.id,
+        "attempt": exported.report.attempt.attempt,
+        "split": rollout.task.split,
+        "task": rollout.task.id,
+        "ending": exported.report.episode.ending,
+        "terminal_reward": exported.entry.reward,
+    }
+
+
+def _episode_row(exported: Exported) -> Row:
+    attempt, episode = exported.report.attempt, exported.report.episode
+    return {
+        **_named(exported),
+        **_fields(attempt, "error", "worker", "started", "ended"),
+        **_json_texts(**_fields(exported.entry.rollout.task, "input", "metadata"), result=attempt.result),
+        "rewards": _json([to_json(reward) for reward in episode.rewards if reward.call is None]),
+        "transitions": len(episode.transitions),
+        "tool_results": sum(len(t.tool_results) for t in episode.transitions) + len(episode.unjoined),
+    }
+
+
+def _transition_rows(exported: Exported, agent: str | None) -> Iterator[Row]:
+    report, named = exported.report, _named(exported)
+    for transition in report.episode.transitions:
+        if agent not in (None, transition.agent):
+            continue
+        records = [record for record in report.training_records if record.key == transition.key]
+        last = max(records, key=lambda record: record.step, default=None)
+        rewards = report.rewards_of(transition)
+        yield {
+            **named,
+            **_fields(transition.key, "call", "choice"),
+            **_fields(transition, "agent", "turn", "agent_turn", "policy", "version", "temperature", "prompt_ids"),
+            **_fields(transition, "response_ids", "logprobs", "mask", "parse_error", "prefix_broken", "finish_reason"),
+            **_json_texts(**_fields(transition, "messages", "tools", "response", "state")),
+            "tool_results": _json([to_json(result) for result in transition.tool_results]),
+            "rewards": _json([to_json(reward) for reward in rewards]),
+            "reward": sum(reward.value for reward in rewards),
+            **({} if last is None else _fields(last, "credit", "advantage", "weight", "dropped")),
+            "pruned": report.pruned,
+        }
+
+
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+def _json_texts(**values: Any) -> dict[str, str | None]:
+    return {name: None if value in (None, ()) else _json(value) for name, value in values.items()}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=dict)
+
+
+class _File(Protocol):
+    def write(self, rows: Sequence[Row]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A place beside `target` to write to, which becomes `target` when the block ends well, and is removed if not."""
+    """A path beside `target`, which becomes `target` when the block ends well, and is removed if not."""
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists already, and nothing is overwritten. Name another place, or remove it.")
     if not target.parent.is_dir():
@@ -214,100 +231,97 @@ def _appearing(target: Path) -> Iterator[Path]:
         os.rename(Path(part) / target.name, target)
 
 
-async def _write_tables(
-    run: Path, to: Format, folder: Path, selected: _Selected, tables: list[str], export: Export
-) -> None:
-    with _table_files(to, folder, tables) as files:
-        export.rows.update(dict.fromkeys(tables, 0))
-        async for page in selected.pages():
-            export.pruned += sum(exported.report.pruned for exported in page)
-            rows = [rows_of(e.rollout, e.entry.reward, e.report, selected.selection.agent) for e in page]
-            for name in [name for name in tables if name != "metrics"]:
-                of_table = [row for of_rollout in rows for row in of_rollout[name]]
-                if to is Format.JSONL and name == "episodes":
-                    of_table = [to_json(episode_of(e.report, e.entry.reward)) for e in page]
-                files[name].write(of_table)
-                export.rows[name] += len(of_table)
-        if "metrics" in files:
-            metrics = list(metrics_rows(read_metrics(run), selected.selection.steps))
-            files["metrics"].write(metrics)
-            export.rows["metrics"] = len(metrics)
-    weights: dict[str, float] = {}
-    for restart in await selected.store.runs():
-        weights |= reward_weights(restart)
-    about = {"agl": version("agl-core"), "run": run.name, "reward_weights": weights, "rows": export.rows}
-    (folder / ABOUT).write_text(json.dumps(plain({**about, "selection": selected.selection}), indent=2) + "\n")
-
-
 @contextmanager
-def _table_files(to: Format, folder: Path, tables: list[str]) -> Iterator[dict[str, TableFile]]:
-    """A file for each table in a new folder."""
-    folder.mkdir()
+def _files(to: Format, path: Path) -> Iterator[Mapping[str, _File]]:
+    """A file for each table: in a new folder if there are several."""
     with ExitStack() as stack:
-        files: dict[str, TableFile] = {}
-        for name in tables:
-            if to is Format.JSONL:
-                # Episodes are whole here, and not rows.
-                files[name] = JsonlFile(folder / f"{name}.jsonl", None if name == "episodes" else TABLES[name])
-            else:
-                files[name] = ParquetFile(folder / f"{name}.parquet", TABLES[name])
-            stack.callback(files[name].close)
-        yield files
+        if to is not Format.PARQUET:
+            yield {to.value: stack.enter_context(closing(_JsonLines(path)))}
+            return
+        path.mkdir()
+        names = ("transitions", "episodes")
+        yield {name: stack.enter_context(closing(_Parquet(path / f"{name}.parquet", name))) for name in names}
 
 
-async def _write_conversations(to: Format, path: Path, selected: _Selected, export: Export) -> None:
-    export.rows[to.value] = 0
-    to_come: dict[tuple[str, int, str, int], int] = {}
-    """How many members of a group that was written come later; it is forgotten after its last."""
-    file = JsonlFile(path, None)
-    try:
-        async for page in selected.pages():
-            export.pruned += sum(exported.report.pruned for exported in page)
-            for exported in page:
-                rollout = exported.rollout
-                group = (rollout.run, rollout.restart, rollout.group, rollout.step)
-                rows: list[Row] = []
-                if to is Format.SFT:
-                    rows = list(_sft_rows(exported, selected.selection))
-                else:
-                    if group not in to_come:
-                        members = await selected.members(rollout)
-                        to_come[group] = len(members)
-                        rows = list(_preference_rows(members, selected.selection))
-                    to_come[group] -= 1
-                    if not to_come[group]:
-                        del to_come[group]
-                file.write(rows)
-                export.rows[to.value] += len(rows)
-    finally:
-        file.close()
+class _JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._file.write(_json(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
-def _nothing(run: Path, to: Format, left_out: LeftOut) -> str:
-    reasons = {
-        "not done": left_out.unfinished,
-        "superseded by a later restart": left_out.superseded,
-        "evaluations": left_out.held_out,
-        "not what the filters ask for": left_out.unwanted,
-    }
-    why = "; ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
-    missing = "no pair of replies" if to is Format.PREFERENCES else "no rollout"
-    return (
-        f"{run} has {missing} to export" + (f" (rollouts left out: {why})" if why else "") + ". "
-        f"See agl rollouts {run}."
-    )
+class _Parquet:
+    """Apache Parquet: JSON values as JSON text, tokens and log-probabilities as lists of numbers."""
+
+    def __init__(self, path: Path, table: str) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        columns: dict[pa.DataType, str] = {
+            pa.string(): "run rollout group mode split task ending",
+            pa.int64(): "restart attempt member step",
+            pa.float64(): "terminal_reward",
+        }
+        own = {
+            pa.string(): "input metadata result rewards error worker",
+            pa.int64(): "transitions tool_results",
+            pa.float64(): "started ended",
+        }
+        if table == "transitions":
+            own = {
+                pa.string(): "call agent policy finish_reason parse_error messages tools response tool_results rewards "
+                "state dropped",
+                pa.int64(): "choice turn agent_turn version",
+                pa.float64(): "temperature reward credit advantage weight",
+                pa.bool_(): "prefix_broken pruned",
+                pa.list_(pa.int32()): "prompt_ids response_ids",
+                pa.list_(pa.float32()): "logprobs",
+                pa.list_(pa.bool_()): "mask",
+            }
+        fields = [(name, kind) for part in (columns, own) for kind, names in part.items() for name in names.split()]
+        self._schema = pa.schema(fields)
+        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[Row] = []
+
+    def write(self, rows: Sequence[Row]) -> None:
+        self._rows += [{name: _utf8(value) for name, value in row.items()} for row in rows]
+        if len(self._rows) >= _ROW_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._rows:
+            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
+            self._rows = []
+
+
+def _utf8(value: Any) -> Any:
+    """Agents' text need not be UTF-8, which Parquet wants."""
+    return str(value).encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 # Conversations are what TRL takes: arguments of tool calls as objects, tools as JSON text.
 
 
-def _sft_rows(exported: Exported, selection: Selection) -> Iterator[Row]:
+def _sft_rows(exported: Exported, agent: str | None) -> Iterator[Row]:
     """Prompt and reply of each transition: `prompt`, `completion` and `tools`."""
-    for transition in _usable(exported, selection.agent):
+    for transition in _usable(exported, agent):
         yield {**_prompt(transition), "completion": [_message(transition.response)]}
 
 
-def _preference_rows(group: Sequence[Exported], selection: Selection) -> Iterator[Row]:
+def _preference_rows(group: Sequence[Exported], agent: str | None) -> Iterator[Row]:
     """`prompt`, `tools`, `chosen` and `rejected`, for each prompt that members of a group share.
 
     A reply is worth the mean terminal reward of the rollouts that gave it. The best reply is chosen over the worst;
@@ -316,7 +330,7 @@ def _preference_rows(group: Sequence[Exported], selection: Selection) -> Iterato
     by_prompt: dict[str, dict[str, list[tuple[Transition, float]]]] = {}
     for exported in group:
         if exported.entry.reward is not None:
-            for transition in _usable(exported, selection.agent):
+            for transition in _usable(exported, agent):
                 prompt = json.dumps([transition.agent, _prompt(transition)], sort_keys=True)
                 replies = by_prompt.setdefault(prompt, {})
                 replies.setdefault(_identity(transition.response), []).append((transition, exported.entry.reward))
@@ -325,7 +339,7 @@ def _preference_rows(group: Sequence[Exported], selection: Selection) -> Iterato
         if not are_equal(worth.values()):
             best, worst = (replies[pick(worth, key=worth.__getitem__)][0][0] for pick in (max, min))
             yield {
-                **_prompt(next(iter(replies.values()))[0][0]),
+                **_prompt(best),
                 "chosen": [_message(best.response)],
                 "rejected": [_message(worst.response)],
             }

@@ -7,17 +7,18 @@ import math
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from agl_core import private
 from agl_core.config import CONFIG_FILE
 from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, EpisodesError
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.server import first_free, removed_unless_begun
@@ -36,15 +37,13 @@ from agl_core.types import (
     Run,
     Sampling,
     Task,
-    ToolResult,
     Transition,
     TransitionKey,
 )
 from agl_core.types.forms import from_json
 
-REWARD = "imported"
-"""The source of the reward that a line of conversation names, and the split of its task without another."""
-_KNOWN_KEYS = ("messages", "tools", "id", "split", "reward", "model")
+IMPORTED = "imported"
+"""The source of rewards that a line names, and the split of its task without another."""
 _MAX_NAMED_LINES = 20
 _BATCH = 2000
 """Records that are written together."""
@@ -59,31 +58,50 @@ class Imported:
     calls: int
 
 
-def import_file(file: Path, name: str, runs: Path) -> Coroutine[Any, Any, Imported]:
-    """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file, or of a folder that `agl export` made.
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
 
-    Each line of the file is a conversation in OpenAI's chat format, a prompt and completion as TRL takes them, or an
-    episode (`agl_core.save_episodes`, `agl export --to jsonl`). EpisodesError names each bad line, and then there is no
-    run.
+    role: str
+    tool_calls: list[dict[str, Any]] | None = None
+    weight: float | None = None
+    """0: it is part of prompts only."""
+
+
+class _Conversation(BaseModel):
+    """A line in OpenAI's chat format; keys that are not here are the task's metadata."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[_Message]
+    tools: list[dict[str, Any]] | None = None
+    id: StrictStr | StrictInt | None = None
+    split: str = IMPORTED
+    reward: float | None = Field(None, allow_inf_nan=False, strict=True)
+    model: str = "unknown"
+
+
+def import_file(file: Path, name: str, runs: Path) -> Coroutine[Any, Any, Imported]:
+    """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file.
+
+    Each line of the file is a conversation in OpenAI's chat format, or an episode (`agl_core.save_episodes`,
+    `agl export --to episodes`). EpisodesError names each bad line, and then there is no run.
     """
     if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
-    weights: Mapping[str, float] = {}
-    if file.is_dir():
-        weights = _reward_weights(file / "export.json")
-        file = file / "episodes.jsonl"
-    _check(file)
-    return _write(file, runs / name, weights)
+    if not file.is_file():
+        raise EpisodesError(f"{file} is no file.")
+    return _import(file, runs / name)
 
 
-async def _write(file: Path, base: Path, weights: Mapping[str, float]) -> Imported:
+async def _import(file: Path, base: Path) -> Imported:
     folder = first_free(base, lambda folder: None)
-    described = {"file": str(file), "rewards": {source: {"weight": weight} for source, weight in weights.items()}}
     rollouts = calls = 0
+    bad: list[str] = []
     with removed_unless_begun(folder) as begun:
         async with SqliteStore(folder / "store.sqlite") as store:
-            batch: list[Record] = [Run(folder.name, 0, time.time(), described)]
-            for records in _Lines(file, folder.name).records():
+            batch: list[Record] = [Run(folder.name, 0, time.time(), {"file": str(file)})]
+            for episode in _episodes(file, folder.name, bad):
+                records = [] if bad else episode_records(episode, folder.name)
                 batch += records
                 rollouts += 1
                 calls += sum(isinstance(record, Call) for record in records)
@@ -91,118 +109,110 @@ async def _write(file: Path, base: Path, weights: Mapping[str, float]) -> Import
                     await store.put(*batch)
                     batch = []
             await store.put(*batch)
+        if bad:
+            more = [f"and {len(bad) - _MAX_NAMED_LINES} more"] if len(bad) > _MAX_NAMED_LINES else []
+            heading = f"{file} has bad lines, so nothing was imported:"
+            raise EpisodesError("\n  ".join([heading, *bad[:_MAX_NAMED_LINES], *more]))
+        if not rollouts:
+            raise EpisodesError(f"{file} has no line: it must have one conversation or episode, as JSON, on each.")
         # The folder is a run once it has this file.
         private.write(folder / CONFIG_FILE, tomli_w.dumps({"config_version": 1, "capture": {"imported": str(file)}}))
         begun()
     return Imported(folder, rollouts, calls)
 
 
-def _check(file: Path) -> None:
-    """EpisodesError with each bad line."""
-    lines = _Lines(file, "")
-    good = sum(1 for _ in lines.records())
-    if lines.bad:
-        named = [f"line {number}: {problem}" for number, problem in lines.bad[:_MAX_NAMED_LINES]]
-        if len(lines.bad) > _MAX_NAMED_LINES:
-            named.append(f"and {len(lines.bad) - _MAX_NAMED_LINES} more")
-        raise EpisodesError("\n  ".join([f"{file} has bad lines, so nothing was imported:", *named]))
-    if not good:
-        raise EpisodesError(f"{file} has no line: it must have one conversation or episode, as JSON, on each.")
+def _episodes(file: Path, run: str, bad: list[str]) -> Iterator[Episode]:
+    """The episodes of good lines; what is wrong with the others is added to `bad`."""
+    lines_of: dict[str, int] = {}
+    members: Counter[tuple[str, str]] = Counter()
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                data = json.loads(line)
+                if not isinstance(data, dict):
+                    raise ValueError("must be a JSON object")
+                if "transitions" in data:
+                    episode = from_json(Episode, data)
+                    _check_parts(episode)
+                else:
+                    episode = _episode_of(number, data, run, members)
+                if episode.rollout in lines_of:
+                    raise ValueError(f"the rollout '{episode.rollout}' is that of line {lines_of[episode.rollout]} too")
+                lines_of[episode.rollout] = number
+                yield episode
+            except ValidationError as error:
+                wrong = error.errors()[0]
+                bad.append(f"line {number}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
+            except (ValueError, RecursionError) as error:
+                bad.append(f"line {number}: {error}")
 
 
-def _reward_weights(about: Path) -> dict[str, float]:
-    try:
-        weights = json.loads(about.read_text())["reward_weights"]
-        return {str(name): float(weight) for name, weight in weights.items()}
-    except FileNotFoundError:
-        raise EpisodesError(
-            f"{about.parent} has no {about.name}, so `agl export --to jsonl` did not make it. Name a file instead."
-        ) from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise EpisodesError(f"{about} is not what `agl export` wrote ({error!r}). Export the run again.") from error
+def _check_parts(episode: Episode) -> None:
+    parts: list[Any] = [*episode.unjoined, *episode.rewards]
+    for transition in episode.transitions:
+        parts += [transition.key, *transition.tool_results, *transition.rewards]
+    for part in parts:
+        if (part.rollout, part.attempt) != (episode.rollout, episode.attempt):
+            raise ValueError(f"the episode of '{episode.rollout}' has a part of '{part.rollout}'")
 
 
-class _Lines:
-    """The lines of a file as records, rollout by rollout; bad lines are kept with their numbers, and left out."""
+def _episode_of(number: int, data: dict[str, Any], run: str, members: Counter[tuple[str, str]]) -> Episode:
+    """A conversation as an episode, each assistant message a call."""
+    line = _Conversation.model_validate(data)
+    messages: list[dict[str, Json]] = [
+        {key: value for key, value in message.items() if key != "weight"} for message in data["messages"]
+    ]
+    replies = [
+        at for at, message in enumerate(line.messages) if at and message.role == "assistant" and message.weight != 0
+    ]
+    if not replies:
+        raise ValueError("has no assistant message that follows another one, so there is nothing to record")
+    if not all(messages[at].get("content") or messages[at].get("tool_calls") for at in replies):
+        raise ValueError("an assistant message has neither 'content' nor 'tool_calls'")
+    rollout, id = f"{run}-{number}", str(number if line.id is None else line.id)
+    question = next((message.get("content") for message in messages if message["role"] == "user"), None)
+    member = members[line.split, id]
+    members[line.split, id] += 1
+    return Episode(
+        *(rollout, 0, id, member, Task(id, question, line.split, dict(line.model_extra or {})), Mode.EVAL_SAMPLED),
+        ending=Ending.FINISHED,
+        transitions=tuple(
+            _transition(rollout, turn, messages[:at], messages[at], line) for turn, at in enumerate(replies)
+        ),
+        result=messages[replies[-1]].get("content"),
+        rewards=() if line.reward is None else (Reward(rollout, 0, "reward", line.reward, IMPORTED),),
+        terminal=line.reward,
+    )
 
-    def __init__(self, file: Path, run: str) -> None:
-        self._file, self._run = file, run
-        self.bad: list[tuple[int, str]] = []
-        self._line_of_rollout: dict[str, int] = {}
-        self._members: Counter[tuple[str, str]] = Counter()
 
-    def records(self) -> Iterator[list[Record]]:
-        """The records of each good line."""
-        try:
-            with self._file.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        try:
-                            yield episode_records(self._episode(number, line), self._run)
-                        except ValueError as error:
-                            self.bad.append((number, str(error)))
-        except OSError as error:
-            raise EpisodesError(f"{self._file} cannot be read: {error.strerror}.") from error
-
-    def _episode(self, number: int, line: bytes) -> Episode:
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON ({error})") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"must be a JSON object, not {type(data).__name__}")
-        if "transitions" not in data:
-            return self._conversation(number, _joined(data))
-        episode = from_json(Episode, data)
-        if episode.rollout in self._line_of_rollout:
-            line_before = self._line_of_rollout[episode.rollout]
-            raise ValueError(f"the rollout '{episode.rollout}' is that of line {line_before} too")
-        self._line_of_rollout[episode.rollout] = number
-        parts: list[TransitionKey | ToolResult | Reward] = [*episode.unjoined, *episode.rewards]
-        for transition in episode.transitions:
-            parts += [transition.key, *transition.tool_results, *transition.rewards]
-        for part in parts:
-            if (part.rollout, part.attempt) != (episode.rollout, episode.attempt):
-                raise ValueError(f"the episode of '{episode.rollout}' has a part of '{part.rollout}'")
-        return episode
-
-    def _conversation(self, number: int, data: Mapping[str, Any]) -> Episode:
-        if not isinstance(data.get("messages"), list):
-            near = "; an exported table cannot be imported, episodes.jsonl can" if "rollout" in data else ""
-            raise ValueError(
-                f"has no list 'messages' of a conversation, no 'prompt' with 'completion', and no 'transitions' of an "
-                f"episode{near}"
-            )
-        messages = [_message(at, message) for at, message in enumerate(data["messages"])]
-        tools = data.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError("'tools' must be a list of objects")
-        task = _task(number, data, messages)
-        replies = [
-            at
-            for at, message in enumerate(messages)
-            if at and message["role"] == "assistant" and message.get("weight") != 0
-        ]
-        if not replies:
-            raise ValueError("has no assistant message that follows another one, so there is nothing to record")
-        rollout = f"{self._run}-{number}"
-        sent = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        policy = str(data.get("model") or "unknown")
-        transitions = [
-            _transition(rollout, turn, sent[:at], sent[at], tools, policy) for turn, at in enumerate(replies)
-        ]
-        member = self._members[task.split, task.id]
-        self._members[task.split, task.id] += 1
-        reward = data.get("reward")
-        return Episode(
-            *(rollout, 0, task.id, member, task, Mode.EVAL_SAMPLED, Ending.FINISHED, tuple(transitions)),
-            result=sent[replies[-1]].get("content"),
-            rewards=() if reward is None else (Reward(rollout, 0, "reward", _number(reward), REWARD),),
-        )
+def _transition(
+    rollout: str, turn: int, prompt: Sequence[Mapping[str, Json]], reply: Mapping[str, Json], line: _Conversation
+) -> Transition:
+    """One assistant message of a conversation, and what came before it."""
+    name = reply.get("name")
+    return Transition(
+        key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", 0),
+        agent=name if isinstance(name, str) else None,
+        turn=turn,
+        agent_turn=turn,
+        policy=line.model,
+        version=None,
+        messages=tuple(prompt),
+        response=reply,
+        finish_reason=FinishReason.TOOL_CALLS if reply.get("tool_calls") else FinishReason.STOP,
+        temperature=1.0,
+        tools=tuple(line.tools or ()),
+    )
 
 
 def episode_records(episode: Episode, run: str) -> list[Record]:
-    """The records of an episode, from which `agl_core.learning.build_episode` makes the same one."""
+    """The records of an episode, from which `agl_core.learning.build_episode` makes the same one.
+
+    The weights of the rules are not those of this run. Where the terminal reward is not the plain sum of theirs, a
+    reward `rest` makes up the difference.
+    """
     rollout, now = episode.rollout, time.time()
     records: list[Record] = [
         Rollout(
@@ -211,7 +221,7 @@ def episode_records(episode: Episode, run: str) -> list[Record]:
             counted_attempt=episode.attempt,
             ending=episode.ending,
         ),
-        Attempt(rollout, episode.attempt, REWARD, now, now, episode.ending, episode.result),
+        Attempt(rollout, episode.attempt, IMPORTED, now, now, episode.ending, episode.result),
     ]
     by_call: dict[str, list[Transition]] = {}
     for transition in episode.transitions:
@@ -219,6 +229,9 @@ def episode_records(episode: Episode, run: str) -> list[Record]:
     records += [_call(transitions, now) for transitions in by_call.values()]
     records += [tool_result for transition in episode.transitions for tool_result in transition.tool_results]
     records += [*episode.unjoined, *episode.rewards]
+    plain_sum = math.fsum(reward.value for reward in episode.rewards if reward.source != AGENT_SOURCE)
+    if episode.terminal is not None and not math.isclose(episode.terminal, plain_sum, abs_tol=1e-9):
+        records.append(Reward(rollout, episode.attempt, "rest", episode.terminal - plain_sum, IMPORTED))
     return records + [reward for transition in episode.transitions for reward in transition.rewards]
 
 
@@ -244,69 +257,3 @@ def _call(choices: Sequence[Transition], now: float) -> Call:
         prefix_broken=first.prefix_broken,
         state=first.state,
     )
-
-
-def _transition(
-    rollout: str,
-    turn: int,
-    prompt: Sequence[Mapping[str, Json]],
-    reply: Mapping[str, Json],
-    tools: Sequence[Mapping[str, Json]],
-    policy: str,
-) -> Transition:
-    """One assistant message of a conversation, and what came before it."""
-    name = reply.get("name")
-    return Transition(
-        key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", 0),
-        agent=name if isinstance(name, str) else None,
-        turn=turn,
-        agent_turn=turn,
-        policy=policy,
-        version=None,
-        messages=tuple(prompt),
-        response=reply,
-        finish_reason=FinishReason.TOOL_CALLS if reply.get("tool_calls") else FinishReason.STOP,
-        temperature=1.0,
-        tools=tuple(tools),
-    )
-
-
-def _task(number: int, data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Task:
-    task_id, split = data.get("id", number), data.get("split", REWARD)
-    if not isinstance(task_id, str | int) or isinstance(task_id, bool):
-        raise ValueError(f"'id' must be a text or an integer, not {task_id!r:.60}")
-    if not isinstance(split, str):
-        raise ValueError(f"'split' must be a text, not {split!r:.60}")
-    question = next((message.get("content") for message in messages if message["role"] == "user"), None)
-    return Task(str(task_id), question, split, {k: value for k, value in data.items() if k not in _KNOWN_KEYS})
-
-
-def _joined(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """TRL's prompt and completion (as `agl export --to sft` writes them) as one conversation, whose prompt is given."""
-    prompt, completion, tools = data.get("prompt"), data.get("completion"), data.get("tools")
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        return data
-    given = [{**message, "weight": 0} if isinstance(message, dict) else message for message in prompt]
-    rest = {key: value for key, value in data.items() if key not in ("prompt", "completion")}
-    if isinstance(tools, str):
-        with suppress(ValueError):
-            rest["tools"] = json.loads(tools)
-    return {**rest, "messages": [*given, *completion]}
-
-
-def _message(at: int, message: Any) -> Mapping[str, Json]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"messages[{at}] must be an object with a 'role', not {message!r:.60}")
-    if message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls")):
-        raise ValueError(f"messages[{at}] of the assistant has neither 'content' nor 'tool_calls'")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ValueError(f"messages[{at}].tool_calls must be a list of objects, not {calls!r:.60}")
-    return message
-
-
-def _number(value: Any) -> float:
-    with suppress(OverflowError):
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value)):
-            return float(value)
-    raise ValueError(f"'reward' must be a finite number, not {value!r:.60}")

@@ -29,8 +29,7 @@ def register_components(register):
 LOOKING: tuple[str, ...] = (
     "rollouts RUN",
     "show RUN s1-g0-m0",
-    "export RUN --to jsonl --out tables",
-    "plot RUN",
+    "export RUN --to episodes --out episodes.jsonl",
     "runs list",
     "runs prune RUN",
     "runs vacuum RUN",

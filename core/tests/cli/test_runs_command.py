@@ -13,7 +13,17 @@ import pytest
 from agl_core.errors import ConfigError, StoreError
 from agl_core.training.checkpoints import Checkpoints, RunState
 
-from .test_export import WRITER
+WRITER = """
+import asyncio, pathlib, sys
+from agl_core.store.sqlite import SqliteStore
+
+async def hold():
+    async with SqliteStore(pathlib.Path(sys.argv[1])):
+        print("open", flush=True)
+        sys.stdin.read()
+
+asyncio.run(hold())
+"""
 
 
 def add_checkpoints(folder: Path, rewards: list[float]) -> None:
