@@ -105,8 +105,8 @@ def _ask(file: Path, config: RunConfig) -> None:
 
 def _print_trial(screen: Screen, trial: Trial, in_full: bool) -> None:
     screen.print(f"recorded in: {trial.run}")
-    for group, missing in trial.incomplete_groups.items():
-        screen.print(f"group {group}: {missing} of its rollouts are not done; credit is computed without them")
+    if trial.unfinished:
+        screen.print(f"{trial.unfinished} rollouts of their groups are not done; credit is computed without them")
     for change in trial.rollouts:
         if change.changed or in_full:
             _print_rollout(screen, change)
@@ -138,8 +138,6 @@ def _print_rollout(screen: Screen, change: RolloutChange) -> None:
         row(str(transition.turn), f"{agent}: {tools}" if tools else agent, transition.reward, *of_training)
         for part in transition.rewards:
             row("", f"  {one_line(part.name, 80)} (by {one_line(part.source, 40)})", part)
-    if change.left_out:
-        row("", f"{change.left_out} transitions that were used in training are left out by a plugin *")
     rows.add_section()
     row("end", "terminal reward", change.terminal)
     for part in change.rewards:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from agl_core.config import CONFIG_FILE, LoadedConfig
-from agl_core.errors import ConfigError, StoreRefusedError, nearest
+from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.reading.explained import GroupCredit, TerminalReward, reward_weights, superseded
+from agl_core.reading.explained import GroupCredit, superseded
 from agl_core.reading.importing import import_file
-from agl_core.reading.runs import find_run, has_store, open_store
+from agl_core.reading.rollouts import entries_of
+from agl_core.reading.runs import find_run, has_store, is_capture, open_store
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts, recorded_episodes, scoring_rules
 from agl_core.types import (
@@ -30,7 +31,6 @@ from agl_core.types import (
     RolloutState,
     ToolResult,
     TrainingRecord,
-    Transition,
     TransitionKey,
 )
 
@@ -51,7 +51,11 @@ class Change:
     """Whether they differ by more than rounding."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "changed", _differ(self.before, self.after))
+        changed = self.before != self.after
+        if isinstance(self.before, int | float) and isinstance(self.after, int | float):
+            both_nan = math.isnan(self.before) and math.isnan(self.after)
+            changed = not both_nan and not math.isclose(self.before, self.after, rel_tol=1e-9, abs_tol=1e-12)
+        object.__setattr__(self, "changed", changed)
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,6 @@ class RolloutChange:
     rewards: Sequence[RewardChange]
     """The parts of the terminal reward, each before its weight; also what the agent reported, which stays."""
     transitions: Sequence[TransitionChange]
-    left_out: int
-    """Transitions that were used in training and that the episode no longer has (an `episode_built` hook)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,8 @@ class Trial:
     rollouts: Sequence[RolloutChange]
     mean_reward: Change
     """Over all tried rollouts; one that is dropped counts as 0, as in `reward/mean`."""
-    incomplete_groups: Mapping[str, int]
-    """By group: how many members are not done. Credit is computed without them."""
+    unfinished: int
+    """The number of rollouts of their groups that are not done. Credit is computed without them."""
     failures: Sequence[str]
     """Errors of reward rules, by rule and rollout; those rollouts would be dropped."""
 
@@ -122,12 +124,9 @@ class Trial:
 def try_rewards(
     loaded: LoadedConfig, config: Path, run: Path | None, ids: Sequence[str] = (), step: int | None = None
 ) -> Coroutine[Any, Any, Trial]:
-    """Score recorded rollouts as `loaded`, the configuration in the file `config`, says, and credit those of training.
+    """`try_run` as `loaded`, the configuration in the file `config`, says.
 
-    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration. The rollouts are those
-    whose ids begin with one of `ids`, or those of a training step, by default the last complete one; of a file, all.
-    Each is credited with the members of its group. Nothing is written. ConfigError if there is nothing to try, or if
-    the configuration lacks a policy that training rollouts were sampled from; PluginError if a credit rule fails.
+    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration.
     """
     if run is not None and run.is_file():
         return _try_file(run, loaded, ids, step)
@@ -138,23 +137,25 @@ def try_rewards(
 async def _try_file(file: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | None) -> Trial:
     with TemporaryDirectory(prefix="agl-try-") as folder:
         imported = await import_file(file, "episodes", Path(folder))
-        return await try_run(file, open_store(imported.run), loaded, ids, step, whole=not ids and step is None)
+        return replace(await try_run(imported.run, open_store(imported.run), loaded, ids, step), run=file)
 
 
 async def try_run(
-    run: Path,
-    opened: Store,
-    loaded: LoadedConfig,
-    ids: Sequence[str] = (),
-    step: int | None = None,
-    *,
-    whole: bool = False,
+    run: Path, opened: Store, loaded: LoadedConfig, ids: Sequence[str] = (), step: int | None = None
 ) -> Trial:
-    """`try_rewards` on the run at `run`, by its store; `whole`: on everything that is done."""
+    """Score recorded rollouts as the configuration says, and credit those of training.
+
+    The rollouts are those of the groups, or with the beginnings of ids, in `ids`, or those of a training step, by
+    default the last complete one; of what was recorded without training, all. Each is credited with the members of its
+    group. Nothing is written. ConfigError if there is nothing to try, or if the configuration lacks a policy that
+    training rollouts were sampled from; PluginError if a credit rule fails.
+    """
     async with opened as store:
-        chosen = await store.rollouts(state=RolloutState.DONE) if whole else await _chosen(store, run, ids, step)
-        groups, incomplete = await _groups(store, chosen)
-        everyone = [*(r for group in groups for r in group), *(r for r in chosen if not r.mode.trains)]
+        chosen = await _chosen(store, run, ids, step)
+        groups = await _groups(store, chosen)
+        done = [[member for member in group if member.state is RolloutState.DONE] for group in groups]
+        unfinished = sum(map(len, groups)) - sum(map(len, done))
+        everyone = [*(r for group in done for r in group), *(r for r in chosen if not r.mode.trains)]
         scored, failures = await _scored(loaded, await recorded_episodes(store, everyone, loaded.plugins.hook))
         recorded = await _recorded(store, everyone)
     episodes = {episode.rollout: episode for episode in scored}
@@ -162,14 +163,15 @@ async def try_run(
         id: replace(episode, dropped=DropReason.STALE) if recorded[id].stale and episode.dropped is None else episode
         for id, episode in episodes.items()
     }
-    of_groups = [[in_training[member.id] for member in group] for group in groups]
-    credit_before = {key: value for record in recorded.values() for key, value in record.credit.items()}
-    before = _Training(credit_before, _advantages(credit_before, of_groups))
-    credit_after = _credited(loaded, of_groups)
-    after = _Training(credit_after, _advantages(credit_after, of_groups))
-    changes = [_rollout_change(episodes[r.id], recorded[r.id], before, after) for r in chosen]
+    of_groups = [[in_training[member.id] for member in group] for group in done]
+    before = {key: value for record in recorded.values() for key, value in record.credit.items()}
+    after = _credited(loaded, of_groups)
+    credit = {key: Change(before.get(key), after.get(key)) for key in {**before, **after}}
+    before_advantages, after_advantages = _advantages(before, of_groups), _advantages(after, of_groups)
+    advantage = {key: Change(before_advantages.get(key), after_advantages.get(key)) for key in credit}
+    changes = [_rollout_change(episodes[r.id], recorded[r.id], credit, advantage) for r in chosen if r.id in episodes]
     mean = Change(_mean([c.terminal.before for c in changes]), _mean([c.terminal.after for c in changes]))
-    return Trial(run, changes, mean, incomplete, failures)
+    return Trial(run, changes, mean, unfinished, failures)
 
 
 def _run_of(file: Path, loaded: LoadedConfig) -> Path:
@@ -189,92 +191,55 @@ def _run_of(file: Path, loaded: LoadedConfig) -> Path:
 
 async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:
     """The rollouts to try."""
+    runs = await store.runs()
     if ids:
-        named = [rollout for name in ids for rollout in await _named(store, run, name)]
-        return list({rollout.id: rollout for rollout in named}.values())
-    runs = await store.runs()
-
-    async def trained(step: int | None) -> list[Rollout]:
-        return [r for r in await store.rollouts(step=step, mode=Mode.TRAIN) if not superseded(r, runs)]
-
-    rollouts = await trained(step)
-    if step is not None:
-        if not rollouts:
-            steps = {rollout.step for rollout in await trained(None)}
-            known = f"{min(steps)} to {max(steps)}" if steps else "none"
-            raise ConfigError(f"{run} has no training rollouts of step {step}. Its training steps: {known}.")
-        if not _is_complete(rollouts):
-            raise ConfigError(
-                f"Step {step} of {run} did not come to its end. Wait for it, choose an earlier step, or name "
-                f"rollouts that are done: agl rollouts {run} --step {step}."
-            )
-        return rollouts
-    if not rollouts and (recorded := await store.rollouts(state=RolloutState.DONE)):
-        return [rollout for rollout in recorded if rollout.counted_attempt is not None]
-    by_step: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        by_step.setdefault(rollout.step, []).append(rollout)
-    complete = [number for number, of_step in by_step.items() if _is_complete(of_step)]
-    if not complete:
-        raise ConfigError(f"{run} has no training step that came to its end. See agl rollouts {run}.")
-    return by_step[max(complete)]
+        named = [r for name in ids for r in await store.rollouts(group=name) or [await store.rollout(name)]]
+        rollouts = list({rollout.id: rollout for rollout in named}.values())
+    elif step is None and is_capture(run):
+        rollouts = await store.rollouts(state=RolloutState.DONE)
+    else:
+        trained = await store.rollouts(step=step, mode=Mode.TRAIN)
+        by_step: dict[int, list[Rollout]] = {}
+        for rollout in trained:
+            if not superseded(rollout, runs):
+                by_step.setdefault(rollout.step, []).append(rollout)
+        complete = [at for at, of_step in by_step.items() if all(map(_is_complete, of_step))]
+        rollouts = by_step.get(max(complete, default=0) if step is None else step, [])
+    tried = [r for r in rollouts if r.counted_attempt is not None and not superseded(r, runs)]
+    if not tried:
+        raise ConfigError(f"{run} has no such rollout that has ended. See agl rollouts {run}.")
+    return tried
 
 
-def _is_complete(rollouts: Sequence[Rollout]) -> bool:
-    return all(r.state is RolloutState.DONE and r.ending is not Ending.CANCELLED for r in rollouts)
+def _is_complete(rollout: Rollout) -> bool:
+    return rollout.state is RolloutState.DONE and rollout.ending is not Ending.CANCELLED
 
 
-async def _named(store: Store, run: Path, name: str) -> list[Rollout]:
-    """The rollouts of a group, or the one, that the user names; ConfigError says why it cannot be tried."""
-    runs = await store.runs()
-    members = await store.rollouts(group=name)
-    of_group = [r for r in members if not superseded(r, runs) and r.counted_attempt is not None]
-    if of_group:
-        return of_group
-    try:
-        rollout = await store.rollout(name)
-    except StoreRefusedError:
-        known = [r.id for r in await store.rollouts()]
-        if any(id.startswith(name) for id in known):
-            raise
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"{run} has no rollout '{name}'. {hint}See agl rollouts {run}.") from None
-    if rollout.state is not RolloutState.DONE:
-        raise ConfigError(f"{rollout.id} is not done, it is {rollout.state.value}. Try it when it is, or name another.")
-    if rollout.counted_attempt is None:
-        ending = rollout.ending.value if rollout.ending else "stopped"
-        raise ConfigError(f"{rollout.id} never finished (it was {ending}), so there is nothing to score. Name another.")
-    return [rollout]
-
-
-async def _groups(store: Store, chosen: Sequence[Rollout]) -> tuple[list[list[Rollout]], dict[str, int]]:
-    """The groups of the training rollouts among these, done members only, and how many of each are not done."""
-    by_group: dict[tuple[str, str], list[Rollout]] = {(r.group, r.run): [] for r in chosen if r.mode.trains}
+async def _groups(store: Store, chosen: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The groups of the training rollouts among these, with all their members in order."""
+    groups: dict[tuple[str, str], list[Rollout]] = {(r.group, r.run): [] for r in chosen if r.mode.trains}
     for run, step in {(r.run, r.step) for r in chosen if r.mode.trains}:
         for member in await store.rollouts(run=run, step=step):
-            if member.mode.trains and (member.group, run) in by_group:
-                by_group[member.group, run].append(member)
-    groups, incomplete = [], {}
-    for (name, _), members in sorted(by_group.items()):
-        groups.append(sorted((m for m in members if m.state is RolloutState.DONE), key=lambda m: m.member))
-        if len(groups[-1]) < len(members):
-            incomplete[name] = len(members) - len(groups[-1])
-    return groups, incomplete
+            if member.mode.trains and (member.group, run) in groups:
+                groups[member.group, run].append(member)
+    return [sorted(members, key=lambda member: member.member) for _, members in sorted(groups.items())]
 
 
-async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], tuple[str, ...]]:
+async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], list[str]]:
     """The episodes with their rewards, and the errors of rules, equal ones once."""
     rules, endings = scoring_rules(loaded), loaded.config.train.endings
     scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
-    alike: dict[str, list[Exception]] = {}
+    first: dict[str, Exception] = {}
+    times: Counter[str] = Counter()
     for error in (error for _, errors in scored for error in errors):
-        alike.setdefault(f"{type(error).__name__}: {error}", []).append(error)
-    failures = (
-        f"{errors[0].__notes__[-1]} {text}" + (f" ({len(errors)} times in all)" if len(errors) > 1 else "")
-        for text, errors in alike.items()
-    )
-    return [episode for episode, _ in scored], tuple(failures)
+        text = f"{type(error).__name__}: {error}"
+        first.setdefault(text, error)
+        times[text] += 1
+    failures = [
+        f"{error.__notes__[-1]} {text}" + (f" ({times[text]} times in all)" if times[text] > 1 else "")
+        for text, error in first.items()
+    ]
+    return [episode for episode, _ in scored], failures
 
 
 def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
@@ -318,13 +283,6 @@ def _advantages(
     return advantages
 
 
-class _Training(NamedTuple):
-    """What training made of transitions, or would make."""
-
-    credit: Mapping[TransitionKey, Value]
-    advantage: Mapping[TransitionKey, float]
-
-
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     """The records of one rollout."""
@@ -338,67 +296,53 @@ class _Recorded:
 
 
 async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Recorded]:
-    keys = counted_attempts(rollouts)
-    rewards = by_rollout(await store.rewards(keys))
-    records = by_rollout(await store.training_records(keys))
-    weights = {(run.id, run.restart): reward_weights(run) for run in await store.runs()}
-
-    def recorded(rollout: Rollout) -> _Recorded:
-        given, uses = rewards.get(rollout.id, []), records.get(rollout.id, [])
-        terminal: Value = TerminalReward.of(given, weights.get((rollout.run, rollout.restart), {})).value
-        if terminal is None and uses:
-            terminal = 0.0
+    records = by_rollout(await store.training_records(counted_attempts(rollouts)))
+    recorded = {}
+    for entry in await entries_of(store, rollouts):
+        uses, terminal = records.get(entry.rollout.id, []), entry.reward
+        value: Value = 0.0 if terminal is None and uses else terminal
         if reasons := {str(use.dropped) for use in uses if use.credit is None and use.dropped not in _SCORED}:
-            terminal = f"dropped: {min(reasons)}"
+            value = f"dropped: {min(reasons)}"
         stale = any(use.dropped == DropReason.STALE for use in uses)
-        return _Recorded(given, terminal, {use.key: _credit(use) for use in uses}, stale)
+        credit = {use.key: _credit(use) for use in uses}
+        recorded[entry.rollout.id] = _Recorded(entry.rewards, value, credit, stale)
+    return recorded
 
-    return {rollout.id: recorded(rollout) for rollout in rollouts}
 
-
-def _rollout_change(episode: Episode, recorded: _Recorded, before: _Training, after: _Training) -> RolloutChange:
+def _rollout_change(
+    episode: Episode,
+    recorded: _Recorded,
+    credit: Mapping[TransitionKey, Change],
+    advantage: Mapping[TransitionKey, Change],
+) -> RolloutChange:
     now: Value = episode.terminal if episode.dropped is None else f"dropped: {episode.dropped.value}"
-    was = now if recorded.terminal is None and isinstance(now, str) else recorded.terminal
-    terminal = Change(was, now)
-    rewards = _reward_changes(*([r for r in each if r.call is None] for each in (recorded.rewards, episode.rewards)))
-    transitions = [_transition_change(t, recorded, before, after) for t in episode.transitions]
-    left_out = len(recorded.credit.keys() - {t.key for t in episode.transitions})
-    return RolloutChange(
-        *(episode.rollout, episode.task.id, episode.mode, episode.ending),
-        changed=left_out > 0
-        or any([terminal.changed, *(r.changed for r in rewards), *(t.changed for t in transitions)]),
-        terminal=terminal,
-        rewards=rewards,
-        transitions=transitions,
-        left_out=left_out,
-    )
+    terminal = Change(now if recorded.terminal is None and isinstance(now, str) else recorded.terminal, now)
+    rewards = _reward_changes(*([r for r in all_ if r.call is None] for all_ in (recorded.rewards, episode.rewards)))
+    transitions = []
+    for t in episode.transitions:
+        own = [r for r in recorded.rewards if (r.call, r.choice) == (t.key.call, t.key.choice)]
+        before = [reward for reward in own if reward.source != AGENT_SOURCE]
+        transitions.append(
+            TransitionChange(
+                *(t.turn, t.agent, t.key.call, t.key.choice, t.tool_results),
+                rewards=_reward_changes(before, t.rewards),
+                reward=Change(sum(reward.value for reward in before), t.reward),
+                credit=credit.get(t.key, _NONE),
+                advantage=advantage.get(t.key, _NONE),
+            )
+        )
+    changed = any(change.changed for change in (terminal, *rewards, *transitions))
+    of_rollout = episode.rollout, episode.task.id, episode.mode, episode.ending
+    return RolloutChange(*of_rollout, changed, terminal, rewards, transitions)
 
 
-def _transition_change(
-    transition: Transition, recorded: _Recorded, before: _Training, after: _Training
-) -> TransitionChange:
-    key = transition.key
-    own = [r for r in recorded.rewards if (r.call, r.choice) == (key.call, key.choice) and r.source != AGENT_SOURCE]
-    return TransitionChange(
-        *(transition.turn, transition.agent, key.call, key.choice, transition.tool_results),
-        rewards=_reward_changes(own, transition.rewards),
-        reward=Change(sum(reward.value for reward in own), transition.reward),
-        credit=Change(before.credit.get(key), after.credit.get(key)),
-        advantage=Change(before.advantage.get(key), after.advantage.get(key)),
-    )
+_NONE = Change(None, None)
 
 
 def _reward_changes(before: Sequence[Reward], after: Sequence[Reward]) -> list[RewardChange]:
     """Each name and source once, in their order."""
     was, now = ({(r.name, r.source): r.value for r in rewards} for rewards in (before, after))
     return [RewardChange(was.get(key), now.get(key), *key) for key in {**was, **now}]
-
-
-def _differ(before: Value, after: Value) -> bool:
-    if isinstance(before, int | float) and isinstance(after, int | float):
-        both_nan = math.isnan(before) and math.isnan(after)
-        return not both_nan and not math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-12)
-    return before != after
 
 
 def _credit(record: TrainingRecord) -> Value:
