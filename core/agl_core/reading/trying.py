@@ -331,7 +331,7 @@ def _rollout_change(
                 advantage=advantage.get(t.key, _NONE),
             )
         )
-    changed = any(change.changed for change in (terminal, *rewards, *transitions))
+    changed = any([terminal.changed, *(r.changed for r in rewards), *(t.changed for t in transitions)])
     of_rollout = episode.rollout, episode.task.id, episode.mode, episode.ending
     return RolloutChange(*of_rollout, changed, terminal, rewards, transitions)
 
