@@ -341,10 +341,10 @@ class Engine(ABC):
         """Call `report` at the beginning of each stage of `start`, which comes afterwards; few engines do."""
         return
 
-    def describe(self, *, whole: bool = False) -> str:
-        """Its resolved configuration and the resources that it would take; nothing is started (`agl train --dry-run`).
+    def describe(self) -> str:
+        """Its configuration, where that differs from defaults, and the resources that it would take.
 
-        Unless `whole`, the configuration without what is left at its defaults.
+        Nothing is started (`agl train --dry-run`).
         """
         raise self._not_supported("describe")
 

@@ -77,7 +77,7 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
         assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)
 
-    printed = agl.run("eval", folder, "--step=3", "--json")
+    printed = agl.run("eval", f"{folder}@3", "--json")
     evaluated = json.loads(printed[printed.index("{\n") :])  # Before it, on the error stream, what is under way.
     assert {entry["set"] for entry in evaluated["evaluations"]} == {"eval", "eval_templates"}
     last = agl.metrics("calc")[-1]

@@ -119,8 +119,8 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         """What to do about the errors of veRL, Ray and vLLM that people meet."""
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
-    def describe(self, *, whole: bool = False) -> str:
-        """What differs from veRL's defaults, or the whole configuration, and what it would take, memory too."""
+    def describe(self) -> str:
+        """What differs from veRL's defaults, and what it would take, memory too."""
         from agl_verl.config.chosen import built, choose
         from agl_verl.config.composing import as_text, compose, differences
         from agl_verl.config.mapping import Resources
@@ -131,11 +131,8 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         on_cpu = is_wanted(options.device, options.address)
         algorithm = built(choose(self._context))
         composed = compose(options, self._context, algorithm=algorithm, cpu=on_cpu)
-        said = [f"It would take {Resources.of(options, cpu=on_cpu)}."]
+        said = [f"Above is what differs from veRL's defaults. It would take {Resources.of(options, cpu=on_cpu)}."]
         if not on_cpu:
             [spec] = self._context.policies.values()
             said += described(options, spec, algorithm)
-        shown = as_text(composed if whole else differences(composed))
-        if not whole:
-            said.insert(0, "Above is what differs from veRL's defaults; --whole shows all of its configuration.")
-        return shown + "".join(f"# {line}\n" for line in said)
+        return as_text(differences(composed)) + "".join(f"# {line}\n" for line in said)

@@ -37,10 +37,10 @@ OVERRIDDEN = {
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 
 
-def dry_run(tmp_path: Path, *settings: str, whole: bool = False) -> subprocess.CompletedProcess[str]:
+def dry_run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     agl = str(Path(sys.executable).with_name("agl"))
     chosen = [f"--set={setting}" for setting in (f"runs={tmp_path / 'runs'}", "engine.verl.device=cpu", *settings)]
-    command = [agl, "train", str(CALC), "--engine", "verl", "--dry-run", *(["--whole"] if whole else []), *chosen]
+    command = [agl, "train", str(CALC), "--engine", "verl", "--dry-run", *chosen]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -59,16 +59,8 @@ def test_a_dry_run_shows_the_configuration_and_the_resources_and_starts_nothing(
     assert shown["actor_rollout_ref"]["model"]["path"] == str(CALC.parent / "policy")
     assert shown["actor_rollout_ref"]["rollout"]["name"] == "vllm"
     assert "gamma" not in shown.get("algorithm", {}), "veRL's default"
-    assert "# Above is what differs from veRL's defaults" in done.stdout
-    assert "# It would take 1 (nodes) x 1 = 1 CPU worker processes" in done.stdout
+    assert "# Above is what differs from veRL's defaults. It would take 1 (nodes) x 1 = 1 CPU worker" in done.stdout
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_whole_configuration_is_shown_on_demand(tmp_path: Path) -> None:
-    short, long = dry_run(tmp_path), dry_run(tmp_path, whole=True)
-    assert long.returncode == 0, long.stderr
-    assert yaml.safe_load(long.stdout)["algorithm"]["gamma"] == 1.0
-    assert len(long.stdout) > 3 * len(short.stdout)
 
 
 def test_the_versions_that_are_installed_are_known() -> None:

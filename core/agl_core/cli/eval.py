@@ -15,7 +15,7 @@ from agl_core.cli.screen import ConsoleObserver, Screen, print_json, table
 from agl_core.config import CONFIG_FILE, check, load
 from agl_core.errors import ConfigError
 from agl_core.reading.evaluations import Comparison, Estimate, compare, passes
-from agl_core.reading.runs import find_run
+from agl_core.reading.runs import find_checkpoint
 from agl_core.reading.words import score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
@@ -29,13 +29,9 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="RUN|NAME@STEP|CONFIG",
-        help="A run's folder, a version as calc@40 or calc@best (calc@0: before training), or a configuration file "
-        "(its initial weights).",
+        help="A run (its last checkpoint), a version as calc@40 or calc@best (calc@0: before training), or a "
+        "configuration file (its initial weights).",
     ),
-]
-CheckpointStep = Annotated[
-    int | None,
-    typer.Option("--step", min=0, help="The step of the checkpoint, if RUN is a folder; by default the last one."),
 ]
 Repeat = Annotated[
     int, typer.Option(min=1, help="Rollouts of each task where replies are sampled; from 2 on, pass@k and pass^k.")
@@ -50,7 +46,6 @@ _NAMED_TASKS = 10
 
 def evaluate(
     target: Target,
-    step: CheckpointStep = None,
     repeat: Repeat = 1,
     against: Against = None,
     success: Success = 1.0,
@@ -62,13 +57,13 @@ def evaluate(
 
     They are also a line of the run's metrics.jsonl.
     """
-    folder, checkpoint = _resolve(target, step)
+    folder, checkpoint = _resolve(target)
     loaded = load(Path(target) if folder is None else folder / CONFIG_FILE, set_, seed)
     check(loaded)
     if repeat > 1 and Mode.EVAL_SAMPLED not in loaded.config.eval.modes:
         raise ConfigError("--repeat repeats sampled replies, and eval.modes has greedy ones only.")
     if against is not None:
-        _resolve(against, None)  # A mistake is found before anything is evaluated.
+        _resolve(against)  # A mistake is found before anything is evaluated.
     run_dir = new_run_dir(loaded) if folder is None else folder
     console = Screen(stderr=as_json)
     observer = ConsoleObserver(console, loaded.config.train.steps)
@@ -103,19 +98,13 @@ def evaluate(
     console.print(f"written to {run_dir / METRICS_FILE}")
 
 
-def _resolve(target: str, step: int | None) -> tuple[Path | None, Path | None]:
+def _resolve(target: str) -> tuple[Path | None, Path | None]:
     """The run's folder and the checkpoint; without a folder it is a configuration, without a checkpoint step 0."""
     if Path(target).is_file():
         return None, None
-    if "@" in target and not Path(target).is_dir():
-        if step is not None:
-            raise ConfigError(f"'{target}' names a step already: leave out --step.")
-        name, _, which = target.rpartition("@")
-        folder = find_run(Path(name))
-        return folder, Checkpoints(folder / CHECKPOINTS, keep=1).meant_by(which)
-    folder = find_run(Path(target))
+    folder, step = find_checkpoint(target)
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
-    return folder, checkpoints.latest() if step is None else checkpoints.named(checkpoints.path(step).name)
+    return folder, checkpoints.latest() if step is None else checkpoints.meant_by(step)
 
 
 def _evaluate_apart(target: str, repeat: int, seed: int | None, set_: list[str]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,8 +59,6 @@ NameOption = Annotated[
 
 _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the command gets too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +117,8 @@ def _forwarding(
     address = chosen_url(url)
     upstream, probe = open_upstream(address, chosen_key(key_variable), model)
     _say(f"forwarding to {address}")
-    if probe.unlisted:
-        _say(f"note: {probe.unlisted}")
-    if not probe.returns_ids:
-        _say(
-            f"note: exact token ids are not recorded, for {probe.missing}. The episode is text: it can be read "
-            f"and scored, not trained on. Servers like vLLM return ids (return_token_ids)."
-        )
-    for doubt in probe.doubts:
-        _say(f"note: the token ids of this server do not go together: {doubt}")
+    for note in probe.notes:
+        _say(f"note: {note}")
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
     before = Path("runs") / _checked(name) if name else None
     is_new = before is None or not is_capture(before)
@@ -196,97 +187,55 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        ended, recording = await _launch(command, lease, server.base_url, setting.plugins)
-        await server.queue.close_attempt(key, _closing(ended, recording))
+        status, interrupted, recording = await _launch(command, lease, server.base_url, setting.plugins)
+        ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
+        report = CloseRequest(
+            ending=ending,
+            result={"exit_status": status},
+            error=f"the command ended with status {status}" if ending is Ending.CRASHED else None,
+            tool_results=list(recording.tool_results[:MAX_REPORTS]),
+            rewards=list(recording.rewards[:MAX_REPORTS]),
+            undelivered=list(recording.undelivered_calls[:MAX_REPORTS]),
+            bypassed=recording.bypassed_calls,
+        )
+        await server.queue.close_attempt(key, report)
         [attempt] = await store.attempts(rollout.id)
         _summarise(attempt, await store.calls([key]), recording, setting.folder)
-    return ended.code
-
-
-@dataclass(frozen=True, slots=True)
-class _Exit:
-    """How a command ended."""
-
-    code: int
-    """As in a shell: the exit status, or 128 and the number of the signal that ended it."""
-    interrupted: bool
-    """Whether a signal was passed on to it."""
+    return status
 
 
 async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
-) -> tuple[_Exit, Recording]:
-    recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
-    inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
-    with attempt_folder() as reports:
-        bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
-        ended = await _run_in_foreground(command, {**inherited, **attempt_variables(lease, base_url), **bootstrap})
-        read_spool(reports, recording)
-    return ended, recording
-
-
-async def _run_in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> _Exit:
-    """Run a command as a shell would, with this process's input and output, and pass signals on to it.
+) -> tuple[int, bool, Recording]:
+    """Run the command as a shell would; its exit status, whether a signal was passed on to it, and its reports.
 
     OSError if it cannot be started.
     """
+    recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
+    inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
     process: asyncio.subprocess.Process | None = None
     came: list[signal.Signals] = []
+    # A terminal sends its Ctrl-C to the command too.
+    has_terminal = any(os.isatty(descriptor) for descriptor in range(3))
 
     def pass_on(number: signal.Signals) -> None:
-        if process is not None and (number is not signal.SIGINT or not _has_terminal()):
+        came.append(number)
+        if process is not None and not (number is signal.SIGINT and has_terminal):
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    def handle(number: signal.Signals) -> None:
-        came.append(number)
-        pass_on(number)
-
-    with _handled(handle):  # Before the command starts: a signal may come as soon as it does.
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, pass_on, number)
+    with attempt_folder() as reports:
+        bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
+        environment = {**inherited, **attempt_variables(lease, base_url), **bootstrap}
         process = await asyncio.create_subprocess_exec(*command, env=environment)
-        for number in tuple(came):
+        for number in tuple(came):  # They came before it had started.
             pass_on(number)
         status = await process.wait()
-    return _Exit(status if status >= 0 else 128 - status, bool(came))
-
-
-def _has_terminal() -> bool:
-    """Whether this process is in the foreground of a terminal, which sends its Ctrl-C to the command too."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
-
-
-@contextmanager
-def _handled(handle: object) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in _PASSED_ON:
-        loop.add_signal_handler(number, handle, number)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for number in _PASSED_ON:
-            loop.remove_signal_handler(number)
-
-
-def _closing(ended: _Exit, recording: Recording) -> CloseRequest:
-    ending = Ending.FINISHED if ended.code == 0 else Ending.CANCELLED if ended.interrupted else Ending.CRASHED
-    return CloseRequest(
-        ending=ending,
-        result={"exit_status": ended.code},
-        error=f"the command ended with status {ended.code}" if ending is Ending.CRASHED else None,
-        tool_results=list(recording.tool_results[:MAX_REPORTS]),
-        rewards=list(recording.rewards[:MAX_REPORTS]),
-        undelivered=list(recording.undelivered_calls[:MAX_REPORTS]),
-        bypassed=recording.bypassed_calls,
-    )
+        read_spool(reports, recording)
+    return status if status >= 0 else 128 - status, bool(came), recording
 
 
 def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, folder: Path) -> None:
@@ -296,11 +245,6 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
     by = f" by {', '.join(agents)}" if agents else ""
     ending = attempt.ending.value if attempt.ending else "running"
     _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.tool_results)} tool results")
-    undelivered = sum(call.undelivered for call in calls)
-    if undelivered:
-        _say(f"{undelivered} replies were undelivered: no client waited for them, and they do not count")
-    for route, count in (attempt.passed_through or {}).items():
-        _say(f"passed through and not recorded: {count} {route}")
     for address, count in (attempt.bypassed or {}).items():
         _say(f"past agl, and not recorded: {count} calls to {one_line(address, 200)}")
     if attempt.error:

@@ -16,7 +16,7 @@ from agl_core.config import CONFIG_FILE, LoadedConfig, check, load
 from agl_core.errors import ConfigError
 from agl_core.protocols import Engine
 from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
-from agl_core.reading.runs import find_run
+from agl_core.reading.runs import find_checkpoint
 from agl_core.reading.words import plain, score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
@@ -30,8 +30,8 @@ Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TO
 Resume = Annotated[
     Path | None,
     typer.Option(
-        metavar="RUN[/checkpoints/STEP]",
-        help="A run's folder: go on from its last checkpoint, or from the one named, as its next restart.",
+        metavar="RUN[@STEP]",
+        help="A run: go on from its last checkpoint, or from that of a step, as its next restart.",
     ),
 ]
 EngineName = Annotated[str | None, typer.Option("--engine", metavar="NAME", help="Overrides engine.name.")]
@@ -39,12 +39,6 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run", help="Start nothing; show what the engine would start, and the resources that it would take."
-    ),
-]
-Whole = Annotated[
-    bool,
-    typer.Option(
-        "--whole", help="With --dry-run: show the whole configuration of what the engine starts, defaults included."
     ),
 ]
 
@@ -56,7 +50,6 @@ def train(
     resume: Resume = None,
     engine: EngineName = None,
     dry_run: DryRun = False,
-    whole: Whole = False,
 ) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
 
@@ -68,7 +61,7 @@ def train(
     that is printed at the start shows the run in a browser. Ctrl-C stops the run and saves a checkpoint (exit status
     130; 143 after SIGTERM). The run's folder holds the store, metrics.jsonl, checkpoints and summary.json.
 
-    --resume goes on with a run. From an earlier checkpoint (--resume RUN/checkpoints/step-000003) it replaces what came
+    --resume goes on with a run. From an earlier checkpoint (--resume calc@3, calc@best) it replaces what came
     later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
 
     Workers may run on other machines too (`agl worker CONFIG --server URL`): with --set workers.embedded=false there is
@@ -79,16 +72,16 @@ def train(
     if config is not None and resume is None:
         file = config
     elif resume is not None and config is None:
-        folder, checkpoint = find_checkpoint(resume)
+        folder, step = find_checkpoint(str(resume))
         file = folder / CONFIG_FILE
+        if step is not None and (checkpoint := Checkpoints(folder / CHECKPOINTS, keep=1).meant_by(step)) is None:
+            raise ConfigError(f"{resume}: a run is resumed from a checkpoint. To begin at step 0, start a new run.")
     else:
         raise ConfigError("Name either a configuration file or, with --resume, a run's folder. See agl train --help.")
     loaded = load(file, [*set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
     check(loaded)
-    if whole and not dry_run:
-        raise ConfigError("--whole is for --dry-run, which shows what would be started.")
     if dry_run:
-        typer.echo(described_engine(loaded, whole), nl=False)
+        typer.echo(described_engine(loaded), nl=False)
         return
     run_dir = new_run_dir(loaded) if resume is None else file.parent
     console = Screen()
@@ -122,20 +115,12 @@ def trained(
         raise typer.Exit(1)
 
 
-def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
+def described_engine(loaded: LoadedConfig) -> str:
     """The processes and resources that the engine of this configuration would start and take."""
     engine: Engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
     if engine.supports("describe"):
-        return engine.describe(whole=whole)
+        return engine.describe()
     return f"{loaded.engine.label} starts one process on this machine.\n"
-
-
-def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
-    """A run's folder, and its checkpoint if `target` is one: RUN/checkpoints/STEP."""
-    if target.parent.name != CHECKPOINTS:
-        return find_run(target), None
-    folder = find_run(target.parent.parent)
-    return folder, Checkpoints(folder / CHECKPOINTS, keep=1).named(target.name)
 
 
 def print_summary(

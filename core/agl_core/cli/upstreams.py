@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,16 +18,25 @@ _TIMEOUT = httpx.Timeout(120, connect=10)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of one call of a model server."""
+    """What one call of a model server says of its replies."""
 
     returns_ids: bool
-    """Whether its replies carry token ids of prompt and response and the log-probabilities of the latter."""
+    """Whether they carry token ids of prompt and response and the log-probabilities of the latter."""
     doubts: tuple[str, ...] = ()
     """Contradictions in the ids that it returned."""
     missing: str = ""
     """The reason for which there are no exact ids; empty if there are."""
-    unlisted: str = ""
-    """A note if the server does not list the chosen model."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of it."""
+        notes = [f"the token ids of this server do not go together: {doubt}" for doubt in self.doubts]
+        if not self.returns_ids:
+            notes.append(
+                f"exact token ids are not recorded, for {self.missing}. The episode is text: it can be read and "
+                f"scored, not trained on. Servers like vLLM return ids (return_token_ids)."
+            )
+        return notes
 
 
 def chosen_url(url: str | None) -> str:
@@ -66,20 +75,13 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, Prob
                 f"The model server at {url} does not list its models (GET /models answered {response.status_code}). "
                 f"Does the URL end in /v1? If it does, name the model with --model."
             )
-        unlisted = ""
-        if model and listed and model not in listed:
-            unlisted = f"the server lists no model '{model}'. {nearest(model, listed)}"
         names = [model] if model else listed
-        models = {"default": names[0]} if len(names) == 1 else {name: name for name in names}
         if len(names) == 1:
-            probe = examine(_complete(client, url, names[0], unlisted))
+            models, probe = {"default": names[0]}, examine(_complete(client, url, names[0], listed))
         else:
-            probe = Probe(
-                False,
-                missing="the server has several models: name one with --model, and it is asked "
-                "whether it returns token ids",
-            )
-    return Upstream((url,), models, key, returns_ids=probe.returns_ids), replace(probe, unlisted=unlisted)
+            models = {name: name for name in names}
+            probe = Probe(False, missing="the server has several models: name one with --model")
+    return Upstream((url,), models, key, returns_ids=probe.returns_ids), probe
 
 
 def examine(completion: Mapping[str, Any]) -> Probe:
@@ -113,7 +115,7 @@ def _names(response: httpx.Response) -> list[str]:
         return []
 
 
-def _complete(client: httpx.Client, url: str, model: str, unlisted: str) -> Mapping[str, Any]:
+def _complete(client: httpx.Client, url: str, model: str, listed: Sequence[str]) -> Mapping[str, Any]:
     """A short chat completion, with ids if the server knows the fields that ask for them."""
     plain = {"model": model, "messages": [{"role": "user", "content": "Say OK."}]}
     wanted = {**plain, "return_token_ids": True, "logprobs": True, "max_tokens": 8}
@@ -123,7 +125,7 @@ def _complete(client: httpx.Client, url: str, model: str, unlisted: str) -> Mapp
     if not response.is_success:
         raise EngineError(
             f"The model server at {url} answered a chat completion of the model '{model}' with {response.status_code}: "
-            f"{response.text[:300]}. {unlisted or 'Is that a model of this server (--model)?'}"
+            f"{response.text[:300]}. Is that a model of this server (--model)? {nearest(model, listed)}"
         )
     completion: dict[str, Any] = response.json()
     return completion
