@@ -151,7 +151,8 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
 
     workers = loaded.config.workers.model_copy(update={"embedded": True})
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))
-    observer, findings = _Served(), []
+    observer = _Served()
+    findings: list[Finding] = []
     async with local_server(loaded, folder) as server, open_session(here, folder, server, observer) as session:
         served = observer.upstream
         for policy, name in served.models.items():
