@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from agl_core.builtin.credit import identical
 from agl_core.config import CONFIG_FILE, load
-from agl_core.learning.batch import PolicyCredit, make_batches
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.types import Batch, CreditKind, Episode
 from agl_torch.models import attention
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
@@ -67,7 +67,7 @@ def batch_of(episodes: Sequence[Episode]) -> Batch:
     for episode in episodes:
         groups.setdefault(episode.group, []).append(replace(episode, terminal=0.0))
     credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-    return make_batches(list(groups.values()), credit).batches["default"]
+    return make_batches(list(groups.values()), BatchPlan(credit)).batches["default"]
 
 
 def every(batch: Batch, limits: Limits) -> Iterator[MicroBatch]:

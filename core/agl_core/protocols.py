@@ -276,7 +276,7 @@ class Engine(ABC):
     epochs, minibatches, a critic, a reference. It does not read the options, whose names
     are the algorithm's own. An engine may serve one algorithm only, that of `PolicySpec.algorithm`.
     Transitions that cannot be trained on are left out, each with a `DropReason`
-    (`agl_core.learning.trainable`), as are those that the algorithm does not keep; their weight is 0. The result has
+    (`agl_core.learning.batch`), as are those that the algorithm does not keep; their weight is 0. The result has
     the mean advantage and the summed weight of every other transition, and metrics: what the algorithm's loss measured,
     `loss` and `grad_norm` among others. `progress` is called with growing shares, at the end with 1.
 

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from agl_core.builtin.credit import identical
-from agl_core.learning import PolicyCredit, make_batches
+from agl_core.learning import BatchPlan, PolicyCredit, make_batches
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import (
@@ -288,4 +288,4 @@ def two_rewards(reply: Any) -> Batch:
         for member in (0, 1)
     ]
     credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-    return make_batches([group], credit).batches["default"]
+    return make_batches([group], BatchPlan(credit)).batches["default"]

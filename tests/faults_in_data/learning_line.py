@@ -17,9 +17,9 @@ from agl_algorithms.ppo import gae_across_calls
 from agl_algorithms.prepared import samples_of
 from agl_core import kinds
 from agl_core.config.policies import OptimizerSection
-from agl_core.learning import PolicyCredit, ScoringRule, StepBatches, make_batches, score
+from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, StepBatches, make_batches, score
+from agl_core.learning.batch import filter_trainable
 from agl_core.learning.rewards import reported
-from agl_core.learning.trainable import filter_trainable
 from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
@@ -96,7 +96,7 @@ def by_group(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[l
 def credited(way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> StepBatches:
     component = PLUGINS.component(kinds.CREDIT, way.credit, "a test")
     credit = PolicyCredit(way.credit, component.build(component.options()), way.kind)
-    return make_batches(groups, {"default": credit, "other": credit}, min_group_size=min_group_size)
+    return make_batches(groups, BatchPlan({"default": credit, "other": credit}, min_group_size=min_group_size))
 
 
 class Line:

@@ -117,7 +117,7 @@ def gae_across_calls(samples: Samples, values_N: Tensor, *, gamma: float, lam: f
 
     t+1 is the rollout's next call in the batch; after the last one V and A are 0. The choices of a call (`n` > 1) share
     its turn and are parallel: each is followed by the mean over the next call's choices. Calls that are not in the
-    batch belong to the environment of this step: their rewards are in r_t (`agl_core.learning.trainable`).
+    batch belong to the environment of this step: their rewards are in r_t (`agl_core.learning.batch`).
     """
     rewards, values = samples.values_N.tolist(), values_N.tolist()
     choices_of: dict[tuple[int, int], list[int]] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Samples
-from agl_core.learning.trainable import Usable
+from agl_core.learning.batch import Usable
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, DropReason
 

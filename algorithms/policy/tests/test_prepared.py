@@ -12,7 +12,7 @@ from torch import Tensor
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.interface import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.learning.trainable import filter_trainable
+from agl_core.learning.batch import filter_trainable
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 
 GRPO = Grpo(GrpoOptions(beta=0.0))

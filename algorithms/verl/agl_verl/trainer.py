@@ -36,7 +36,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from agl_algorithms.interface import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
-from agl_core.learning.trainable import Usable, filter_trainable
+from agl_core.learning.batch import Usable, filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agl_core.learning.trainable import filter_trainable
+from agl_core.learning.batch import filter_trainable
 
 from . import parity, recorded, verl_bench
 from .parity import VOCABULARY

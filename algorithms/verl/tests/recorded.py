@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 
 from agl_core.builtin.credit import identical, immediate
-from agl_core.learning import PolicyCredit, make_batches, without_stale
+from agl_core.learning import BatchPlan, PolicyCredit, make_batches, without_stale
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -87,7 +87,7 @@ def record(
     rule = identical if kind is CreditKind.RETURN else immediate
     weights = [WEIGHTS[place % len(WEIGHTS)] for place in range(len(groups))]
     credit = {"default": PolicyCredit(rule.__name__, rule, kind)}
-    made = make_batches(groups, credit, weights=weights, agents=agents)
+    made = make_batches(groups, BatchPlan(credit, agents), weights=weights)
     return Recorded(made.batches["default"], made.dropped, kinds)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from agl_core.learning.trainable import filter_trainable
+from agl_core.learning.batch import filter_trainable
 from agl_core.types import Batch, CreditKind, DropReason
 
 from . import recorded

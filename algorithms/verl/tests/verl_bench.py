@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.policies import OptimizerSection
-from agl_core.learning.trainable import filter_trainable
+from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.models.loading import LoadedModel, load_model

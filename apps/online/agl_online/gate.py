@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from agl_core.learning.batch import PolicyCredit, make_batches
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.protocols import Engine
 from agl_core.reading.evaluations import Comparison, compare
 from agl_core.training.evaluate import Evaluated
@@ -97,7 +97,7 @@ async def divergence(
     found = {}
     for place, evaluated in episodes.items():
         groups = [[each] for each in evaluated]
-        batch = make_batches(groups, {policy: _NO_CREDIT}, agents=agents).batches.get(policy)
+        batch = make_batches(groups, BatchPlan({policy: _NO_CREDIT}, agents)).batches.get(policy)
         if batch is not None:
             served_R = batch.behaviour_logprobs_R[batch.mask_R].astype(np.float64)
             change_R = (await engine.logprobs(policy, batch))[batch.mask_R] - served_R

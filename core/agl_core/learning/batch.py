@@ -1,16 +1,23 @@
-"""Credited episodes become ragged training batches, one per policy; what is dropped is counted with its reason."""
+"""Credited episodes become ragged training batches, one per policy; what is dropped is counted with its reason.
+
+Engines share the last step, `filter_trainable`: which transitions can be trained on, and where the rewards of the
+others go.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agl_core.config import PolicyPlan
+from agl_core.config import LoadedConfig, PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
-from agl_core.learning.trainable import filter_trainable, propagate_rewards
 from agl_core.protocols import CreditRule
 from agl_core.types import Batch, CreditKind, DropReason, Episode, FinishReason, Mode, TrainingRecord, Transition
 
@@ -35,9 +42,9 @@ class PolicyCredit:
         try:
             values = self.rule(group)
         except Exception as error:
-            name = group[0].group if group else "without episodes"
             raise PluginError(
-                f"The credit rule '{self.name}' failed on group {name}: {type(error).__name__}: {error}. Fix the rule."
+                f"The credit rule '{self.name}' failed on group {group[0].group}: {type(error).__name__}: {error}. "
+                "Fix the rule."
             ) from error
         expected = [len(episode.transitions) for episode in group]
         if [len(of_episode) for of_episode in values] != expected:
@@ -46,6 +53,26 @@ class PolicyCredit:
                 f"transitions. It must return one value per transition, in order."
             )
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How a run makes batches of groups."""
+
+    credit: Mapping[str, PolicyCredit]
+    """By policy."""
+    agents: Sequence[str] = ("*",)
+    """Names or patterns of the agents that are trained."""
+    min_group_size: int = 1
+    """A group with fewer members left is dropped whole."""
+    without_logprobs: bool = False
+    """Whether transitions without log-probabilities are trained on."""
+
+    @classmethod
+    def configured(cls, loaded: LoadedConfig, *, without_logprobs: bool) -> BatchPlan:
+        train = loaded.config.train
+        credit = {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()}
+        return cls(credit, train.agents, min(train.min_group_size, train.group_size), without_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,62 +97,52 @@ class _Row:
 
 
 def make_batches(
-    groups: Sequence[Sequence[Episode]],
-    credit: Mapping[str, PolicyCredit],
-    *,
-    weights: Sequence[float] = (),
-    agents: Sequence[str] = ("*",),
-    min_group_size: int = 1,
-    step: int = 0,
-    without_logprobs: bool = False,
+    groups: Sequence[Sequence[Episode]], plan: BatchPlan, *, weights: Sequence[float] = (), step: int = 0
 ) -> StepBatches:
     """Credit every group and lay its trainable transitions out as batches, one per policy.
 
-    An episode that was dropped leaves its group; a group with fewer than `min_group_size` members left is dropped
-    whole. `credit` has a rule for each policy. The rule sees the whole group, including transitions of other policies
-    and of untrained agents, and its values are used for the policy's own transitions. Untrained agents are in no batch.
-    If credit yields rewards of one step, the rewards of other calls go to the policy's trained transitions before them
-    (`propagate_rewards`), and so stay in the return. `weights` has the weight of each group in the loss; empty: all 1.
-    Transitions without log-probabilities are dropped, unless `without_logprobs`.
+    An episode that was dropped leaves its group; what is left of a group that is then too small is dropped whole. A
+    credit rule sees the whole group, including transitions of other policies and of untrained agents, and its values
+    are used for the policy's own transitions. Untrained agents are in no batch. If credit yields rewards of one step,
+    the rewards of other calls go to the policy's trained transitions before them (`propagate_rewards`), and so stay in
+    the return. `weights` has the weight of each group in the loss; empty: all 1.
     """
     rows: dict[str, list[_Row]] = {}
     dropped: list[TrainingRecord] = []
-    episodes_dropped: dict[DropReason, int] = {}
+    episodes_dropped: Counter[DropReason] = Counter()
     rollouts = 0
     for group_index, group in enumerate(groups):
-        left = [episode for episode in group if _episode_fault(episode) is None]
-        too_small = len(left) < min_group_size
-        for episode in group:
-            fault = _episode_fault(episode) or (DropReason.GROUP_TOO_SMALL if too_small else None)
+        faults = [e.dropped or (None if e.transitions else DropReason.NO_TRANSITION) for e in group]
+        if faults.count(None) < plan.min_group_size:
+            faults = [fault or DropReason.GROUP_TOO_SMALL for fault in faults]
+        for episode, fault in zip(group, faults, strict=True):
             if fault is not None:
-                episodes_dropped[fault] = episodes_dropped.get(fault, 0) + 1
+                episodes_dropped[fault] += 1
                 dropped += [_dropped(t, step, None, fault) for t in episode.transitions]
             dropped += [_dropped(t, step, None, DropReason.UNDELIVERED) for t in episode.undelivered]
-        if too_small:
-            continue
-        taking_part = dict.fromkeys(t.policy for episode in left for t in episode.transitions)
-        credited = {policy: credit[policy].values(left) for policy in taking_part}
-        for member, episode in enumerate(left):
+        kept_episodes = [episode for episode, fault in zip(group, faults, strict=True) if fault is None]
+        policies = dict.fromkeys(t.policy for episode in kept_episodes for t in episode.transitions)
+        credited = {policy: plan.credit[policy].values(kept_episodes) for policy in policies}
+        for member, episode in enumerate(kept_episodes):
             trained: dict[str, list[int]] = {}
             for i, transition in enumerate(episode.transitions):
-                reason = left_out(transition, agents, without_logprobs=without_logprobs)
+                reason = left_out(transition, plan.agents, without_logprobs=plan.without_logprobs)
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
                     dropped.append(_dropped(transition, step, credited[transition.policy][member][i], reason))
             for policy, kept in trained.items():
                 values = credited[policy][member]
-                carries = credit[policy].kind is CreditKind.REWARD
-                earned = propagate_rewards([t.turn for t in episode.transitions], values, kept) if carries else values
-                for i in kept:
-                    weight = weights[group_index] if weights else 1.0
-                    score = episode.terminal or 0.0
-                    row = _Row(episode.transitions[i], earned[i], score, group_index, rollouts, weight)
-                    rows.setdefault(policy, []).append(row)
+                if plan.credit[policy].kind is CreditKind.REWARD:
+                    values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
+                weight, score = weights[group_index] if weights else 1.0, episode.terminal or 0.0
+                rows.setdefault(policy, []).extend(
+                    _Row(episode.transitions[i], values[i], score, group_index, rollouts, weight) for i in kept
+                )
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        usable = filter_trainable(_batch(of_policy, credit[policy].kind, step))
+        usable = filter_trainable(_batch(of_policy, plan.credit[policy].kind, step))
         if len(usable.batch):
             batches[policy] = usable.batch
         for row, fault in zip(of_policy, usable.dropped, strict=True):
@@ -148,15 +165,7 @@ def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs:
         return DropReason.NO_LOGPROBS
     if transition.distorted:
         return DropReason.DISTORTED
-    if transition.finish_reason is FinishReason.ABORTED:
-        return DropReason.ABORTED
-    return None
-
-
-def _episode_fault(episode: Episode) -> DropReason | None:
-    if episode.dropped is not None:
-        return episode.dropped
-    return None if episode.transitions else DropReason.NO_TRANSITION
+    return DropReason.ABORTED if transition.finish_reason is FinishReason.ABORTED else None
 
 
 def _dropped(transition: Transition, step: int, credit: float | None, reason: DropReason) -> TrainingRecord:
@@ -169,23 +178,21 @@ def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]
     prompt_lengths = np.array([len(p) for p in prompts], np.int64)
     response_lengths = np.array([len(r) for r in responses], np.int64)
-    unknown = (np.full(len(r), np.nan, np.float32) for r in responses)
-    logprobs = [nan if t.logprobs is None else t.logprobs for t, nan in zip(transitions, unknown, strict=True)]
-    masks = [
-        np.ones(len(r), np.bool_) if t.mask is None else t.mask for t, r in zip(transitions, responses, strict=True)
-    ]
+    pairs = list(zip(transitions, responses, strict=True))
+    logprobs = [np.full(len(r), np.nan) if t.logprobs is None else t.logprobs for t, r in pairs]
+    masks = [np.ones(len(r), np.bool_) if t.mask is None else t.mask for t, r in pairs]
     return Batch(
         tokens_T=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]),
         offsets=_offsets(prompt_lengths + response_lengths),
         prompt_lengths_N=prompt_lengths,
         response_offsets=_offsets(response_lengths),
-        behaviour_logprobs_R=np.concatenate([np.asarray(each, np.float32) for each in logprobs]),
+        behaviour_logprobs_R=np.concatenate(logprobs).astype(np.float32),
         mask_R=np.concatenate(masks),
         temperature_N=np.array([t.temperature for t in transitions], np.float32),
         values_N=np.array([row.value for row in rows], np.float64),
         kind=kind,
-        group_N=_dense([row.group for row in rows]),
-        rollout_N=_dense([row.rollout for row in rows]),
+        group_N=np.unique([row.group for row in rows], return_inverse=True)[1].astype(np.int64),
+        rollout_N=np.unique([row.rollout for row in rows], return_inverse=True)[1].astype(np.int64),
         turn_N=np.array([t.turn for t in transitions], np.int64),
         version_N=np.array([-1 if t.version is None else t.version for t in transitions], np.int64),
         scores_N=np.array([row.score for row in rows], np.float64),
@@ -196,12 +203,138 @@ def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
     )
 
 
-def _offsets(lengths: np.ndarray) -> np.ndarray:
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
-def _dense(labels: Sequence[int]) -> np.ndarray:
-    return np.unique(np.array(labels, np.int64), return_inverse=True)[1].astype(np.int64)
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """The M of N transitions that can be trained on."""
+
+    batch: Batch
+    """The M transitions."""
+    places: NDArray[np.int64]
+    """[M] their places among the N."""
+    dropped: tuple[DropReason | None, ...]
+    """[N] why each is not among the M."""
+
+
+def filter_trainable(batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None) -> Usable:
+    """Drop what cannot be trained on; its rewards of one step go to the calls before it.
+
+    Without a model's limits, only what no model could be trained on is dropped.
+    """
+    dropped = unusable(batch, context_length=context_length, vocabulary=vocabulary)
+    places = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
+    if batch.kind is CreditKind.REWARD and len(places) < len(batch):
+        # The last call of a long episode may be among those; its reward is a consequence of the calls before it.
+        values, kept = batch.values_N.copy(), set(places.tolist())
+        order = np.lexsort((batch.turn_N, batch.rollout_N)).tolist()
+        for _, of_rollout in groupby(order, key=lambda i: int(batch.rollout_N[i])):
+            calls = list(of_rollout)
+            trained = [n for n, place in enumerate(calls) if place in kept]
+            values[calls] = propagate_rewards(batch.turn_N[calls].tolist(), batch.values_N[calls].tolist(), trained)
+        batch = replace(batch, values_N=values)
+    return Usable(subset(batch, places), places, dropped)
+
+
+def unusable(
+    batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None
+) -> tuple[DropReason | None, ...]:
+    """[N] why each transition cannot be trained on, or None.
+
+    - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
+    - no unmasked token: FULLY_MASKED;
+    - longer than the model's context: TOO_LONG;
+    - a log-probability of an unmasked token (unless it is not known), credited value, score, weight or temperature
+      that is not finite, a temperature that is not positive, a weight below 0, a token id the model does not have:
+      NON_FINITE.
+    """
+    wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
+    wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)
+    unknown_T = batch.tokens_T < 0
+    if vocabulary is not None:
+        unknown_T |= batch.tokens_T >= vocabulary
+    lengths_N = np.diff(batch.offsets)
+    too_long_N = lengths_N > (lengths_N.max(initial=0) if context_length is None else context_length)
+    broken = (
+        (_counts(wrong_R, batch.response_offsets) > 0)
+        | ~np.isfinite(batch.values_N)
+        | ~np.isfinite(batch.scores_N)
+        | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N > 0))
+        | ~(np.isfinite(batch.weight_N) & (batch.weight_N >= 0))
+        | (_counts(unknown_T, batch.offsets) > 0)
+    )
+    reasons = np.select(
+        [
+            (batch.response_lengths_N == 0) | (batch.prompt_lengths_N == 0),
+            _counts(batch.mask_R, batch.response_offsets) == 0,
+            too_long_N,
+            broken,
+        ],
+        [DropReason.EMPTY_RESPONSE, DropReason.FULLY_MASKED, DropReason.TOO_LONG, DropReason.NON_FINITE],
+        default="",
+    )
+    return tuple(DropReason(reason) if reason else None for reason in reasons.tolist())
+
+
+def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
+    """The transitions `chosen`, in this order."""
+    if len(chosen) == len(batch) and (chosen == np.arange(len(batch))).all():
+        return batch
+    tokens, offsets = _ranges(batch.offsets, chosen)
+    responses, response_offsets = _ranges(batch.response_offsets, chosen)
+    places = {"_N": chosen, "_T": tokens, "_R": responses}
+    picked = {
+        field.name: getattr(batch, field.name)[places[field.name[-2:]]]
+        for field in fields(batch)
+        if field.name[-2:] in places
+    }
+    keys = tuple(batch.keys[i] for i in chosen)
+    return replace(batch, **picked, offsets=offsets, response_offsets=response_offsets, keys=keys)
+
+
+def _ranges(offsets: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the items of the chosen segments lie, and the offsets of those segments put one after the other."""
+    lengths = np.diff(offsets)[chosen]
+    new_offsets = _offsets(lengths)
+    items = np.arange(new_offsets[-1]) + np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)
+    return items.astype(np.int64), new_offsets
+
+
+def _counts(flags: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many flags are set in each segment."""
+    totals = _offsets(flags.astype(np.int64))
+    return np.asarray(totals[offsets[1:]] - totals[offsets[:-1]])
+
+
+def propagate_rewards(turns: Sequence[int], values: Sequence[float], trained: Sequence[int]) -> list[float]:
+    """Rewards of one step for the `trained` transitions (their places), for which the others are the environment.
+
+    One step of time is from one trained call to the next. The rewards of the calls between them (the mean over each
+    call's choices) belong to that step: they go, undiscounted, to each trained choice of the call before. Rewards
+    before the first trained call are not its consequence and are left out, and so are rewards that are not finite. If
+    only some choices of a call are trained, these stand for the call. `turns` ascend; choices of one call have the same
+    turn.
+
+    A writer and a critic by turns, only the writer trained:
+
+    >>> propagate_rewards([0, 1, 2, 3], [0.125, 0.25, 0.5, 1.0], [0, 2])
+    [0.375, 0.25, 1.5, 1.0]
+    """
+    earned = list(values)
+    kept = set(trained)
+    before: list[int] = []
+    for _, same_call in groupby(range(len(turns)), key=lambda i: turns[i]):
+        places = list(same_call)
+        here = [i for i in places if i in kept]
+        if here:
+            before = here
+            continue
+        carried = sum(values[i] for i in places) / len(places)
+        for i in before if math.isfinite(carried) else ():
+            earned[i] += carried
+    return earned
 
 
 def staleness(episode: Episode, versions: Mapping[str, int]) -> int:

@@ -1,22 +1,37 @@
-"""Reward rules over a recorded episode, with provenance."""
+"""Reward rules over a recorded episode, with provenance; each is called off the event loop, within its time."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import ctypes
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 
-from agl_core.learning.calling import call_rule
+from agl_core.errors import AglError
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
+from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule
 from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
+
+Argument = TypeVar("Argument")
 
 AGENT_SOURCE = "agent"
 """The source of rewards that the agent itself reported."""
 
+_SECONDS = 60.0
+"""The time limit of a function, which computes."""
+_SECONDS_TO_WAIT = 600.0
+"""The time limit of an async function, which waits: for a server, and for its turn there."""
+_GRACE = 1.0
+"""Seconds for an event loop to show that it still runs."""
 _LARGEST = float(np.finfo(np.float32).max)
 """The largest number of single precision, in which advantages are computed; a larger reward would be infinite."""
 
@@ -42,7 +57,7 @@ class ScoringRule:
     modes: frozenset[Mode] = frozenset(Mode)
     """The modes of the episodes that it scores."""
     time_limit: float | None = None
-    """Seconds for one call of it; None: the default of its kind (`agl_core.learning.calling`)."""
+    """Seconds for one call of it; None: the default of its kind (`_call`)."""
 
 
 _TOGETHER = 64
@@ -92,7 +107,7 @@ async def score(
         if isinstance(scoring.rule, GroupRewardRule) or episode.mode not in scoring.modes:
             continue
         try:
-            judging.give(scoring, await call_rule(scoring.rule, episode, scoring.time_limit, turn))
+            judging.give(scoring, await _call(scoring.rule, episode, scoring.time_limit, turn))
         except Exception as error:
             judging.fail(scoring, error)
     return judging.result(), judging.errors
@@ -134,7 +149,7 @@ async def _compare(group: Sequence[_Comparison], rules: Sequence[ScoringRule], t
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
             episodes = [each.episode for each in group]
-            values = list(await call_rule(scoring.rule.reward, episodes, scoring.time_limit, turn))
+            values = list(await _call(scoring.rule.reward, episodes, scoring.time_limit, turn))
             if len(values) != len(group):
                 raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
         except Exception as error:
@@ -264,3 +279,84 @@ def _checked(episode: Episode, reward: Reward, source: str) -> Reward:
 
 def _reward(episode: Episode, name: str, value: float, source: str) -> Reward:
     return Reward(rollout=episode.rollout, attempt=episode.attempt, name=name, value=value, source=source)
+
+
+class RuleTimeoutError(AglError, TimeoutError):
+    """A reward rule took too long."""
+
+
+async def _call(
+    rule: Callable[[Argument], Any], argument: Argument, time_limit: float | None, turn: asyncio.Lock
+) -> Any:
+    """What a rule says. RuleTimeoutError if it takes longer than `time_limit`, or than the default of its kind.
+
+    A function is called in a thread, one at a `turn`; an async one runs on the event loop of all rules. So a rule that
+    never returns costs its own time, not the server's. A thread cannot be ended while it is inside a single call of C
+    code, nor do others run if that holds Python's lock, as `re` does: such a rule belongs in a sandbox.
+    """
+    if isinstance(rule, IsolatedRule):
+        return await rule(argument, time_limit or SANDBOX_SECONDS)  # type: ignore[arg-type]
+    value: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    value.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            value.set_result(rule(argument))
+        except Exception as error:
+            value.set_exception(error)
+        except SystemExit:  # Its own, or that of `_interrupt`.
+            value.set_exception(RuntimeError("it raised SystemExit"))
+
+    async with turn:
+        # No executor's: Python waits for their threads at its end, which a rule that never returns would prevent.
+        thread = threading.Thread(target=run, name="agl-rule", daemon=True)
+        thread.start()
+        if not await _ended(value, seconds := time_limit or _SECONDS):
+            _interrupt(thread)
+            raise _too_long(seconds)
+    if not inspect.isawaitable(value.result()):
+        return value.result()
+
+    async def awaited() -> Any:
+        try:
+            return await value.result()
+        except SystemExit:
+            raise RuntimeError("it raised SystemExit") from None
+
+    loop, thread = _rules_loop()
+    running = asyncio.run_coroutine_threadsafe(awaited(), loop)
+    if await _ended(running, seconds := time_limit or _SECONDS_TO_WAIT):
+        return running.result()
+    running.cancel()
+    alive: concurrent.futures.Future[None] = concurrent.futures.Future()
+    loop.call_soon_threadsafe(alive.set_result, None)
+    if not await _ended(alive, _GRACE):
+        _rules_loop.cache_clear()  # The rule computes instead of waiting: the others get another loop.
+        _interrupt(thread)
+    raise _too_long(seconds)
+
+
+async def _ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
+    """Whether it is done within this time."""
+    done, _ = await asyncio.wait({waiting := asyncio.wrap_future(future)}, timeout=seconds)
+    if done:
+        waiting.exception()  # The caller reads it from `future`.
+    return bool(done)
+
+
+@cache
+def _rules_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="agl-rules", daemon=True)
+    thread.start()
+    return loop, thread
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise SystemExit in it, as soon as it executes Python code again."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def _too_long(seconds: float) -> RuleTimeoutError:
+    return RuleTimeoutError(f"it took longer than {seconds:g} seconds; its table's `time_limit` allows more")

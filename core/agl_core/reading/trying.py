@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from agl_core.config import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
-from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups
+from agl_core.learning import BatchPlan, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.explained import GroupCredit, superseded
 from agl_core.reading.importing import import_file
@@ -244,20 +244,14 @@ async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[li
 
 def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
     """The credit of each transition by the configured rules, as training records it, or the reason for none."""
-    train = loaded.config.train
     unknown = {t.policy for group in groups for e in group for t in e.transitions} - loaded.policies.keys()
     if unknown:
         raise ConfigError(
             f"The recorded calls were answered by policy '{min(unknown)}', which the configuration does not have. "
             f"{nearest(min(unknown), loaded.policies)}"
         )
-    prepared = make_batches(
-        groups,
-        {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()},
-        agents=train.agents,
-        min_group_size=min(train.min_group_size, train.group_size),
-        without_logprobs=bool(loaded.config.tasks["train"].settings.get("without_logprobs")),
-    )
+    without_logprobs = bool(loaded.config.tasks["train"].settings.get("without_logprobs"))
+    prepared = make_batches(groups, BatchPlan.configured(loaded, without_logprobs=without_logprobs))
     credit: dict[TransitionKey, Value] = {record.key: _credit(record) for record in prepared.dropped}
     for batch in prepared.batches.values():
         credit |= dict(zip(batch.keys, batch.values_N.tolist(), strict=True))

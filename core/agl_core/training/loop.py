@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_jsonable_python
 
 from agl_core.config import LoadedConfig
-from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
+from agl_core.learning import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import ErasableStore
@@ -77,12 +77,14 @@ class Trainer:
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
-    _credit: Mapping[str, PolicyCredit] = field(init=False)
+    _plan: BatchPlan = field(init=False)
     _experience: Source = field(init=False)
     _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
-        self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.loaded.policies.items()}
+        tasks = self.session.tasks.get("train")
+        without_logprobs = isinstance(tasks, RecordedTasks) and tasks.without_logprobs
+        self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)
         self._patience = Patience(self.loaded.config.train.patience)
         self._experience = self._source()
 
@@ -133,15 +135,9 @@ class Trainer:
             unfinished=self.state.groups_unfinished,
         )
 
-    @property
-    def _min_group_size(self) -> int:
-        """Groups with fewer episodes are dropped."""
-        settings = self.loaded.config.train
-        return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
-
     def _draw_context(self, step: int) -> DrawContext:
         staleness = self.loaded.config.asynchronous.max_staleness
-        return DrawContext(step, self.loaded.config.seed, self.session.versions, staleness, self._min_group_size)
+        return DrawContext(step, self.loaded.config.seed, self.session.versions, staleness, self._plan.min_group_size)
 
     async def _learn(self, step: int, drawn: Drawn, started: float, before: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored.
@@ -175,16 +171,9 @@ class Trainer:
 
     def _batches(self, step: int, drawn: Drawn) -> StepBatches:
         """The training data of the groups, without what is too old."""
-        config, tasks = self.loaded.config, self.session.tasks.get("train")
-        return make_batches(
-            without_stale(drawn.groups, self.session.versions, config.asynchronous.max_staleness),
-            self._credit,
-            weights=drawn.weights,
-            agents=config.train.agents,
-            min_group_size=self._min_group_size,
-            step=step,
-            without_logprobs=isinstance(tasks, RecordedTasks) and tasks.without_logprobs,
-        )
+        max_staleness = self.loaded.config.asynchronous.max_staleness
+        groups = without_stale(drawn.groups, self.session.versions, max_staleness)
+        return make_batches(groups, self._plan, weights=drawn.weights, step=step)
 
     async def _update(self, step: int, batches: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""

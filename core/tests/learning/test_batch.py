@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
-from agl_core.learning import PolicyCredit, build_episode, make_batches
-from agl_core.learning.trainable import filter_trainable, subset, unusable
+from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
+from agl_core.learning.batch import filter_trainable, subset, unusable
 from agl_core.types import Batch, CreditKind, DropReason, Episode, TransitionKey
 
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
@@ -44,7 +44,7 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, da
             data.draw(st.lists(st.lists(sizes, min_size=1, max_size=3), min_size=1, max_size=3))
         )
     ]
-    prepared = make_batches(groups, IDENTICAL, agents=["solver"], min_group_size=2)
+    prepared = make_batches(groups, BatchPlan(IDENTICAL, ["solver"], min_group_size=2))
     kept = [key for batch in prepared.batches.values() for key in batch.keys]
     left_out = [record.key for record in prepared.dropped]
     assert sorted(kept + left_out) == sorted(t.key for g in groups for e in g for t in e.transitions)
@@ -69,7 +69,7 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
         [episode(make, "a", [2, 2, 2], 1.0), episode(make, "b", [2], 0.0)],
         [episode(make, "c", [1], 1.0), episode(make, "d", [1], 0.0)],
     ]
-    batch = make_batches(groups, IDENTICAL, step=7).batches["default"]
+    batch = make_batches(groups, BatchPlan(IDENTICAL), step=7).batches["default"]
     assert batch.step == 7
     assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.rollout_N.tolist() == [0, 0, 0, 1, 2, 3]
@@ -90,7 +90,7 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
 def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any, reason: DropReason) -> None:
     calls = [make.call(0, make.choice(**changes)), make.call(1)]
     built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
-    prepared = make_batches([[built]], IDENTICAL)
+    prepared = make_batches([[built]], BatchPlan(IDENTICAL))
     assert [record.dropped for record in prepared.dropped] == [reason]
     assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
 
@@ -100,7 +100,7 @@ def test_a_masked_token_may_have_any_log_probability(make: Any) -> None:
     logprobs, mask = np.array([-1.0, np.nan, -np.inf], np.float32), np.array([True, False, False])
     calls = [make.call(0, make.choice(logprobs=logprobs, mask=mask)), make.call(1)]
     built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
-    prepared = make_batches([[built]], IDENTICAL)
+    prepared = make_batches([[built]], BatchPlan(IDENTICAL))
     assert prepared.dropped == ()
     assert prepared.batches["default"].mask_R.tolist() == [True, False, False, True, True, True]
 
@@ -114,19 +114,19 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) ->
     ]
     credit = {name: PolicyCredit("identical", identical, CreditKind.RETURN) for name in ("author", "judge", "default")}
 
-    batches = make_batches(groups, credit, weights=[5.0, 0.5, 0.25], min_group_size=2).batches
+    batches = make_batches(groups, BatchPlan(credit, min_group_size=2), weights=[5.0, 0.5, 0.25]).batches
 
     assert {name: batch.weight_N.tolist() for name, batch in batches.items()} == {
         "author": [0.5] * 4,
         "judge": [0.5] * 4,
         "default": [0.25] * 3,
     }
-    assert make_batches(groups, credit).batches["judge"].weight_N.tolist() == [1.0] * 4
+    assert make_batches(groups, BatchPlan(credit)).batches["judge"].weight_N.tolist() == [1.0] * 4
 
 
 def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
     groups = [[episode(make, "a", [2], 1.0), episode(make, "b", [2], 0.0, dropped=DropReason.ENDING)]]
-    prepared = make_batches(groups, IDENTICAL, min_group_size=2)
+    prepared = make_batches(groups, BatchPlan(IDENTICAL, min_group_size=2))
     assert prepared.batches == {}
     assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
 
@@ -134,7 +134,7 @@ def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
 def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
     groups = [[episode(make, "a", [2, 2], 1.0)]]
     prepared = make_batches(
-        groups, {"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)}
+        groups, BatchPlan({"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)})
     )
     assert [record.dropped for record in prepared.dropped] == [DropReason.NON_FINITE]
     assert prepared.batches["default"].values_N.tolist() == [1.0]
@@ -163,7 +163,7 @@ def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group(make: Any)
         "author": PolicyCredit("identical", identical, CreditKind.RETURN),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    batches = make_batches(groups, credit).batches
+    batches = make_batches(groups, BatchPlan(credit)).batches
     assert list(batches) == ["author", "judge"]
     assert batches["author"].values_N.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert batches["author"].turn_N.tolist() == [0, 2, 0, 2]
@@ -177,7 +177,7 @@ def test_a_policy_may_take_rewards_and_another_returns(make: Any) -> None:
         "author": PolicyCredit("numbered", numbered, CreditKind.REWARD),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    prepared = make_batches([[conversation(make, "a", 1.0)]], credit)
+    prepared = make_batches([[conversation(make, "a", 1.0)]], BatchPlan(credit))
     author, judge = prepared.batches["author"], prepared.batches["judge"]
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
     # What the judge earns comes to the author's call before it, and not the other way round.
@@ -191,7 +191,7 @@ def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_re
         "author": PolicyCredit("identical", identical, CreditKind.RETURN),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    prepared = make_batches(groups, credit, agents=["writer", "ed*"])
+    prepared = make_batches(groups, BatchPlan(credit, ["writer", "ed*"]))
     assert list(prepared.batches) == ["author"]
     assert [(record.call, record.credit, record.dropped) for record in prepared.dropped] == [
         ("a-c1", 401.0, DropReason.UNTRAINED_AGENT),

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
-from agl_core.learning import PolicyCredit, build_episode, make_batches
+from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
 from agl_core.plugins import Plugins
 from agl_core.returns import episode_return
 from agl_core.types import CreditKind, Episode
@@ -26,9 +26,9 @@ from .credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, 
 Rule = Callable[[Sequence[Episode]], list[list[float]]]
 
 
-def default(rule: Rule, kind: CreditKind) -> dict[str, PolicyCredit]:
-    """The rule for the only policy."""
-    return {"default": PolicyCredit("the rule", rule, kind)}
+def solvers(rule: Rule, kind: CreditKind) -> BatchPlan:
+    """The rule for the only policy, of whose agents the solver is trained."""
+    return BatchPlan({"default": PolicyCredit("the rule", rule, kind)}, ["solver"])
 
 
 def rewards(*values: float) -> list[Step]:
@@ -45,7 +45,7 @@ class TestImmediate:
         self, make: Any, steps: list[Step], terminal: float
     ) -> None:
         one = episode(make, 0, steps, terminal)
-        prepared = make_batches([[one]], default(immediate, CreditKind.REWARD), agents=["solver"])
+        prepared = make_batches([[one]], solvers(immediate, CreditKind.REWARD))
         trained = [i for i, step in enumerate(steps) if step.agent == "solver"]
         if not trained:
             assert prepared.batches == {}
@@ -61,7 +61,7 @@ class TestImmediate:
         self, make: Any, members: list[tuple[list[Step], float]]
     ) -> None:
         episodes = group(make, members)
-        prepared = make_batches([episodes], default(immediate, CreditKind.RETURN), agents=["solver"])
+        prepared = make_batches([episodes], solvers(immediate, CreditKind.RETURN))
         expected = {
             t.key: t.reward + (e.terminal or 0.0) * (i == len(e.transitions) - 1)
             for e in episodes

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.learning import PolicyCredit, build_episode, make_batches
+from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
 from agl_core.plugins import Plugins
 from agl_core.protocols import CreditRule
 from agl_core.types import CreditKind, DropReason, Episode, TransitionKey
@@ -64,8 +64,8 @@ rules = pytest.mark.parametrize("each", RULES, ids=str)
 
 def trained_on(each: Tried, episodes: Sequence[Episode], *agents: str) -> dict[TransitionKey, float]:
     """The values in the batch of a run that trains these agents."""
-    credit = {"default": PolicyCredit(each.name, each.rule, each.kind)}
-    batches = make_batches([episodes], credit, agents=agents).batches.values()
+    plan = BatchPlan({"default": PolicyCredit(each.name, each.rule, each.kind)}, agents)
+    batches = make_batches([episodes], plan).batches.values()
     return {key: float(value) for b in batches for key, value in zip(b.keys, b.values_N, strict=True)}
 
 
@@ -161,8 +161,8 @@ def test_untrained_agents_are_dropped_for_that_reason_alone(
     make: Any, each: Tried, member: tuple[list[Step], float]
 ) -> None:
     one = episode(make, 0, *member)
-    credit = {"default": PolicyCredit(each.name, each.rule, each.kind)}
-    dropped = make_batches([[one]], credit, agents=["solver"]).dropped
+    plan = BatchPlan({"default": PolicyCredit(each.name, each.rule, each.kind)}, ["solver"])
+    dropped = make_batches([[one]], plan).dropped
     assert {record.key for record in dropped} == {t.key for t in one.transitions if t.agent != "solver"}
     assert {record.dropped for record in dropped} <= {DropReason.UNTRAINED_AGENT}
 

@@ -17,7 +17,7 @@ from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
-from agl_core.learning import PolicyCredit, StepBatches, make_batches, staleness, without_stale
+from agl_core.learning import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness, without_stale
 from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record
@@ -225,8 +225,8 @@ def test_each_transition_is_counted_in_the_versions_of_the_policy_that_answered_
 def test_those_left_of_a_group_are_compared_unless_they_are_too_few() -> None:
     def batches(*versions: int) -> StepBatches:
         members = [episode(f"m{i}", (7, version), terminal=float(i), member=i) for i, version in enumerate(versions)]
-        credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-        return make_batches(without_stale([members], {"default": 7}, 2), credit, min_group_size=2)
+        plan = BatchPlan({"default": PolicyCredit("identical", identical, CreditKind.RETURN)}, min_group_size=2)
+        return make_batches(without_stale([members], {"default": 7}, 2), plan)
 
     prepared = batches(7, 4, 5)
     assert {key.rollout for key in prepared.batches["default"].keys} == {"m0", "m2"}

@@ -15,7 +15,7 @@ from agl_core.builtin.credit import identical
 from agl_core.builtin.recorded import RecordedOptions, recorded
 from agl_core.config import RunConfig
 from agl_core.errors import ConfigError
-from agl_core.learning import PolicyCredit, ScoringRule, make_batches
+from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches
 from agl_core.reading.importing import import_file
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
@@ -152,7 +152,7 @@ class Taken:
     @property
     def _made(self) -> Any:
         credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-        return make_batches([self.episodes], credit, without_logprobs=self.without_logprobs)
+        return make_batches([self.episodes], BatchPlan(credit, without_logprobs=self.without_logprobs))
 
 
 def test_rollouts_of_training_come_along_with_ids_log_probabilities_and_rewards(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import OptimizerSection
 from agl_core.errors import CheckpointError, EngineError
-from agl_core.learning.trainable import filter_trainable
+from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_torch.models.loading import LoadedModel, is_of_other_base, write_base

@@ -190,7 +190,7 @@ def make_batch(
 
 
 def reordered(batch: Batch, order: NDArray[np.int64]) -> Batch:
-    from agl_core.learning.trainable import subset
+    from agl_core.learning.batch import subset
 
     return subset(batch, order)
 

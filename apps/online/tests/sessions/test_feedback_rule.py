@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agl_core.builtin.credit import identical
-from agl_core.learning import PolicyCredit, ScoringRule, make_batches, score
+from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches, score
 from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, DropReason, Episode, Mode, Sampling
@@ -70,7 +70,7 @@ async def test_missing_feedback_is_missing_and_what_contradicts_itself_is_droppe
 
 def batch_drops(*episodes: Episode) -> list[str | None]:
     credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-    return [each.dropped for each in make_batches([[each] for each in episodes], credit).dropped]
+    return [each.dropped for each in make_batches([[each] for each in episodes], BatchPlan(credit)).dropped]
 
 
 async def test_calls_of_another_distribution_are_dropped_and_others_are_not() -> None:

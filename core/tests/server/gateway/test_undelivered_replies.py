@@ -12,7 +12,7 @@ import openai
 import pytest
 
 import agl_core
-from agl_core.learning.batch import PolicyCredit, make_batches
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing.scripts import Hold, Raw, Say
 from agl_core.testing.server import RunningAttempt, Stack, until
 from agl_core.types import CreditKind, DropReason, Episode
@@ -44,7 +44,7 @@ def dropped(episode: Episode) -> list[tuple[str, str | None]]:
             "even", lambda episodes: [[1.0] * len(e.transitions) for e in episodes], CreditKind.RETURN
         )
     }
-    return [(each.call, each.dropped) for each in make_batches([[episode]], credit).dropped]
+    return [(each.call, each.dropped) for each in make_batches([[episode]], BatchPlan(credit)).dropped]
 
 
 async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: RunningAttempt) -> None:
