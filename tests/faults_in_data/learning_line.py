@@ -22,7 +22,7 @@ from agl_core.learning.batch import filter_trainable
 from agl_core.learning.rewards import reported
 from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec
-from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
+from agl_core.store.sqlite import SqliteStore
 from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
 from agl_torch.models.loading import LoadedModel, load_model
@@ -76,7 +76,7 @@ async def judged(
 ) -> list[list[Episode]]:
     """Through a real store and the reward rules; groups as they were planned. StoreError if a record is refused."""
     folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
-    store: SqliteStore = build(SqliteOptions(), folder)
+    store = SqliteStore(folder / "store.sqlite")
     async with store:
         await store.put(*data.records)
         known = {r.id: r for r in await store.rollouts()}

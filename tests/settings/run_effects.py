@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sqlite3
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from agl_core import kinds
 from agl_core.capture import attach
@@ -70,24 +65,6 @@ def evaluated(run: Ran) -> set[tuple[str, int]]:
     return {(entry["set"], entry["rollouts"]) for entry in run.summary.state.evaluations}
 
 
-async def durability(bench: Bench, given: Given) -> list[int]:
-    """What SQLite says of the connection that writes: 1 is NORMAL, 2 is FULL."""
-    found = []
-
-    class Watched(sqlite3.Connection):
-        def close(self) -> None:
-            found.extend(self.execute("PRAGMA synchronous").fetchone())
-            super().close()
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Watched)),
-    ):
-        async with bench.load(given).store.build(Path(folder)):
-            pass
-    return found[-1:]  # The one that writes is closed last.
-
-
 UNAWARE = {"agent.entry": "scripted_agent:solve_unaware"}
 
 EFFECTS: Mapping[str, Effect] = {
@@ -106,7 +83,6 @@ EFFECTS: Mapping[str, Effect] = {
     "sampling.max_tokens": Effect(ran(lambda run: run.requested("max_tokens")), {"sampling.max_tokens": 32}),
     "rewards": Effect(ran(lambda run: run.summary.state.train_rewards), {"rewards": {"token_f1": {}}}),
     "engine.name": Effect(ran(lambda run: run.seen["engine"]), {"engine.name": "scripted-too"}),
-    "store.sqlite.synchronous": Effect(durability, {"store": {"name": "sqlite", "sqlite": {"synchronous": "full"}}}),
     "store.name": Effect(ran(files), {"store.name": "another"}),
     "trackers": Effect(ran(files), {"trackers": {}}),
 }

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
-from agl_core.store.files import is_written
+from agl_core.store.connections import is_written
 from agl_core.store.interface import ErasableStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.evaluate import Evaluated

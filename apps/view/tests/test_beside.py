@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from agl_core.errors import ConfigError, StoreError
-from agl_core.store.files import is_written
+from agl_core.store.connections import is_written
 from agl_core.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 

@@ -25,11 +25,11 @@ def register_components(register: Register) -> None:
         parquet_tasks,
     )
     from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbOptions, WandbTracker
-    from agl_core.store.sqlite import SqliteOptions, build
+    from agl_core.store.sqlite import build
 
     register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
     register(kinds.BUFFER, "prioritised", Prioritised, options=PrioritisedOptions, needs=PRIORITISED_NEEDS)
-    register(kinds.STORE, "sqlite", build, options=SqliteOptions)
+    register(kinds.STORE, "sqlite", build)
     register(kinds.TASK_SOURCE, "jsonl", jsonl_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "csv", csv_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "parquet", parquet_tasks, options=FileOptions)

@@ -15,7 +15,7 @@ from agl_core.config.load import STORED, load
 from agl_core.errors import ConfigError, StoreError
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, verdict_of
-from agl_core.store.files import is_written
+from agl_core.store.connections import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints

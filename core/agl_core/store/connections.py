@@ -4,72 +4,118 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import sqlite3
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store import tables
-from agl_core.store.files import WriterLock, log_of
+from agl_core.store.codec import Data, Pieces, Row, Rows, encode
+from agl_core.store.interface import Record
 
 Result = TypeVar("Result")
-Query = Callable[[sqlite3.Connection], Result]
-Synchronous: TypeAlias = Literal["normal", "full"]
+Query: TypeAlias = Callable[[sqlite3.Connection], Result]
+Batch: TypeAlias = list[tuple[Rows, asyncio.Future[None]]]
+
+logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 10.0
 """How long to wait for another program's short lock."""
 _LOG_PAGES = 4096
 """Pages of 4 KiB of the write-ahead log from which on SQLite folds it into the store's file, after a commit."""
+_ROWS_PER_STATEMENT = 64
+_PAUSE = 0.2
+"""Seconds between tries to cut the log off, while a reader has it."""
+_COMPANY = 60
+"""Turns of the event loop that a transaction waits for more to write, where the one before it had several writes.
+
+Between two threads each transaction costs more than what it writes. A turn is short where little is going on, so no
+caller waits long; one that writes one after the other does not wait at all.
+"""
 _DAMAGED = (
     "is damaged. Copy the file, and save what is left with the sqlite3 program (`.recover`), or restore a backup."
 )
-_PERMISSIONS = "Check the permissions of the file and its folder"
-_LOCKED = "is locked by another program. Close what has it open for writing, then try again."
 _MEANINGS = {
     sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
     sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then go on (`agl train --resume`).",
-    sqlite3.SQLITE_IOERR: "cannot be read or written by the system. Check the disk's free space, quota and health.",
-    sqlite3.SQLITE_CANTOPEN: "cannot be opened. Check that its folder exists and that you may write there.",
-    sqlite3.SQLITE_PERM: f"may not be accessed. {_PERMISSIONS}.",
-    sqlite3.SQLITE_AUTH: f"may not be accessed. {_PERMISSIONS}.",
-    sqlite3.SQLITE_READONLY: f"is read-only. {_PERMISSIONS}, and the file system.",
-    sqlite3.SQLITE_BUSY: _LOCKED,
-    sqlite3.SQLITE_LOCKED: _LOCKED,
-    sqlite3.SQLITE_TOOBIG: "cannot hold a record of more than 1 GB. Make that record smaller.",
+    sqlite3.SQLITE_BUSY: "is locked by another program. Close what has it open for writing, then try again.",
 }
 _PRIMARY_CODE = 0xFF
 """SQLite's extended error codes keep the plain code in their last byte."""
 
 
-def connect_writer(path: Path, synchronous: Synchronous) -> tuple[sqlite3.Connection, WriterLock]:
-    """A connection that creates the file if there is none, and the lock of the one that may.
+def log_of(path: Path) -> Path:
+    """The write-ahead log: it is there while a process writes, and after a crash."""
+    return path.with_name(path.name + "-wal")
+
+
+def lock_of(path: Path) -> Path:
+    """An empty database beside the store, which the one process that writes holds locked, however it ends."""
+    path = path.resolve()
+    return path.with_name(path.name + ".lock")
+
+
+def is_written(store: Path) -> bool:
+    """Whether a process writes the store now."""
+    if not lock_of(store).is_file():
+        return False
+    name = f"{lock_of(store).as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(name, timeout=0, uri=True)) as connection:
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError as error:
+            return error.sqlite_errorcode & _PRIMARY_CODE == sqlite3.SQLITE_BUSY
+    return False
+
+
+def _lock(store: Path) -> sqlite3.Connection:
+    """Become the one that writes; until the connection is closed. StoreError if another process is it."""
+    connection = sqlite3.connect(lock_of(store), timeout=1, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode = MEMORY")
+        connection.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if error.sqlite_errorcode & _PRIMARY_CODE != sqlite3.SQLITE_BUSY:
+            raise
+        raise StoreError(
+            f"The store {store} is being written by another process, and takes one writer at a time. Wait until it "
+            f"ends, stop it, or use another folder; to look only, open it read-only."
+        ) from None
+    return connection
+
+
+def connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+    """A connection that creates the file if there is none, and the lock of the one that may: to be closed after it.
 
     Usable from any one thread at a time. Raises StoreError, or sqlite3.Error.
     """
     if not path.parent.is_dir():
         raise StoreError(f"The folder of the store {path} does not exist. Create {path.parent} first.")
-    if path.is_dir():
-        raise StoreError(f"{path} is a folder, and the store is a file. Choose another path.")
-    with contextlib.suppress(OSError):  # SQLite's own error is clearer
-        # For its owner alone; SQLite gives the mode of a database to its log too.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    connection = _connect(str(path), cached_statements=256)
-    lock: WriterLock | None = None
+    lock = _lock(path)
+    connection: sqlite3.Connection | None = None
     try:
+        # For its owner alone; SQLite gives the mode of a database to its log too.
+        os.close(os.open(path, os.O_CREAT, 0o600))
+        connection = _connect(str(path), cached_statements=256)
         is_empty(connection, path)
         (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise StoreError(
                 f"The store {path} cannot use a write-ahead log there. Use a folder on a local disk of this machine."
             )
-        is_empty(connection, path)  # Now SQLite holds the file in this mode.
-        lock = WriterLock(path)
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        # An acknowledged call survives the kill of any process. A power cut may take the last seconds: to wait for the
+        # disk with each group of calls would cost every call, for what a resumed run makes again.
+        connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
         connection.execute("PRAGMA cache_size = -16384")
         if is_empty(connection, path):
@@ -77,9 +123,9 @@ def connect_writer(path: Path, synchronous: Synchronous) -> tuple[sqlite3.Connec
                 for statement in tables.SCHEMA:
                     connection.execute(statement)
     except BaseException:
-        connection.close()
-        if lock is not None:
-            lock.release()
+        if connection is not None:
+            connection.close()
+        lock.close()
         raise
     return connection, lock
 
@@ -196,15 +242,184 @@ def _read(connection: sqlite3.Connection, query: Query[Result]) -> Result:
 
 def explain(path: Path, error: Exception, records: str = "a record") -> StoreError:
     """The StoreError for `error`, which is about the store at `path`, or about `records` that were to be written."""
-    code = getattr(error, "sqlite_errorcode", None)
-    meaning = None if code is None else _MEANINGS.get(code & _PRIMARY_CODE)
-    if meaning is not None:
-        return StoreError(f"The store {path} {meaning} (SQLite: {error})")
-    if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError):
-        return StoreError(f"The store {path} cannot be used: {error}. Check the file, its folder and its disk.")
+    code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE
+    if code in _MEANINGS:
+        return StoreError(f"The store {path} {_MEANINGS[code]} (SQLite: {error})")
+    if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError | OSError):
+        return StoreError(
+            f"The store {path} cannot be used: {error}. Check that you may write the file and its folder, and the "
+            f"disk's free space and health."
+        )
     return StoreRefusedError(f"The store {path} refused {records}: {error}. Correct it; nothing was written.")
 
 
 def damaged(path: Path, error: Exception) -> StoreError:
     """The StoreError for a record that cannot be what was written."""
     return StoreError(f"The store {path} {_DAMAGED} ({type(error).__name__}: {error})")
+
+
+class GroupWriter:
+    """The one writer. While a transaction runs in its thread, the next one gathers on the event loop.
+
+    Before and after each transaction it looks whether the files are still those that it opened, so that nothing is
+    acknowledged that only a removed file has.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, pieces: Pieces) -> None:
+        self._path, self._connection, self._pieces = path, connection, pieces
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # Now SQLite has opened the log too.
+        self._opened = {file: _identity(file) for file in (path, log_of(path))}
+        self._lost: StoreError | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
+        self._waiting: Batch = []
+        self._company = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def put(self, records: Iterable[Record]) -> None:
+        """Write these records, all or none; returns once they are committed.
+
+        Raises StoreError for a record that cannot be stored, else what SQLite raised.
+        """
+        rows = encode(records, self._pieces)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._waiting.append((rows, done))
+        if self._idle.is_set():
+            self._idle.clear()
+            # Not at once: what else is put in this turn of the loop comes along.
+            loop.call_soon(self._gather, self._company)
+        await done
+
+    async def close(self) -> None:
+        """Finish what waits, then end the thread and close the connection."""
+        await self._idle.wait()
+        self._thread.submit(self._connection.close)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def between_writes(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """What `work` returns, which has the connection for itself; then the log is cut off, for what it removed."""
+        loop, last = asyncio.get_running_loop(), time.monotonic() + BUSY_SECONDS
+        result = await loop.run_in_executor(self._thread, self._checked, work)
+        while not await loop.run_in_executor(self._thread, self._checked, self._cut_log_off):
+            if time.monotonic() > last:
+                logger.warning(
+                    "A program has been reading the store %s for long: what was removed is in the log beside the store "
+                    "until that program and this one have closed it.",
+                    self._path,
+                )
+                break
+            await asyncio.sleep(_PAUSE)
+        return result
+
+    async def erase(self, work: Callable[[sqlite3.Connection, int], Result]) -> Result:
+        """What `work` returns; it may remove pieces below the number that it gets.
+
+        What was put before refers to such pieces, and is written before. What is put from now on does not.
+        """
+        first = self._pieces.forget()
+        await self.put(())
+        return await self.between_writes(lambda connection: work(connection, first))
+
+    def check(self) -> None:
+        """Raise StoreError, from then on, if the files were removed, moved or replaced. For any thread.
+
+        A process goes on writing to such files without an error: what it then acknowledges is lost with its end.
+        """
+        gone = [file for file, identity in self._opened.items() if _identity(file) != identity]
+        if gone and self._lost is None:
+            self._lost = StoreError(
+                f"The store {self._path} can no longer be written: its file {gone[0]} was removed, moved or replaced. "
+                f"Nothing is recorded any more, and no call is answered. Stop this process, put the file back or "
+                f"restore a backup of the store, then start it again."
+            )
+        if self._lost is not None:
+            raise self._lost
+
+    def _checked(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        self.check()
+        return work(self._connection)
+
+    def _cut_log_off(self, connection: sqlite3.Connection) -> bool:
+        """Fold the write-ahead log into the store's file; False if a reader still needs it."""
+        connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
+        return not busy
+
+    def _gather(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._gather, turns - 1)
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        batch, self._waiting = self._waiting, []
+        self._company = _COMPANY if len(batch) > 1 else 0
+        pieces, loop = self._pieces.take(), asyncio.get_running_loop()
+
+        def write() -> None:
+            errors = self._write_each(pieces, [rows for rows, _ in batch])
+            loop.call_soon_threadsafe(self._finish, pieces, batch, errors)
+
+        self._thread.submit(write)  # `run_in_executor` takes twice as long: it makes two futures and a chain of them
+
+    def _finish(self, pieces: list[tuple[int, Data]], batch: Batch, errors: list[Exception | None]) -> None:
+        if None not in errors:
+            self._pieces.give_back(pieces)
+        for (_, done), error in zip(batch, errors, strict=True):
+            if done.done():  # its caller was cancelled
+                continue
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+        if self._waiting:
+            self._gather(self._company)
+        else:
+            self._idle.set()
+
+    def _write_each(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> list[Exception | None]:
+        """Write them together; if one of them makes that fail, one by one. Returns each one's error.
+
+        Pieces are committed with the first that succeeds.
+        """
+        try:
+            self.check()
+            self._write(pieces, batch)
+            self.check()
+        except (sqlite3.OperationalError, StoreError) as error:  # the disk, the file or a lock: all fail alike
+            return [error] * len(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            errors: list[Exception | None] = []
+            for rows in batch:
+                errors += self._write_each([] if None in errors else pieces, [rows])
+            return errors
+        return [None] * len(batch)
+
+    def _write(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> None:
+        with transaction(self._connection):
+            self._insert(lambda count: f"INSERT INTO pieces VALUES {', '.join(['(?, ?)'] * count)}", pieces)
+            for table in tables.TABLES:
+                self._insert(partial(tables.insertion, table), [row for rows in batch for row in rows.get(table, ())])
+
+    def _insert(self, statement: Callable[[int], str], rows: Sequence[Row]) -> None:
+        start = 0
+        while start < len(rows):
+            # Powers of two, so that the statements are few and stay prepared.
+            count = min(_ROWS_PER_STATEMENT, 1 << (len(rows) - start).bit_length() - 1)
+            self._connection.execute(statement(count), tuple(chain.from_iterable(rows[start : start + count])))
+            start += count
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """What tells a file from others, whatever its name; None if there is none of this name."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -9,18 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple, Unpack
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from agl_core.errors import StoreError
+from agl_core.kinds import NoOptions
 from agl_core.store import queries
-from agl_core.store.codec import name_of
-from agl_core.store.connections import Readers, Synchronous, connect_writer, damaged, explain
-from agl_core.store.files import WriterLock
+from agl_core.store.codec import Pieces, name_of
+from agl_core.store.connections import GroupWriter, Readers, connect_writer, damaged, explain
 from agl_core.store.interface import ErasableStore, Record, Wanted
-from agl_core.store.pieces import Pieces
-from agl_core.store.removing import ended_before, erase_rollouts, erased, prune_calls
 from agl_core.store.tables import ANNOTATIONS, REWARDS, TOOL_RESULTS, TRAINING_RECORDS
-from agl_core.store.writer import GroupWriter
 from agl_core.types import (
     Annotation,
     Attempt,
@@ -50,13 +45,11 @@ class SqliteStore(ErasableStore):
     that opened the store. Raises StoreError, naming the file and the remedy.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False, synchronous: Synchronous = "normal") -> None:
-        self._path = path
-        self._read_only = read_only
-        self._synchronous = synchronous
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._path, self._read_only = path, read_only
         self._readers: Readers | None = None
         self._writer: GroupWriter | None = None
-        self._lock: WriterLock | None = None
+        self._lock: sqlite3.Connection | None = None
 
     async def open(self) -> None:
         if self._readers is not None:
@@ -67,9 +60,9 @@ class SqliteStore(ErasableStore):
                 self._writer, self._lock = await asyncio.to_thread(self._claim)
             readers = Readers(self._path, None if self._writer is None else self._writer.check)
             await readers.run(lambda connection: None)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             await self._close(readers)
-            raise explain(self._path, error) from error
+            raise error if isinstance(error, StoreError) else explain(self._path, error) from error
         except BaseException:
             await self._close(readers)
             raise
@@ -91,9 +84,7 @@ class SqliteStore(ErasableStore):
         return await self._read(queries.runs)
 
     async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
-        limit, newest, after = (wanted.pop("limit", None), wanted.pop("newest", None), wanted.pop("after", None))
-        equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
-        return await self._read(queries.rollouts, equal, limit, newest, after)
+        return await self._read(queries.rollouts, wanted)
 
     async def rollout(self, prefix: str) -> Rollout:
         return await self._read(queries.rollout, prefix, str(self._path))
@@ -118,35 +109,35 @@ class SqliteStore(ErasableStore):
 
     async def erase(self, ids: Iterable[str]) -> int:
         rollouts = tuple(ids)
-        return await self._written(lambda writer: writer.erase(partial(erase_rollouts, ids=rollouts)))
+        return await self._written(lambda writer: writer.erase(partial(queries.erase_rollouts, ids=rollouts)))
 
     async def traced(self, trace: str) -> list[tuple[str, str]]:
-        return await self._read(lambda connection: queries.traced(connection, trace))
+        return await self._read(queries.traced, trace)
 
     async def erased(self, ids: Iterable[str]) -> set[str]:
-        return await self._read(erased, tuple(ids))
+        return await self._read(queries.erased, tuple(ids))
 
     async def ended_before(self, mode: Mode, time: float) -> list[str]:
-        return await self._read(ended_before, mode, time)
+        return await self._read(queries.ended_before, mode, time)
 
     async def prune(self, up_to: int) -> int:
         """Take texts and tokens out of the calls of the steps up to `up_to`; returns of how many. All or nothing.
 
         To be called before anything was put: what this removes may be remembered as written.
         """
-        return await self._written(lambda writer: writer.between_writes(partial(prune_calls, up_to=up_to)))
+        return await self._written(lambda writer: writer.between_writes(partial(queries.prune_calls, up_to=up_to)))
 
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
         await self._written(lambda writer: writer.between_writes(lambda connection: connection.execute("VACUUM")))
 
-    def _claim(self) -> tuple[GroupWriter, WriterLock]:
-        connection, lock = connect_writer(self._path, self._synchronous)
+    def _claim(self) -> tuple[GroupWriter, sqlite3.Connection]:
+        connection, lock = connect_writer(self._path)
         try:
             return GroupWriter(self._path, connection, Pieces(queries.next_piece(connection))), lock
         except BaseException:
             connection.close()
-            lock.release()
+            lock.close()
             raise
 
     async def _close(self, readers: Readers | None) -> None:
@@ -158,7 +149,7 @@ class SqliteStore(ErasableStore):
             await writer.close()
         lock, self._lock = self._lock, None
         if lock is not None:
-            lock.release()
+            lock.close()
 
     async def _written(self, work: Callable[[GroupWriter], Awaitable[Result]]) -> Result:
         try:
@@ -186,18 +177,6 @@ class SqliteStore(ErasableStore):
             raise damaged(self._path, error) from error
 
 
-class SqliteOptions(BaseModel):
-    """Settings of the store."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    synchronous: Synchronous = Field(
-        "normal",
-        description="What an acknowledged call survives. normal: the kill of any process, but a power cut may take the "
-        "last seconds; full: a power cut too, at the price of waiting for the disk with each group of calls.",
-    )
-
-
-def build(options: SqliteOptions, folder: Path, read_only: bool = False) -> SqliteStore:
+def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:
     """One SQLite file in the run's folder; readable while training runs."""
-    return SqliteStore(folder / "store.sqlite", read_only=read_only, synchronous=options.synchronous)
+    return SqliteStore(folder / "store.sqlite", read_only=read_only)

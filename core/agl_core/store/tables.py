@@ -25,8 +25,10 @@ Kept = TypeVar("Kept")
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-VERSION = 10
+VERSION = 11
 """Grows with each change of the tables: a file of another version is refused."""
+_KEYWORDS = {"group": '"group"', "index": '"index"'}
+"""SQL's own words, quoted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +41,11 @@ class Table(Generic[Kept]):
     name: str
     record: type[Kept]
     key: tuple[str, ...]
-    """The columns that name a row."""
+    """The columns, or expressions, that name a row."""
     before: Mapping[str, str] = field(default_factory=dict)
     after: Mapping[str, str] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
     """Fields whose values are taken apart: they have no column."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """By field, its column where that has another name."""
-    unique: str = ""
-    """What its unique index is on, where that is not just the key's columns."""
     indexes: tuple[str, ...] = ()
     """What further indexes are on."""
     again: Literal["replace", "keep"] = "replace"
@@ -73,7 +71,7 @@ class Table(Generic[Kept]):
     @cached_property
     def _definitions(self) -> list[str]:
         fields = [
-            f"{self.renamed.get(name, name)} {form.column}{'' if optional else ' NOT NULL'}"
+            f"{_KEYWORDS.get(name, name)} {form.column}{'' if optional else ' NOT NULL'}"
             for name, form, optional, _ in self.fields
         ]
         apart = [[f"{name} {type_}" for name, type_ in columns.items()] for columns in (self.before, self.after)]
@@ -83,7 +81,7 @@ class Table(Generic[Kept]):
     def create(self) -> list[str]:
         """The statements that make it."""
         table = f"CREATE TABLE {self.name} (seq INTEGER PRIMARY KEY, {', '.join(self._definitions)})"
-        key = f"CREATE UNIQUE INDEX {self.name}_key ON {self.name} ({self.unique or ', '.join(self.key)})"
+        key = f"CREATE UNIQUE INDEX {self.name}_key ON {self.name} ({', '.join(self.key)})"
         indexes = (f"CREATE INDEX {self.name}_{n} ON {self.name} {on}" for n, on in enumerate(self.indexes))
         return [table, key, *indexes]
 
@@ -93,7 +91,7 @@ class Table(Generic[Kept]):
 # keyed by the number of the attempt, which only grows.
 ATTEMPT_KEYS = Table("attempt_keys", AttemptKey, ("rollout", "attempt"), again="keep")
 RUNS = Table("runs", Run, ("id", "restart"))
-ROLLOUTS = Table("rollouts", Rollout, ("id",), renamed={"group": "grp"}, indexes=("(step)", "(grp)", "(state)"))
+ROLLOUTS = Table("rollouts", Rollout, ("id",), indexes=("(step)", '("group")', "(state)"))
 ATTEMPTS = Table("attempts", Attempt, ("attempt_key",))
 CALLS = Table(
     "calls",
@@ -116,7 +114,6 @@ CHOICES = Table(
     Choice,
     ("attempt_key", "call", "position"),
     {"rollout": "TEXT", "attempt": "INTEGER", "call": "TEXT NOT NULL", "position": "INTEGER NOT NULL"},
-    renamed={"index": "choice"},
 )
 TOOL_RESULTS = Table(
     "tool_results",
@@ -127,13 +124,8 @@ TOOL_RESULTS = Table(
     again="keep",
     fills=("tool_call_id", "agent", "parent_span"),
 )
-REWARDS = Table(
-    "rewards",
-    Reward,
-    ("attempt_key", "name", "source", "call", "choice"),
-    # NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
-    unique="attempt_key, name, source, ifnull(call, x''), choice",
-)
+# NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
+REWARDS = Table("rewards", Reward, ("attempt_key", "name", "source", "ifnull(call, x'')", "choice"))
 TRAINING_RECORDS = Table("training_records", TrainingRecord, ("attempt_key", "call", "choice", "step"))
 ANNOTATIONS = Table("annotations", Annotation, ("attempt_key", "id"), again="keep")
 
@@ -167,7 +159,7 @@ def insertion(table: Table[Any], rows: int) -> str:
         values[0] = "(SELECT seq FROM attempt_keys WHERE rollout = ? AND attempt = ?)"
     row = f"({', '.join(values)})"
     insert = f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)}"
-    conflict = f"{insert} ON CONFLICT ({table.unique or ', '.join(table.key)})"
+    conflict = f"{insert} ON CONFLICT ({', '.join(table.key)})"
     if table.again == "keep" and not table.fills:
         return f"{conflict} DO NOTHING"
     changes = ", ".join(

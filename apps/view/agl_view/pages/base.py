@@ -20,7 +20,7 @@ from agl_core.reading.explained import AttemptReport, GroupCredit, Turn, read_ca
 from agl_core.reading.metrics import MetricsLine, read_metrics, series
 from agl_core.reading.rollouts import Query
 from agl_core.reading.runs import RunEntry, read_entry
-from agl_core.store.files import log_of
+from agl_core.store.connections import log_of
 from agl_core.training.metrics import METRICS_FILE
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState

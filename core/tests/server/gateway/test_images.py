@@ -28,25 +28,25 @@ def image(seed: int = 0, size: int = MEGABYTE) -> str:
 
 
 async def chat(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
-    """The image stands beside the newest words, as in agents that show the present screen."""
-    shown: Any = [{"type": "text", "text": texts[-1]}, {"type": "image_url", "image_url": {"url": data}}]
-    before: Any = [{"role": "user", "content": text} for text in texts[:-1]]
-    await client.chat.completions.create(model="default", messages=[*before, {"role": "user", "content": shown}])
+    """The image stands beside the first words, and is repeated with each later turn."""
+    shown: Any = [{"type": "text", "text": texts[0]}, {"type": "image_url", "image_url": {"url": data}}]
+    later: Any = [{"role": "user", "content": text} for text in texts[1:]]
+    await client.chat.completions.create(model="default", messages=[{"role": "user", "content": shown}, *later])
 
 
 async def responses(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
-    shown: Any = [{"type": "input_text", "text": texts[-1]}, {"type": "input_image", "image_url": data}]
-    before: Any = [{"role": "user", "content": text} for text in texts[:-1]]
-    await client.responses.create(model="default", input=[*before, {"role": "user", "content": shown}])
+    shown: Any = [{"type": "input_text", "text": texts[0]}, {"type": "input_image", "image_url": data}]
+    later: Any = [{"role": "user", "content": text} for text in texts[1:]]
+    await client.responses.create(model="default", input=[{"role": "user", "content": shown}, *later])
 
 
 async def messages(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}
-    shown: Any = [{"type": "text", "text": texts[-1]}, {"type": "image", "source": source}]
-    before: Any = [{"role": "user", "content": text} for text in texts[:-1]]
+    shown: Any = [{"type": "text", "text": texts[0]}, {"type": "image", "source": source}]
+    later: Any = [{"role": "user", "content": text} for text in texts[1:]]
     base = str(client.base_url).rstrip("/").removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=base, api_key=client.api_key, max_retries=0) as own:
-        await own.messages.create(model="default", max_tokens=9, messages=[*before, {"role": "user", "content": shown}])
+        await own.messages.create(model="default", max_tokens=9, messages=[{"role": "user", "content": shown}, *later])
 
 
 @pytest.mark.parametrize("ask", [chat, responses, messages], ids=lambda ask: ask.__name__)
