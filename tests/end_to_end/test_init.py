@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from agl_core.cli.agent_file import read_agent_file
-from agl_core.cli.init import write_files
+from agl_core.cli.init import read_agent_file, write_files
 from agl_core.config import load
 from agl_core.errors import AgentError, ConfigError
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
@@ -112,35 +110,16 @@ def test_a_model_that_is_not_there_leaves_no_file(folder: Path, agl: Agl) -> Non
 def test_without_a_model_one_to_start_with_is_offered_and_tasks_with_verifiers(folder: Path, agl: Agl) -> None:
     found = agl("init", "plain.py")
     assert found.returncode == 0, found.stderr
-    assert "model: to start with, Qwen/Qwen2.5-0.5B-Instruct" in found.stdout
+    assert "model: Qwen/Qwen2.5-0.5B-Instruct" in found.stdout
     assert 'source = "reasoning_gym"' in found.stdout
     model = tomllib.loads((folder / "train.toml").read_text())["policies"]["default"]["model"]
     assert model == {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
 
 
-@pytest.mark.parametrize(
-    ("code", "offered"),
-    [
-        ("@tool\ndef search(query): ...\ndef ask_it(task): ...\n", ["ask_it"]),
-        ("@agent.tool()\ndef search(query): ...\ndef ask_it(task): ...\n", ["ask_it"]),
-        ("def search(query): ...\nx = dict(tools=[search])\ndef ask_it(task): ...\n", ["ask_it"]),
-        (
-            "def plain(t): ...\ndef ask_it(task): return plain(task)\nif __name__ == '__main__':\n    ask_it(1)\n",
-            ["ask_it"],
-        ),
-        ("@tool\ndef search(query): ...\ndef one(task): ...\ndef two(task): ...\n", ["one", "two"]),
-    ],
-)
-def test_agents_are_offered_and_not_their_tools(folder: Path, code: str, offered: list[str]) -> None:
-    named: list[str] = []
-    (folder / "both.py").write_text(f"class agent:\n    def tool(): return lambda f: f\ntool = lambda f: f\n{code}")
-
-    def choose(possible: Sequence[str]) -> str:
-        named.extend(possible)
-        return possible[0]
-
-    assert read_agent_file(folder / "both.py", None, choose).function == offered[0]
-    assert named in ([], offered)
+def test_an_agent_is_found_beside_its_tools(folder: Path) -> None:
+    code = "tool = lambda f: f\n@tool\ndef search(query): ...\ndef add(a, b): ...\ndef ask_it(task): ...\n"
+    (folder / "both.py").write_text(code)
+    assert read_agent_file(folder / "both.py", None).function == "ask_it"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +127,8 @@ def test_agents_are_offered_and_not_their_tools(folder: Path, code: str, offered
     [
         ("broken.py", "def solve(:\n", "is not valid Python"),
         ("raising.py", "import nowhere_at_all\ndef solve(task): ...\n", "No module named 'nowhere_at_all'"),
-        ("empty.py", "x = 1\n", "has no function that takes a task's input"),
-        ("unsure.py", "def one(task): ...\ndef two(task): ...\n", "Name one: --entry one"),
+        ("empty.py", "x = 1\n", "(there is none). Name it: --entry"),
+        ("unsure.py", "def one(task): ...\ndef two(task): ...\n", "(one, two). Name it: --entry"),
         ("my-agent.py", "def solve(task): ...\n", "(its name would be 'my-agent')"),
         ("reward.py", "def solve(task): ...\n", "Rename your agent's file"),
     ],
@@ -157,7 +136,7 @@ def test_agents_are_offered_and_not_their_tools(folder: Path, code: str, offered
 def test_an_agent_file_that_cannot_be_used(folder: Path, policy: str, name: str, code: str, what: str) -> None:
     (folder / name).write_text(code)
     with pytest.raises((AgentError, ConfigError)) as error:
-        write_files(read_agent_file(folder / name, None, lambda _: None), policy, force=False)
+        write_files(read_agent_file(folder / name, None), policy, force=False)
     assert what in str(error.value)
     assert not (folder / "train.toml").exists()
 
@@ -171,7 +150,7 @@ def test_what_the_agent_takes_is_seen(folder: Path, policy: str, agl: Agl) -> No
 
 
 def test_the_step_size_follows_from_the_model(folder: Path, policy: str) -> None:
-    write_files(read_agent_file(folder / "my_agent.py", None, lambda _: None), policy, force=False)
+    write_files(read_agent_file(folder / "my_agent.py", None), policy, force=False)
     loaded = load(folder / "train.toml")
 
     assert loaded.config.policies["default"].optimizer.learning_rate is None

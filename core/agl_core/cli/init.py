@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agl_core.cli.agent_file import AgentFile, read_agent_file
+from agl_core.capture import installed_adapters
 from agl_core.config import check, load
-from agl_core.errors import ConfigError
+from agl_core.errors import AgentError, ConfigError
+from agl_core.worker import agent_environment, client_variables
+from agl_core.worker.agent import load_agent
 
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="The model to train: a folder, or a Hugging Face hub name. Offered if absent: a small one."),
-]
+Model = Annotated[str, typer.Option(help="The model to train: a folder, or a Hugging Face hub name.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
 
-_FIRST_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+FIRST_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """Small, and it can call tools."""
+_USUAL = ("solve", "run", "answer", "agent", "main")
+"""What agents are called, the likeliest first."""
+_NOWHERE = "http://127.0.0.1:9"
+"""Clients that the file makes when it is imported need an address; nothing is sent there."""
 CONFIG = "train.toml"
 REWARD = "reward.py"
 TASKS = "tasks.jsonl"
@@ -84,40 +89,105 @@ def right(episode):
     return float(str(expected) in str(episode.result))
 '''
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-def init(agent: File, entry: Entry = None, model: Model = None, force: Force = False) -> None:
+
+@dataclass(frozen=True, slots=True)
+class AgentFile:
+    """An agent that can be imported and called with a task's input."""
+
+    file: Path
+    function: str
+    is_async: bool
+    keys: Sequence[str]
+    """The keys that it reads of its input; none if the input is a text."""
+    frameworks: Sequence[str]
+    """Those among the frameworks that it imports for which an adapter is installed."""
+
+
+def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Force = False) -> None:
     """Write train.toml, reward.py and tasks.jsonl for your agent: they run as they are, and are yours to change.
 
     For instance: agl init my_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    found = read_agent_file(agent, entry, _choose)
-    kind = "async def" if found.is_async else "def"
-    takes = f"an object with {', '.join(found.keys)}" if found.keys else "a text"
-    typer.echo(f"agent: {kind} {found.function} in {found.file}, which takes {takes}")
+    own = read_agent_file(agent, entry)
+    kind = "async def" if own.is_async else "def"
+    takes = f"an object with {', '.join(own.keys)}" if own.keys else "a text"
+    typer.echo(f"agent: {kind} {own.function} in {own.file}, which takes {takes}")
     unknown = "none that an installed adapter knows; its LLM calls are recorded all the same"
-    typer.echo(f"framework: {', '.join(found.frameworks) or unknown}")
-    if model is None:
-        typer.echo(
-            f"model: to start with, {_FIRST_MODEL} (1 GB from the Hugging Face hub; it knows tools). Smaller, but "
-            f"without tools: HuggingFaceTB/SmolLM2-135M-Instruct. Any other folder or hub name will do."
-        )
-        model = typer.prompt("Model to train", default=_FIRST_MODEL) if sys.stdin.isatty() else _FIRST_MODEL
-    for path in write_files(found, model, force=force):
+    typer.echo(f"framework: {', '.join(own.frameworks) or unknown}")
+    for path in write_files(own, model, force=force):
         typer.echo(f"wrote {path}")
+    typer.echo(f"model: {model}; any other folder or hub name will do, in {CONFIG}")
     typer.echo(
         "tasks: the eight sums in tasks.jsonl only show the form. Without tasks of your own yet, take some of "
         'reasoning-gym\'s hundred kinds, which have verifiers: source = "reasoning_gym" (docs/data.md)'
     )
-    typer.echo(f"next: agl train {found.file.parent / CONFIG}")
+    typer.echo(f"next: agl train {own.file.parent / CONFIG}")
 
 
-def _choose(functions: Sequence[str]) -> str | None:
-    if not sys.stdin.isatty():
-        return None
-    answer = ""
-    while answer not in functions:
-        answer = typer.prompt(f"Which function is the agent ({', '.join(functions)})?")
-    return answer
+def read_agent_file(file: Path, function: str | None) -> AgentFile:
+    """Look at an agent file, and import it.
+
+    AgentError if it cannot be imported, has no such function, or does not say which of several is the agent.
+    """
+    if not file.is_file() or file.suffix != ".py" or not file.stem.isidentifier():
+        raise AgentError(f"{file} is not a Python file that can be imported (its name would be '{file.stem}').")
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:
+        raise AgentError(f"{file} is not valid Python: {error}.") from error
+    functions = {node.name: node for node in tree.body if isinstance(node, _Function)}
+    chosen = function or _chosen(file, functions)
+    adapters, before = installed_adapters(), set(sys.modules)
+    with agent_environment(client_variables(_NOWHERE)):
+        agent = load_agent(f"{file.stem}:{chosen}", file.parent)
+    frameworks = {adapter.framework for adapter in adapters} & (sys.modules.keys() - before)
+    keys = _keys(functions[chosen]) if chosen in functions else ()
+    return AgentFile(file, chosen, agent.is_async, keys, sorted(frameworks))
+
+
+def _chosen(file: Path, functions: Mapping[str, _Function]) -> str:
+    """The function with a usual name, or the only one without a decorator that takes one argument."""
+    possible = [
+        name
+        for name, function in functions.items()
+        if not name.startswith("_") and not function.decorator_list and _takes_one(function)
+    ]
+    usual = [name for name in _USUAL if name in possible]
+    if usual or len(possible) == 1:
+        return (usual or possible)[0]
+    raise AgentError(
+        f"It is not clear which function in {file} is the agent, which takes a task's input as its only argument "
+        f"({', '.join(possible) or 'there is none'}). Name it: --entry FUNCTION."
+    )
+
+
+def _takes_one(function: _Function) -> bool:
+    """Whether it can be called with one argument, but for the context."""
+    arguments = function.args
+    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    needed = [name for name in named[: len(named) - len(arguments.defaults)] if name != "context"]
+    return len(needed) == 1 or (not needed and bool(named))
+
+
+def _keys(function: _Function) -> list[str]:
+    """The keys of its first argument that it names: `task["question"]`, `task.get("question")`."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    keys: dict[str, None] = {}
+    for node in ast.walk(function):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
+                pass
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="get"), args=[ast.Constant(value=str(key)), *_]
+            ):
+                pass
+            case _:
+                continue
+        if arguments and name == arguments[0].arg:
+            keys[key] = None
+    return list(keys)
 
 
 def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
@@ -154,20 +224,16 @@ def _texts(agent: AgentFile, model: str) -> Mapping[str, str]:
         **names,
         file=agent.file.name,
         name=json.dumps(agent.file.stem.lstrip("_") or "agent"),
-        entry=json.dumps(agent.entry),
+        entry=json.dumps(f"{agent.file.stem}:{agent.function}"),
         model=json.dumps(model, ensure_ascii=False),
     )
-    return {CONFIG: configuration, REWARD: _REWARD.format(**names), TASKS: _tasks(agent.keys)}
-
-
-def _tasks(keys: Sequence[str]) -> str:
-    lines = []
+    tasks = []
     for number in range(8):
         a, b = 2 + number, 3 * number % 7 + 1
         question = f"What is {a} + {b}?"
-        task_input = dict.fromkeys(keys, question) if keys else question
-        lines.append(json.dumps({"id": f"sum-{number}", "input": task_input, "answer": str(a + b)}))
-    return "\n".join(lines) + "\n"
+        task_input = dict.fromkeys(agent.keys, question) if agent.keys else question
+        tasks.append(json.dumps({"id": f"sum-{number}", "input": task_input, "answer": str(a + b)}))
+    return {CONFIG: configuration, REWARD: _REWARD.format(**names), TASKS: "\n".join(tasks) + "\n"}
 
 
 def _model(model: str, folder: Path) -> str:

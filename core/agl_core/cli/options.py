@@ -10,7 +10,6 @@ import typer
 from agl_core.types import Mode, Verdict
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 # Runs and configurations
 Run = Annotated[Path, typer.Argument(help="The run: its folder, or its name below ./runs.")]

@@ -8,30 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
 
 from agl_core import kinds
 from agl_core.cli.options import AsJson
 from agl_core.cli.screen import Screen, print_json
 from agl_core.errors import nearest
-from agl_core.plugins import BrokenPlugin, Component, Plugins
+from agl_core.plugins import Component, Plugins
 
 Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
 
 
-def _kind(word: str) -> kinds.AnyKind:
-    by_word = {kind.word: kind for kind in kinds.KINDS}
-    if word not in by_word:
-        raise typer.BadParameter(f"There is no kind '{word}'. {nearest(word, by_word)}")
-    return by_word[word]
-
-
 OfKind = Annotated[
-    kinds.AnyKind | None,
-    typer.Option(
-        parser=_kind, metavar="KIND", help=f"Only components of this kind: {', '.join(map(str, kinds.KINDS))}."
-    ),
+    str | None,
+    typer.Option(metavar="KIND", help=f"Only components of this kind: {', '.join(map(str, kinds.KINDS))}."),
 ]
 
 
@@ -41,16 +30,39 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
     Installed plugins that cannot be used are listed as broken, with the error.
     """
     plugins = Plugins.load(files or ())
+    by_word = {each.word: each for each in plugins.kinds}
+    if kind is not None and kind not in by_word:
+        raise typer.BadParameter(f"There is no kind '{kind}'. {nearest(kind, by_word)}")
     described = [
         describe(component)
-        for listed in ([kind] if kind else plugins.kinds)
+        for listed in ([by_word[kind]] if kind else plugins.kinds)
         for _, component in sorted(plugins.components(listed).items())
     ]
-    described += [_describe_broken(plugin) for plugin in plugins.broken]
+    nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
+    for broken in plugins.broken:
+        described.append(
+            {"kind": "broken", "name": broken.name, "origin": broken.origin, "doc": broken.error, **nothing}
+        )
     if as_json:
         print_json(described)
-    else:
-        Screen().print(_table(described))
+        return
+    screen = Screen()
+    for row in described:
+        screen.print(f"{row['kind']} {row['name']}", style="bold", end="  ")
+        screen.print(f"{row['doc']} ({row['origin']})")
+        settings = [
+            setting["name"] + ("" if setting["required"] else f" = {json.dumps(setting['default'])}")
+            for setting in row["settings"]
+        ]
+        for name, values in (
+            ("settings", settings),
+            ("needs", ["what its settings say"] if row["needs"] is None else row["needs"]),
+            ("provides", row["provides"]),
+            ("takes", [f"{row['takes']}s"] if row.get("takes") else []),
+            ("yields", [f"{kind}s" for kind in row.get("yields", ())]),
+        ):
+            if values:
+                screen.print(f"    {name}: {', '.join(values)}")
 
 
 def describe(component: Component) -> dict[str, Any]:
@@ -80,32 +92,3 @@ def describe(component: Component) -> dict[str, Any]:
         **({"takes": takes} if component.kind is kinds.ALGORITHM else {}),
         **({"yields": sorted(component.yields)} if component.kind is kinds.CREDIT else {}),
     }
-
-
-def _describe_broken(plugin: BrokenPlugin) -> dict[str, Any]:
-    """A broken plugin in the form of a component."""
-    nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
-    return {"kind": "broken", "name": plugin.name, "origin": plugin.origin, "doc": plugin.error, **nothing}
-
-
-def _table(described: list[dict[str, Any]]) -> Table:
-    """Three columns, so that it fits a narrow terminal."""
-    titles = ("kind, name, from", "honours", "needs and provides")
-    table = Table(*(Column(title, overflow="fold") for title in titles), show_lines=True)
-    for row in described:
-        settings = [
-            setting["name"] + ("" if setting["required"] else f" = {json.dumps(setting['default'])}")
-            for setting in row["settings"]
-        ]
-        capabilities = [
-            *(f"needs {need}" for need in (["what its settings say"] if row["needs"] is None else row["needs"])),
-            *(f"provides {capability}" for capability in row["provides"]),
-            *([f"takes {row['takes']}s"] if row.get("takes") else []),
-            *(f"yields {kind}s" for kind in row.get("yields", ())),
-        ]
-        table.add_row(
-            Text.assemble(f"{row['kind']} ", (row["name"], "bold"), f"\n{row['origin']}\n", (row["doc"], "dim")),
-            "\n".join(settings),
-            "\n".join(capabilities),
-        )
-    return table

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from agl_core.cli.options import Agent, AsJson, MaxReward, MinReward, ModeOption, NewestRun, Split, Step, VerdictOption
-from agl_core.cli.screen import Screen, print_json, table
+from agl_core.cli.screen import Screen, print_json
 from agl_core.learning import Health
 from agl_core.reading.explained import healths_of
 from agl_core.reading.rollouts import Query, RolloutList, list_rollouts
@@ -26,9 +26,6 @@ Status = Annotated[
 Dropped = Annotated[str | None, typer.Option(help="Only those with a transition dropped for this reason.")]
 TextOption = Annotated[str | None, typer.Option("--text", help="Only those with this text in task, call or result.")]
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
-
-_SHORT_ID = 12
-"""Characters of an id that even a narrow terminal shows."""
 
 
 def rollouts(
@@ -69,13 +66,15 @@ def rollouts(
         print_json(rows)
         return
     screen = Screen()
-    _print(screen, listed, healths)
+    for line in _lines(listed, healths):
+        # A terminal shows what of a line has room: an id is there to be copied, a reward to be compared.
+        screen.print(one_line(line, screen.width))
     if listed.pruned:
         screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
 
 
-def _print(screen: Screen, listed: RolloutList, healths: dict[str, Health]) -> None:
-    rows = []
+def _lines(listed: RolloutList, healths: dict[str, Health]) -> list[str]:
+    rows = [("rollout", "reward", "mode", "ended", "try", "health", "task")]
     for entry in listed.entries:
         rollout = entry.rollout
         rewards = ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in entry.rewards if r.call is None)
@@ -87,17 +86,10 @@ def _print(screen: Screen, listed: RolloutList, healths: dict[str, Health]) -> N
                 rollout.ending.value if rollout.ending else rollout.state.value,
                 "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
                 healths[rollout.id].text if rollout.id in healths else "-",
-                one_line(json.dumps(rollout.task.input, ensure_ascii=False), screen.width),
+                json.dumps(rollout.task.input, ensure_ascii=False),
             )
         )
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
-    # A narrow terminal crops from the right: an id is there to be copied, a reward to be compared.
-    widths[0] = min(widths[0], max(screen.width - widths[1] - 2, _SHORT_ID))
-    shown = table(expand=screen.is_terminal, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column, width in zip(("rollout", "reward", "mode", "ended", "try"), widths, strict=True):
-        shown.add_column(column, no_wrap=True, min_width=width)
-    shown.add_column("health", no_wrap=True)
-    shown.add_column("task", no_wrap=True, ratio=1)
-    for row in rows:
-        shown.add_row(*row)
-    screen.print(shown)
+    *widths, _ = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]

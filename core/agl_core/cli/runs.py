@@ -1,4 +1,4 @@
-"""`agl runs`: the runs there are, making them smaller, and removing them."""
+"""`agl runs`: the runs there are, and making them smaller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agl_core.cli.options import AsJson, Runs, Yes
+from agl_core.cli.options import AsJson, Runs
 from agl_core.cli.screen import Screen, print_json, table
 from agl_core.reading import runs as reading
 from agl_core.reading.words import score, size
@@ -20,7 +20,7 @@ KeepCheckpoints = Annotated[
     typer.Option(min=1, help="The number of last checkpoints to keep; by default the run's train.keep_checkpoints."),
 ]
 
-runs = typer.Typer(help="List runs, make them smaller, and remove them.", no_args_is_help=True)
+runs = typer.Typer(help="List runs, and make them smaller.", no_args_is_help=True)
 
 
 @runs.command("list")
@@ -44,8 +44,8 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
     """Remove old checkpoints, and the texts and tokens of the calls of old steps.
 
     The last checkpoints are kept, and the best one. Metrics, rewards, tool results and what training made of each call
-    stay, and the run can be read and resumed as before. A run that is being trained or served is refused. To make
-    the store's file smaller, run agl runs vacuum afterwards.
+    stay, and the run can be read and resumed as before. Meanwhile the store needs as much free disk space again. A run
+    that is being trained or served is refused. To remove a run, remove its folder.
     """
     pruned = [asyncio.run(reading.prune(folder, steps, checkpoints)) for folder in map(reading.find_run, run)]
     if as_json:
@@ -54,34 +54,5 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
     for done in pruned:
         Screen().print(
             f"{done.folder}: {done.calls} calls of the steps up to {done.up_to_step} pruned, "
-            f"{len(done.checkpoints)} checkpoints removed"
+            f"{len(done.checkpoints)} checkpoints removed, {size(done.before)} → {size(done.after)}"
         )
-    Screen().print(f"next: agl runs vacuum {' '.join(str(done.folder) for done in pruned)}")
-
-
-@runs.command()
-def vacuum(run: Runs, as_json: AsJson = False) -> None:
-    """Rewrite a run's store without its unused space. Meanwhile this needs as much free disk space again.
-
-    A run that is being trained or served is refused.
-    """
-    vacuumed = [asyncio.run(reading.vacuum(folder)) for folder in map(reading.find_run, run)]
-    if as_json:
-        print_json(vacuumed)
-        return
-    for done in vacuumed:
-        Screen().print(f"{done.folder}: {size(done.before)} → {size(done.after)}")
-
-
-@runs.command()
-def rm(run: Runs, yes: Yes = False) -> None:
-    """Remove runs with all their files: recorded rollouts, metrics and checkpoints.
-
-    Asks first. A run that is being trained, served or evaluated is refused.
-    """
-    for folder in dict.fromkeys(map(reading.find_run, run)):
-        entry = reading.read_entry(folder)
-        if not yes:
-            typer.confirm(f"Remove {folder} ({entry.state}, {entry.steps} steps, {size(entry.size)})?", abort=True)
-        reading.remove(folder)
-        typer.echo(f"removed {folder}")

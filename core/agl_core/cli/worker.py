@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -55,9 +55,8 @@ Concurrency = Annotated[
 Drain = Annotated[float, typer.Option(min=0, help="Seconds that rollouts get to end after SIGTERM or Ctrl-C.")]
 
 _LOOK_AGAIN = 0.5
-_REFRESH = 0.5
-_LINES = 10.0
-"""Seconds between lines where there is no terminal."""
+_SHOW_EVERY = 10.0
+"""Seconds between the lines that say how far it is."""
 
 
 def work(
@@ -81,8 +80,7 @@ def work(
     """
     plan = _planned(target, server, entry, command, set_)
     console = Screen(stderr=True)
-    has_moved = asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console))
-    if has_moved:
+    if asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console)):
         console.print("the server has moved: starting again")
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **plan.keys})
 
@@ -104,49 +102,50 @@ class _Plan:
     def find(self) -> ServerAddress | None:
         return find_server(self.config, self.run_dir, self.url, self.keys)
 
-    def is_over(self, server: ServerAddress) -> bool:
-        return is_over(self.config, self.run_dir, server)
-
 
 def _planned(
     target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
 ) -> _Plan:
     keys = take_keys()
+    own = None
+    if entry is not None or command is not None:
+        try:
+            own = AgentSection(entry=entry, command=command)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"The agent of --entry or --command: {problem}.") from error
     if target is None:
-        if url is None or (entry is None and command is None) or overrides:
+        if url is None or own is None or overrides:
             raise ConfigError(
                 "Name the run's configuration or its folder. Only with --server and either --entry or --command, and "
                 "without --set, a worker needs none."
             )
-        return _Plan(_agent(entry, command), WorkerSection(), Path.cwd(), (), None, None, url, keys)
+        return _Plan(own, WorkerSection(), Path.cwd(), (), None, None, url, keys)
     run_dir = target if target.is_dir() else None
     config = read_config(target if run_dir is None else run_dir / CONFIG_FILE, overrides, runs_agent=True)
     assert config.folder is not None
     agent = config.agent
-    if entry is not None or command is not None:
-        agent = _agent(entry, command).model_copy(update={"attach": agent is None or agent.attach})
+    if own is not None:
+        agent = own.model_copy(update={"attach": agent is None or agent.attach})
     if agent is None:
         raise ConfigError(f"{target} names no agent to run. Name it with --entry or --command, or set agent.entry.")
     return _Plan(agent, config.workers, config.folder, config.plugin_files, config, run_dir, url, keys)
 
 
-def _agent(entry: str | None, command: str | None) -> AgentSection:
-    try:
-        return AgentSection(entry=entry, command=command)
-    except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"The agent of --entry or --command: {problem}.") from error
-
-
 async def _work(plan: _Plan, concurrency: int | None, drain: float, console: Screen) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
     plugins = Plugins.load(plan.plugins)
-    server = await _found(plan.find, console)
+    server = plan.find()
+    if server is None:
+        console.print("waiting for `agl train` to start the run")
+    while server is None:
+        await asyncio.sleep(_LOOK_AGAIN)
+        server = plan.find()
     elsewhere = over = False
 
     def gone() -> bool:
         nonlocal elsewhere, over
-        elsewhere, over = plan.find() not in (None, server), plan.is_over(server)
+        elsewhere, over = plan.find() not in (None, server), is_over(plan.config, plan.run_dir, server)
         return elsewhere or over
 
     with agent_environment(client_variables(server.base_url)):
@@ -164,23 +163,10 @@ async def _work(plan: _Plan, concurrency: int | None, drain: float, console: Scr
                     await worker.run()
                 finally:
                     showing.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await showing
             if over:
                 console.print("the run is over")
             console.print(_counts(worker))
     return elsewhere
-
-
-async def _found(find: Callable[[], ServerAddress | None], console: Screen) -> ServerAddress:
-    """The server, as soon as there is one."""
-    server = find()
-    if server is None:
-        console.print("waiting for `agl train` to start the run")
-    while server is None:
-        await asyncio.sleep(_LOOK_AGAIN)
-        server = find()
-    return server
 
 
 @contextmanager
@@ -203,15 +189,10 @@ def _draining(worker: Worker, seconds: float, console: Screen) -> Iterator[None]
 
 
 async def _show(worker: Worker, console: Screen) -> None:
-    """A status line on a terminal; elsewhere a line now and then, if there is news."""
-    if console.is_terminal:
-        with console.status("") as status:
-            while True:
-                status.update(_counts(worker))
-                await asyncio.sleep(_REFRESH)
+    """A line now and then, if there is news."""
     shown = ""
     while True:
-        await asyncio.sleep(_LINES)
+        await asyncio.sleep(_SHOW_EVERY)
         if (counts := _counts(worker)) != shown:
             console.print(counts)
             shown = counts

@@ -1,9 +1,8 @@
-"""The runs in a folder: finding one, opening its store, listing them, making them smaller, and removing them."""
+"""The runs in a folder: finding one, opening its store, listing them, and making them smaller."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -74,14 +73,8 @@ class Pruned:
     """The number of calls that lost their texts and tokens."""
     up_to_step: int
     checkpoints: Sequence[Path]
-
-
-@dataclass(frozen=True, slots=True)
-class Vacuumed:
-    """The size of a run in bytes."""
-
-    folder: Path
     before: int
+    """Bytes of all its files, before and after."""
     after: int
 
 
@@ -197,44 +190,23 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
 
 
 async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
-    """Keep only the calls of the last steps complete, the last checkpoints, and the best one.
+    """Keep only the calls of the last steps complete, the last checkpoints, and the best one; free unused space.
 
     `keep_checkpoints` is None for the run's `train.keep_checkpoints`. The calls of a run that a server elsewhere
     recorded are left alone. StoreError if another process writes the store.
     """
-    calls, up_to = 0, 0
+    calls, up_to, before = 0, 0, _size(folder)
     if has_store(folder):
         async with open_store(folder, read_only=False) as store:
+            if not isinstance(store, ShrinkingStore):
+                raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
             last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
-            calls, up_to = await _shrinking(store, folder).prune(last - keep_steps), max(last - keep_steps, 0)
+            calls, up_to = await store.prune(last - keep_steps), max(last - keep_steps, 0)
+            await store.vacuum()
     if keep_checkpoints is None:
         keep_checkpoints = int(read_settings(folder).get("train", {}).get("keep_checkpoints", 2))
-    return Pruned(folder, calls, up_to, Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune())
-
-
-async def vacuum(folder: Path) -> Vacuumed:
-    """Free the unused space of a run's store. StoreError if another process writes it, or it is not in the folder."""
-    if not has_store(folder):
-        raise StoreError(f"The store of {folder} is with the server that recorded the run. Vacuum it there.")
-    before = _size(folder)
-    async with open_store(folder, read_only=False) as store:
-        await _shrinking(store, folder).vacuum()
-    return Vacuumed(folder, before, _size(folder))
-
-
-def remove(folder: Path) -> None:
-    """Remove a run with all its files. ConfigError if it is none; StoreError if a process writes it."""
-    if "config_version" not in read_settings(folder):
-        raise ConfigError(f"{folder} is not removed: its {CONFIG_FILE} is not that of a run.")
-    if is_written(folder / _STORE):
-        raise StoreError(f"{folder} is not removed: a process trains, serves or evaluates it. End that first.")
-    shutil.rmtree(folder)
-
-
-def _shrinking(store: Store, folder: Path) -> ShrinkingStore:
-    if not isinstance(store, ShrinkingStore):
-        raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
-    return store
+    removed = Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune()
+    return Pruned(folder, calls, up_to, removed, before, _size(folder))
 
 
 def _size(folder: Path) -> int:

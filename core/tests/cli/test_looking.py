@@ -32,7 +32,6 @@ LOOKING: tuple[str, ...] = (
     "export RUN --to episodes --out episodes.jsonl",
     "runs list",
     "runs prune RUN",
-    "runs vacuum RUN",
     "reward try RUN/config.toml",
 )
 

@@ -167,7 +167,6 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
         "step-000002",
         "step-000003",
     ]
-    assert run.agl("runs", "vacuum", "calc").exit_code == 0
     assert listed(run)[0]["size"] < before
     assert run.agl("show", "s3-g0-m0").stdout == whole
     again = run.agl("show", "s1-g0-m0").stdout
@@ -185,25 +184,6 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
     assert (nothing[0]["calls"], nothing[0]["checkpoints"]) == (0, [])
 
 
-def test_a_run_is_removed_once_that_is_confirmed(trained: Any) -> None:
-    run = trained
-    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
-    folder = run.store.parent
-    (folder.parent / "notes").mkdir()
-    (folder.parent / "notes" / "config.toml").write_text("mine = true\n")
-
-    refused = run.agl("runs", "rm", "calc")  # Nobody answers.
-    assert refused.exit_code == 1
-    assert "Remove runs/calc (finished, 3 steps" in refused.output
-    assert run.store.exists()
-    assert isinstance(run.agl("runs", "rm", "notes", "--yes").exception, ConfigError)
-    assert (folder.parent / "notes").exists(), "it is no run"
-
-    assert run.agl("runs", "rm", "calc", "--yes").exit_code == 0
-    assert not folder.exists()
-    assert listed(run)[0]["folder"].endswith("notes")
-
-
 def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     run = trained
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
@@ -215,18 +195,12 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
         assert listed(run)[0]["state"] == "running"
         (run.store.parent / "summary.json").write_text("{}")
         assert listed(run)[0]["state"] == "finished", "it is evaluated again, and its training is over"
-        for command in (
-            ["prune", "calc", "--steps", "0", "--checkpoints", "1"],
-            ["vacuum", "calc"],
-            ["rm", "calc", "--yes"],
-        ):
-            refused = run.agl("runs", *command)
-            assert isinstance(refused.exception, StoreError)
-            assert "rm" in command or f"process {server.pid}" in str(refused.exception)
+        refused = run.agl("runs", "prune", "calc", "--steps", "0", "--checkpoints", "1")
+        assert isinstance(refused.exception, StoreError)
+        assert f"process {server.pid}" in str(refused.exception)
         server.communicate("")
     assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
     run.store.unlink()
     assert run.agl("runs", "prune", "calc", "--checkpoints", "1").exit_code == 0, "a server elsewhere has the store"
-    assert isinstance(run.agl("runs", "vacuum", "calc").exception, StoreError)
     assert not run.store.exists()
     assert isinstance(run.agl("runs", "prune", "none").exception, ConfigError)

@@ -56,7 +56,7 @@ def test_plugins_prints_a_table_too(agl: Agl) -> None:
     result = agl("plugins")
 
     assert result.returncode == 0
-    for word in ("kind", "jsonl", "sqlite", "identical", "columns"):
+    for word in ("task source jsonl", "store sqlite", "credit identical", "columns"):
         assert word in result.stdout
 
 
