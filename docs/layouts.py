@@ -18,7 +18,7 @@ from agl_core.builtin.credit import identical
 from agl_core.config import CONFIG_FILE, load
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.types import Batch, CreditKind, Episode
-from agl_torch.models import attention
+from agl_torch import attention
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
 
 TOKENS = 16_384
@@ -41,7 +41,7 @@ def layouts(run: Path) -> dict[str, Any]:
     attention.use(model.train())
     episodes = [each for each in first_step(run) if each.transitions]
     calls, whole = batch_of(episodes), batch_of([in_one(each) for each in episodes])
-    trees = Limits.of(model, TOKENS, model.config.max_position_embeddings)
+    trees = Limits.of(model, TOKENS)
     rows = replace(trees, hidden_size=None)
     found: dict[str, Any] = {}
     truth = None

@@ -59,9 +59,9 @@ from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.policies import OptimizerSection
 from agl_core.types import Batch, CreditKind, TransitionKey
-from agl_torch.models import attention
-from agl_torch.sampling.requests import Request, Response
-from agl_torch.sampling.sampler import Sampler
+from agl_torch import attention
+from agl_torch.serving.requests import Request, Response
+from agl_torch.serving.sampler import Sampler
 from agl_torch.training.batching import Limits, micro_batches, score
 from agl_torch.training.trainer import PolicyTrainer
 
@@ -210,7 +210,7 @@ def passes(model: Any, batch: Batch, limits: Limits) -> int:
 def update(models: Sequence[str]) -> Iterator[str]:
     for name in models:
         model = loaded(name).model.train()
-        sharing = Limits.of(model, TOKENS_PER_PASS[name], model.config.max_position_embeddings)
+        sharing = Limits.of(model, TOKENS_PER_PASS[name])
         layouts = {"rows": replace(sharing, hidden_size=None), "trees": sharing}
         for shape, (prompt, response, observation, turns) in SHAPES.items():
             groups = 1 if name == LARGE else 16 if turns == 1 else 4

@@ -25,7 +25,7 @@ from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
-from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
 
 from .recorded_data import Data

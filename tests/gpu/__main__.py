@@ -47,7 +47,7 @@ from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, 
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
 from agl_torch.engine import TorchEngine
-from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.loading import LoadedModel, load_model
 from agl_torch.plugin import TorchOptions
 from agl_torch.training.batching import Limits, micro_batches, score
 from agl_torch.training.trainer import PolicyTrainer
@@ -312,7 +312,7 @@ def load(model: Path, device: str, dtype: str) -> LoadedModel:
 def logprobs(loaded: LoadedModel, batch: Batch) -> NDArray[np.float64]:
     """[R] as an update computes them."""
     logprobs_R = torch.zeros(len(batch.behaviour_logprobs_R), dtype=torch.float64)
-    limits = Limits.of(loaded.model, TOKENS_PER_PASS, loaded.context_length)
+    limits = Limits.of(loaded.model, TOKENS_PER_PASS)
     with torch.no_grad():
         for micro in micro_batches(batch, np.arange(len(batch)), limits, loaded.device):
             logprobs_R[micro.tokens_R.cpu()] = score(loaded.model, micro).logprobs_R.double().cpu()

@@ -21,8 +21,8 @@ from agl_core.engines.updates import UpdateRequest
 from agl_core.errors import EngineError
 from agl_core.training.server import new_run_dir
 from agl_core.training.session import engine_context
-from agl_torch.policies import Policies
-from agl_torch.sampling import Request
+from agl_torch.process import Policies
+from agl_torch.serving.requests import Request
 
 from .settings_bench import Bench, Effect, Given, ran
 from .tiny_policy import CONTEXT, VOCABULARY, make_batch, make_checkpoint
@@ -38,7 +38,7 @@ class OwnForCausalLM(Qwen2ForCausalLM):
 
 def policies(loaded: LoadedConfig) -> Policies:
     """The policies as the engine's process loads them."""
-    return Policies.load(loaded.engine.options, engine_context(loaded, loaded.config.runs))
+    return Policies(loaded.engine.options, engine_context(loaded, loaded.config.runs))
 
 
 def trained(bench: Bench, given: Given) -> str:

@@ -80,8 +80,6 @@ def build_engine(options: TorchOptions, context: EngineContext) -> Engine:
 
 def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
     """Metrics for TensorBoard, in the run's folder."""
-    from agl_torch.plugin import TensorBoardTracker
-
     return TensorBoardTracker(run_dir)
 
 

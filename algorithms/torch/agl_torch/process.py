@@ -1,13 +1,20 @@
-"""The engine process: `python -m agl_torch.process`, started by `agl_torch.engine.TorchEngine`."""
+"""The engine process: `python -m agl_torch.process`, started by `agl_torch.engine.TorchEngine`.
+
+`Policies` has the weights, trainer and sampler of each policy; `ServedPolicies` is what the run may ask of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,19 +22,30 @@ import uvicorn
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from agl_core.engines.child import Host
+from agl_algorithms.interface import Algorithm
+from agl_core.config.policies import OptimizerSection
+from agl_core.engines.child import Host, find_algorithm
 from agl_core.engines.updates import UpdateRequest
+from agl_core.errors import EngineError, nearest
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import Progress, UpdateResult
+from agl_core.plugins import Plugins
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_torch.api import create_app
-from agl_torch.chat.text import tokenized
-from agl_torch.loop import EngineLoop
-from agl_torch.model_server import ModelServer
+from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, merge, save_policy
+from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
 from agl_torch.plugin import TorchOptions
-from agl_torch.policies import Policies, Versions
+from agl_torch.serving.api import ModelServer, create_app
+from agl_torch.serving.conversation import tokenized
+from agl_torch.serving.loop import EngineLoop
+from agl_torch.serving.sampler import Sampler
+from agl_torch.training.trainer import PolicyTrainer
 
+TINY = 10_000_000
+"""Weights of a model that samples on one thread: what is computed for one of its tokens is not worth sharing out."""
+_SHARES = 4
+"""Parts of the memory for keys and values, of which each published version gets one: how many will come is unknown."""
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 def main() -> None:
@@ -41,47 +59,196 @@ def main() -> None:
     host.serve(engine)
 
 
+@dataclass(frozen=True)
+class Policy:
+    """One set of weights that samples and trains."""
+
+    loaded: LoadedModel
+    trainer: PolicyTrainer
+    sampler: Sampler
+    algorithm: tuple[str, Mapping[str, Any]]
+    """Its name and options, as updates will name them."""
+
+
+class Policies:
+    """All policies of the process. Every method runs on the tensor thread, while nothing is being sampled.
+
+    Each has its own share of the cache and its own seed; adapters share their bases.
+    """
+
+    def __init__(self, options: TorchOptions, context: EngineContext) -> None:
+        if context.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.manual_seed(context.seed)
+        share = 1 / max(1, len(context.policies))
+        bases = Bases()
+        self.policies: dict[str, Policy] = {}
+        for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
+            loaded = _load(spec, options, choose_device(options.device), seed, bases)
+            sampler = _make_sampler(loaded, options, share, deterministic=context.deterministic)
+            trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
+            self.policies[name] = Policy(loaded, trainer, sampler, (spec.algorithm, spec.algorithm_options))
+        self._plugins = Plugins.load(context.plugin_files)
+        self.threads = options.threads or torch.get_num_threads()
+        """Of training."""
+        largest = max((policy.loaded.size for policy in self.policies.values()), default=0)
+        self._sampling_threads = 1 if options.threads is None and largest < TINY else self.threads
+        torch.set_num_threads(self._sampling_threads)
+
+    @property
+    def context_length(self) -> int:
+        return min((policy.loaded.context_length for policy in self.policies.values()), default=0)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return {name: policy.sampler.version for name, policy in self.policies.items()}
+
+    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
+        policy = self._policy(request.policy)
+        algorithm = self._algorithm(request.algorithm, request.options)
+        steps = policy.trainer.optimizer.steps
+        policy.sampler.release()
+        try:
+            with self._all_threads():
+                return policy.trainer.update(request.batch, algorithm, progress)
+        except Exception:
+            if policy.trainer.optimizer.steps != steps:
+                policy.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
+            raise
+        finally:
+            policy.sampler.new_version(policy.trainer.version)
+
+    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """[R] of a batch's response tokens, under the weights as they are."""
+        with self._all_threads():
+            return self._policy(policy).trainer.logprobs(batch)
+
+    def estimate(self, work: Workload) -> Needs:
+        memory, taken, available = PROCESS, 0.0, 0
+        for policy in self.policies.values():
+            algorithm = self._algorithm(*policy.algorithm)
+            memory += memory_bytes(
+                policy.loaded,
+                algorithm,
+                tokens_per_pass=policy.trainer.tokens_per_pass,
+                cache=policy.sampler.cache_bytes(work.prompt_tokens + work.response_tokens),
+            )
+            taken += seconds(policy.loaded, algorithm, work)
+            available = device_memory(policy.loaded.device)
+        return Needs(memory_bytes=memory, available_bytes=available, seconds=taken)
+
+    def save(self, folder: Path) -> None:
+        for name, policy in self.policies.items():
+            save_policy(folder / name, policy.loaded, policy.trainer)
+
+    def restore(self, folder: Path) -> None:
+        for name, policy in self.policies.items():
+            load_policy(folder / name, policy.loaded, policy.trainer)
+            policy.sampler.new_version(policy.trainer.version)
+
+    def _policy(self, name: str) -> Policy:
+        if name not in self.policies:
+            raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
+        return self.policies[name]
+
+    def _algorithm(self, name: str, options: Mapping[str, Any]) -> Algorithm:
+        component, checked = find_algorithm(self._plugins, name, options)
+        algorithm: Algorithm = component.build(checked)
+        return algorithm
+
+    @contextmanager
+    def _all_threads(self) -> Iterator[None]:
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._sampling_threads)
+
+
+def choose_device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise EngineError(
+            "engine.torch.device is 'cuda', and torch finds no CUDA GPU. Use device = 'cpu' or 'auto', or install a "
+            "torch build for your GPU."
+        )
+    return torch.device("cuda", 0) if available and wanted != "cpu" else torch.device("cpu")
+
+
+def _load(spec: PolicySpec, options: TorchOptions, device: torch.device, seed: int, bases: Bases) -> LoadedModel:
+    """A policy's model, with the context that the settings allow."""
+    loaded = load_model(spec, device, seed, bases)
+    return replace(loaded, context_length=min(loaded.context_length, options.max_context or loaded.context_length))
+
+
+def _make_trainer(
+    loaded: LoadedModel, spec: PolicySpec, options: TorchOptions, steps: int, seed: int, bases: Bases
+) -> PolicyTrainer:
+    return PolicyTrainer(
+        loaded,
+        OptimizerSection.model_validate(dict(spec.optimizer)),
+        steps=steps,
+        tokens_per_micro_batch=options.tokens_per_micro_batch or tokens_per_pass(loaded.model, loaded.device),
+        gradient_checkpointing=options.gradient_checkpointing,
+        seed=seed,
+        initial=lambda: load_model(spec, loaded.device, seed, bases),
+    )
+
+
+def _make_sampler(loaded: LoadedModel, options: TorchOptions, share: float, *, deterministic: bool) -> Sampler:
+    """`share`: which part of the memory for keys and values it may hold. EngineError if that is too little."""
+    whole = CACHE * device_memory(loaded.device) if options.cache_mib is None else options.cache_mib * 2**20
+    try:
+        return Sampler(loaded, cache_bytes=int(share * whole), max_rows=options.max_rows, deterministic=deterministic)
+    except EngineError as error:
+        raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
+
+
 class ServedPolicies:
-    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.engines.child.Served`."""
+    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.engines.child.FullyServed`.
+
+    Used from one thread, which is not the one that samples: what is loaded keeps nothing from being answered.
+    """
 
     def __init__(self, host: Host[TorchOptions]) -> None:
-        options, context = host.options, host.context
-        self._policies = Policies.load(options, context)
+        self._options, context = host.options, host.context
+        self._policies = Policies(self._options, context)
         policies = self._policies.policies
         self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()}, host.lost)
-        served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
-        self._served = served
-        versions = Versions(options, self._loop, served, threads=self._policies.threads.training)
-        self.publish, self.withdraw, self.merge = versions.publish, versions.withdraw, versions.merge
-        app = create_app(served, self._loop, api_key=context.api_key)
+        self._served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
+        self._published: set[str] = set()
+        self._bases = Bases()
+        """Of published versions: adapters of the same weights share them."""
+        app = create_app(self._served, self._loop, api_key=context.api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
         self.context_length = self._policies.context_length
         self._loop.start()
         threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()
-        _log.info("Serving %s at %s.", ", ".join(served) or "nothing yet", *self.urls)
+        _log.info("Serving %s at %s.", ", ".join(self._served) or "nothing yet", *self.urls)
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        return self._loop.run_exclusive(lambda: self._policies.update(request, progress)).result()
+        return self._alone(lambda: self._policies.update(request, progress))
 
     def estimate(self, work: Workload) -> Needs:
-        return self._loop.run_exclusive(lambda: self._policies.estimate(work)).result()
+        return self._alone(lambda: self._policies.estimate(work))
+
+    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        return self._alone(lambda: self._policies.logprobs(policy, batch))
+
+    def save(self, folder: Path) -> None:
+        self._alone(lambda: self._policies.save(folder))
+
+    def load(self, folder: Path) -> None:
+        self._alone(lambda: self._policies.restore(folder))
+
+    def _alone(self, job: Callable[[], Result]) -> Result:
+        return self._loop.run_exclusive(job).result()
 
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of recorded replies by the policy's tokenizer and chat template."""
-        text = self._served[policy].text
-        return [tokenized(text, reply) for reply in replies]
-
-    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        """Of recorded responses, under the weights as they are."""
-        return self._loop.run_exclusive(lambda: self._policies.logprobs(policy, batch)).result()
-
-    def save(self, folder: Path) -> None:
-        self._loop.run_exclusive(lambda: self._policies.save(folder)).result()
-
-    def load(self, folder: Path) -> None:
-        self._loop.run_exclusive(lambda: self._policies.restore(folder)).result()
+        return [tokenized(self._served[policy].text, reply) for reply in replies]
 
     def versions(self) -> Mapping[str, int]:
         return self._policies.versions
@@ -89,15 +256,46 @@ class ServedPolicies:
     def stats(self) -> Mapping[str, float]:
         """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; peak_rss_bytes, cache_bytes, and
         peak_gpu_bytes (what torch took of the GPU) on a GPU."""
-        counted = self._loop.counters()
+        counters = self._loop.counters()
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         on_gpu = {"peak_gpu_bytes": float(torch.cuda.max_memory_reserved())} if uses_gpu else {}
         return {
-            **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counted.items()},
+            **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counters.items()},
             "peak_rss_bytes": float(peak_rss_bytes()),
             "cache_bytes": float(self._loop.cache_nbytes),
             **on_gpu,
         }
+
+    def publish(self, name: str, spec: PolicySpec) -> None:
+        """Load a saved policy and serve it; EngineError if there is one of this name."""
+        if name in self._served:
+            raise EngineError(f"A policy '{name}' is served already.")
+        loaded = _load(spec, self._options, choose_device(self._options.device), seed=0, bases=self._bases)
+        sampler = _make_sampler(loaded, self._options, 1 / _SHARES, deterministic=False)
+        sampler.version = spec.version
+        if self._options.threads is None and loaded.size >= TINY:
+            self._alone(lambda: torch.set_num_threads(self._policies.threads))
+        self._loop.add(name, sampler)
+        self._served[name] = ModelServer(name, loaded)
+        self._published.add(name)
+        _log.info("Serving %s.", name)
+
+    def withdraw(self, name: str) -> None:
+        """Serve a published policy no longer; what it is answering is answered."""
+        if name not in self._published:
+            raise EngineError(f"No published policy is called '{name}'. {nearest(name, self._published)}")
+        self._published.remove(name)
+        del self._served[name]
+        self._loop.remove(name)
+        gc.collect()  # peft's modules refer to each other.
+        _log.info("Serving %s no longer.", name)
+
+    def merge(self, spec: PolicySpec, folder: Path) -> None:
+        """Write a model with its adapter merged into it; the model is loaded anew, because merging changes it."""
+        loaded = load_model(spec, torch.device("cpu"), seed=0)
+        if not loaded.has_adapter:
+            raise EngineError(f"There is no adapter to merge into '{spec.name or spec.model}'.")
+        merge(loaded.model, loaded.tokenizer, folder)
 
 
 def _serve(server: uvicorn.Server, listener: socket.socket, host: Host[TorchOptions]) -> None:

@@ -23,8 +23,8 @@ from agl_core.config.policies import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.headers import HEADER_POLICY
-from agl_torch.models.loading import LoadedModel, load_model
-from agl_torch.training.trainer import PolicyTrainer, save_policy
+from agl_torch.loading import LoadedModel, load_model, save_policy
+from agl_torch.training.trainer import PolicyTrainer
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
 from agl_verl.options import VerlOptions

@@ -17,7 +17,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from agl_core.protocols import PolicySpec
-from agl_torch.models.loading import load_model
+from agl_torch.loading import load_model
 
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 STEPS = 5

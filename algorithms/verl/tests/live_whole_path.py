@@ -17,7 +17,7 @@ import torch
 
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.headers import HEADER_POLICY
-from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.loading import LoadedModel, load_model
 from agl_verl.engine import VerlEngine
 from agl_verl.options import VerlOptions
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agl_core.config.policies import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
-from agl_torch.models.loading import load_model, merge
+from agl_torch.loading import load_model, merge
 from agl_verl.checkpoint import Described, finish, shards
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"

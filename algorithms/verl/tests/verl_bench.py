@@ -25,7 +25,7 @@ from agl_core.config.policies import OptimizerSection
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
-from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.config.composing import compose

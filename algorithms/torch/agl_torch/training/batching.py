@@ -7,7 +7,7 @@ same (the layout of Tree Training, arXiv 2511.00413).
 
 A `MicroBatch` is a rectangle of trees that do not branch, of similar length, padded on the right to its own longest,
 for which the model's own causal attention is right; or it is one row of trees that branch, where each branch attends
-along its own path (`agl_torch.models.attention`). That costs an operation for each branch, so short prefixes are not
+along its own path (`agl_torch.attention`). That costs an operation for each branch, so short prefixes are not
 shared by small models.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agl_core.types import Batch
-from agl_torch.models.attention import Branch, branch_inputs, follows_branches
+from agl_torch.attention import Branch, branch_inputs, follows_branches
 
 LOGITS_PER_MICRO_BATCH = 2**28
 """Response tokens × vocabulary of one pass: 1 GiB of float32 logits. Bounds memory with large vocabularies."""
@@ -47,10 +47,10 @@ class Limits:
     """The model's: from it follows when sharing a prefix pays. None: its attention cannot follow branches."""
 
     @classmethod
-    def of(cls, model: Any, tokens: int, context_length: int) -> Limits:
-        """Of a causal LM, for passes of so many tokens, and transitions of at most `context_length`."""
+    def of(cls, model: Any, tokens: int) -> Limits:
+        """Of a causal LM that sees all earlier tokens, as the sampler makes sure, for passes of so many tokens."""
         vocabulary, hidden_size = model.get_output_embeddings().weight.shape
-        return cls(tokens, vocabulary, hidden_size if follows_branches(model, context_length) else None)
+        return cls(tokens, vocabulary, hidden_size if follows_branches(model) else None)
 
 
 @dataclass(frozen=True, slots=True)

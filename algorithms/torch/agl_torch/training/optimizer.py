@@ -6,20 +6,30 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from agl_algorithms.interface import Algorithm, CriticAlgorithm
 from agl_algorithms.prepared import Prepared
 from agl_core.config.policies import OptimizerSection
 from agl_core.protocols import Progress
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches
 
 BACKWARD_COST = 2.0
-"""A backward pass takes about as long as two forward passes; for the progress bar."""
+"""A backward pass takes about as long as two forward passes."""
+
+
+def passes_of(algorithm: Algorithm) -> float:
+    """What an update takes of each token, in forward passes over it."""
+    steps = algorithm.epochs * algorithm.minibatches
+    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1)
+    if algorithm.needs_critic:
+        passes += 1 + (1 + BACKWARD_COST) * cast(CriticAlgorithm, algorithm).critic_epochs
+    return passes
 
 
 class PolicyOptimizer:
@@ -189,22 +199,22 @@ def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 class Work:
-    """How far an update is, and how long its phases took."""
+    """How far an update is, and how long its phases took.
 
-    def __init__(self, progress: Progress | None) -> None:
-        self.total = 0.0
-        """Tokens × cost of the whole update."""
+    `total` is the whole update in forward passes over one token.
+    """
+
+    def __init__(self, progress: Progress | None, total: float = 0.0) -> None:
         self._progress = progress
-        self.done = 0.0
-        """Tokens × cost so far."""
+        self._total, self._done = total, 0.0
         self._started = self._lap_started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def advance(self, tokens: int, cost: float) -> None:
         """`tokens` went through a pass that costs `cost` times a forward pass."""
-        self.done += tokens * cost
+        self._done += tokens * cost
         if self._progress is not None:
-            self._progress(min(1.0, self.done / self.total))
+            self._progress(min(1.0, self._done / self._total))
 
     def finish(self) -> None:
         if self._progress is not None:

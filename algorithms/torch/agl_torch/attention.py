@@ -1,0 +1,145 @@
+"""The attention of the models that are sampled and trained here: transformers' own, and what it does not have.
+
+- Over cached keys, query heads of a group share keys and values without a copy for each: transformers repeats them
+  where there is a mask, and over a long cache that copy costs more than the attention.
+- Along the branches of a prefix tree, each branch sees the tokens on its own way from the root and nothing else. No
+  mask of the whole tree is made, and what other branches hide is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "agl"
+"""Its name in a model's configuration while the model is in memory; it is not saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Tokens of a prefix tree that follow each other. They see the tokens of `seen`, and themselves causally."""
+
+    start: int
+    end: int
+    seen: tuple[tuple[int, int], ...]
+    """Runs [start, end) of earlier tokens, from the root on."""
+
+    def moved(self, offset: int) -> Branch:
+        """The same branch of a tree whose first token is at `offset`."""
+        seen = tuple((start + offset, end + offset) for start, end in self.seen)
+        return Branch(self.start + offset, self.end + offset, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """How the attention of one row follows its branches.
+
+    Keys are cut where any branch starts, ends or leaves another. Cutting a tensor once, instead of a slice for each
+    branch, keeps the backward pass from making a gradient of the whole row for each.
+    """
+
+    queries: list[int]
+    """How many tokens each branch has."""
+    keys: list[int]
+    """How many tokens each piece has."""
+    seen: list[list[int]]
+    """For each branch the pieces that it sees, itself included."""
+    masks: list[Tensor | None]
+    """For each branch, [new, seen + new] additive; None for a root."""
+
+
+def use(model: Any) -> None:
+    """Let a model attend this way. One that was loaded with another attention than 'sdpa' keeps its own."""
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        model.set_attn_implementation(NAME)
+
+
+def follows_branches(model: Any) -> bool:
+    """Whether the model takes the inputs that `branch_inputs` makes."""
+    return bool(model.config._attn_implementation == NAME)
+
+
+def branch_inputs(branches: Sequence[Branch], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A model's arguments for one row of tokens that these branches cover in order."""
+    runs = [(*branch.seen, (branch.start, branch.end)) for branch in branches]
+    cuts = sorted({bound for path in runs for run in path for bound in run})
+    piece = {bound: number for number, bound in enumerate(cuts)}
+    pieces = _Pieces(
+        queries=[branch.end - branch.start for branch in branches],
+        keys=[end - start for start, end in pairwise(cuts)],
+        seen=[[number for start, end in path for number in range(piece[start], piece[end])] for path in runs],
+        masks=[_mask(branch, device, dtype) if branch.seen else None for branch in branches],
+    )
+    # Any mask of four dimensions keeps the model from making its own.
+    return {"branches": pieces, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
+
+
+def _mask(branch: Branch, device: torch.device, dtype: torch.dtype) -> Tensor:
+    new, seen = branch.end - branch.start, sum(end - start for start, end in branch.seen)
+    hidden = torch.full((new, seen + new), torch.finfo(dtype).min, dtype=dtype, device=device)
+    return hidden.triu_(seen + 1)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query_BHQD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    branches: _Pieces | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if branches is not None:
+        output = _along_branches(query_BHQD, key_BKTD, value_BKTD, branches, scaling)
+    elif attention_mask is not None:
+        output = _grouped(query_BHQD, key_BKTD, value_BKTD, attention_mask, scaling)
+    else:
+        attended, _ = sdpa_attention_forward(module, query_BHQD, key_BKTD, value_BKTD, None, scaling=scaling, **kwargs)
+        return attended, None
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _along_branches(query: Tensor, key: Tensor, value: Tensor, branches: _Pieces, scaling: float | None) -> Tensor:
+    keys, values = torch.split(key, branches.keys, 2), torch.split(value, branches.keys, 2)
+    outputs = []
+    for new, seen, mask in zip(torch.split(query, branches.queries, 2), branches.seen, branches.masks, strict=True):
+        key, value = (torch.cat([pieces[number] for number in seen], 2) for pieces in (keys, values))
+        if mask is None:
+            output = scaled_dot_product_attention(new, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        else:
+            output = _grouped(new, key, value, mask[None, None], scaling)
+        outputs.append(output)
+    return torch.cat(outputs, 2)
+
+
+def _side_by_side(of_queries: Tensor, kv_heads: int) -> Tensor:
+    """[B, heads, Q, …] as [B, kv_heads, group * Q, …]: the heads that share a key head."""
+    batch, heads, queries = of_queries.shape[:3]
+    return of_queries.reshape(batch, kv_heads, heads // kv_heads * queries, *of_queries.shape[3:])
+
+
+def _grouped(query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """The query heads that share a key head stand side by side in the query axis. `mask` is [B, 1, Q, T]."""
+    _, heads, queries, _ = query_BHQD.shape
+    output: Tensor = scaled_dot_product_attention(
+        _side_by_side(query_BHQD, key.shape[1]),
+        key,
+        value,
+        attn_mask=mask if queries == 1 else mask.repeat(1, 1, heads // key.shape[1], 1),
+        scale=scaling,
+    )
+    return output.reshape(*query_BHQD.shape[:3], -1)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

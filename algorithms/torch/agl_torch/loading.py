@@ -1,0 +1,331 @@
+"""Loading and saving a policy: any Hugging Face causal LM, its tokenizer, an adapter on the weights it belongs to."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
+
+from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
+from agl_core.config.policies import LoraSection
+from agl_core.errors import CheckpointError, EngineError
+from agl_core.protocols import PolicySpec
+from agl_torch import attention
+
+if TYPE_CHECKING:
+    from agl_torch.training.trainer import PolicyTrainer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+"""torch's names of the instructions that multiply bfloat16: two of x86, two of ARM."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The weights of one policy, ready to sample and to train, and what is needed to talk to them."""
+
+    model: Any
+    """A Hugging Face causal LM in eval mode; wrapped by peft if the policy trains a LoRA adapter."""
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    eos_ids: frozenset[int]
+    """Every token id that ends a response."""
+    context_length: int
+    """Prompt and response together can have this many tokens."""
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it is wrapped by peft and only its adapter is trained."""
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def size(self) -> int:
+        """How many weights it has."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the model gives a probability to."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+
+class Bases:
+    """What adapters are put on: each base is loaded once, and everything above it has the same frozen tensors.
+
+    Policies, and critics, that adapt the same weights in the same dtype so cost one base and an adapter each.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, str, bool, torch.device], LoadedModel] = {}
+
+    def get(self, spec: PolicySpec, device: torch.device) -> LoadedModel:
+        """The base of a policy without an adapter: modules of its own, which hold the shared parameters."""
+        key = (spec.model, spec.dtype, spec.trust_remote_code, device)
+        if key not in self._loaded:
+            self._loaded[key] = _load(spec, device)
+            self._loaded[key].model.requires_grad_(False)
+        base = self._loaded[key]
+        shared = {id(parameter): parameter for parameter in base.model.parameters()}
+        return replace(base, model=copy.deepcopy(base.model, shared))
+
+
+def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases | None = None) -> LoadedModel:
+    """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
+
+    Dropout of the pretraining is switched off (only an adapter's own is kept), so that the weights being trained
+    are the weights that sample. With dtype auto, float16 weights are loaded as bfloat16 on a GPU and as float32 on a
+    CPU, since training in float16 overflows; and bfloat16 weights as float32 on a CPU that does not multiply bfloat16.
+
+    Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
+    template, the tokenizer does not fit the model, or a saved adapter was trained on other weights.
+    """
+    if spec.adapter is None and spec.lora is None:
+        return _load(spec, device)
+    base = (bases or Bases()).get(spec, device)
+    if spec.adapter is not None:
+        adapted = _with_saved_adapter(base.model, Path(spec.adapter), spec)
+    else:
+        adapted = _with_adapter(base.model, LoraSection.model_validate(dict(spec.lora or {})), spec, seed)
+    return replace(base, model=adapted.eval())
+
+
+def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
+    """The weights as they are saved, without an adapter."""
+    try:
+        cached_file(spec.model, "config.json")  # Of an unreachable hub, hear it once, not once for every file.
+        tokenizer = load_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            spec.model,
+            dtype=_dtype(spec, device),
+            trust_remote_code=spec.trust_remote_code,
+            output_loading_info=True,
+        )
+    except EngineError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(
+            f"The model '{spec.model}' cannot be loaded: {_first_line(error)} Give the folder of a causal LM, with "
+            f"config.json, the weights (*.safetensors) and tokenizer.json (a relative path starts at the configuration "
+            f"file), or a name of the Hugging Face hub, such as 'Qwen/Qwen2.5-0.5B-Instruct', that can be reached."
+        ) from error
+    model, loading = loaded
+    if loading["missing_keys"]:
+        raise EngineError(
+            f"The weights of '{spec.model}' are incomplete: {', '.join(sorted(loading['missing_keys'])[:3])} and "
+            f"the like are missing. Copy or download the whole folder again."
+        )
+    rows, largest = model.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= rows:
+        raise EngineError(
+            f"The tokenizer of '{spec.model}' knows the id {largest}, but its model has embeddings for {rows} ids "
+            f"only: they do not belong together. Take both from the same checkpoint."
+        )
+    for module in model.modules():  # Dropout off.
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    attention.use(model)
+    model.to(device)
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=next(model.parameters()).dtype,
+        eos_ids=_eos_ids(model, tokenizer),
+        context_length=_context_length(model.config, tokenizer),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _dtype(spec: PolicySpec, device: torch.device) -> torch.dtype | str:
+    if spec.dtype != "auto":
+        try:
+            return _DTYPES[spec.dtype]
+        except KeyError:
+            raise EngineError(f"'{spec.dtype}' is no dtype to train in: use {', '.join(_DTYPES)} or auto.") from None
+    config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+    match str(getattr(config, "dtype", None)).removeprefix("torch."):
+        case "float16":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        case "bfloat16" if device.type == "cpu" and not multiplies_bfloat16():
+            return torch.float32
+        case _:
+            return "auto"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it; torch computes it by way of float32 else, which is slower.
+
+    torch versions that do not know the processor are taken to have none.
+    """
+    known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name) for name in _BFLOAT16)
+
+
+def _with_adapter(model: Any, lora: LoraSection, spec: PolicySpec, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    # The adapter and its model card are saved with this name; where the base is on this machine is of no use elsewhere.
+    model.name_or_path = model.config.name_or_path = spec.name or spec.model
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
+        target_modules=list(lora.targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            linear = sorted({path.rsplit(".", 1)[-1] for path, m in model.named_modules() if isinstance(m, nn.Linear)})
+            raise EngineError(
+                f"LoRA finds no layer of '{spec.model}' to adapt: lora.targets is {', '.join(lora.targets)}, "
+                f"the model's linear layers are {', '.join(linear)}."
+            ) from error
+
+
+def _with_saved_adapter(model: Any, adapter: Path, spec: PolicySpec) -> Any:
+    from peft import PeftModel
+
+    name = spec.name or spec.model
+    _check_base(adapter, model, name)
+    try:
+        return PeftModel.from_pretrained(model, str(adapter), torch_device=str(model.device))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise EngineError(
+            f"The adapter in {adapter} cannot be put on '{name}': {_first_line(error)} Is the folder whole, and was "
+            f"the adapter trained on these weights?"
+        ) from error
+
+
+def fingerprint(model: Any) -> str:
+    """The fingerprint of a model's weights, without those of an adapter."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    tensors = {
+        name.replace(".base_layer", ""): tensor for name, tensor in base.named_parameters() if "lora_" not in name
+    }
+    return fingerprint_of(tensors, tensors.__getitem__)
+
+
+def _check_base(adapter: Path, model: Any, name: str) -> None:
+    """EngineError if a saved adapter was trained on other weights than the model's, where anything says on which."""
+    try:
+        recorded = json.loads((adapter / BASE_FILE).read_text(encoding="utf-8")).get("fingerprint")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"{adapter / BASE_FILE} cannot be read: {error}. Restore the folder from a copy.") from error
+    if recorded != fingerprint(model):
+        raise EngineError(
+            f"The adapter in {adapter} was trained on other weights than those of '{name}' now: their fingerprints "
+            f"differ. Put the weights back that it was trained on, or name their folder."
+        )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids.update([value] if isinstance(value, int) else value or ())
+    return frozenset(ids)
+
+
+def _context_length(config: Any, tokenizer: Any) -> int:
+    text = config.get_text_config()
+    lengths = [getattr(text, "max_position_embeddings", None), tokenizer.model_max_length]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        # Beyond this length other frequencies hold, for all rows of a pass: a row would depend on its neighbours.
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
+            lengths.append(parameters["original_max_position_embeddings"])
+    known = [int(length) for length in lengths if length is not None and 0 < length < 10**9]
+    if not known:
+        raise EngineError("The model does not say how long its context is. Set engine.torch.max_context.")
+    return min(known)
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub name, with its own chat template.
+
+    Where there is a `tokenizer.json`, that file is the tokenizer, unless the model's own code is trusted.
+    `AutoTokenizer` may choose a class by the model's type instead, which brings a pre-tokenizer of its own: every id of
+    a hand-made BPE beside a Qwen2 configuration would differ from those the model was trained on.
+    """
+    whole = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if whole is not None and not trust_remote_code:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if not tokenizer.chat_template:
+        raise EngineError(
+            f"The tokenizer of '{model}' has no chat template, so conversations cannot be rendered. Use an "
+            f"instruction-tuned model, or put a chat_template.jinja beside tokenizer.json."
+        )
+    return tokenizer
+
+
+def merge(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Merge a model's adapter into its weights, which changes them, and write both as transformers loads them."""
+    model.merge_and_unload(safe_merge=True).save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
+    """Write a policy to a new folder: its weights as transformers and peft load them, and its trainer."""
+    try:
+        # The embeddings are the base's: to find that out, peft would look for the base, on the hub too.
+        of_adapter = {"save_embedding_layers": False} if loaded.has_adapter else {}
+        loaded.model.save_pretrained(folder / "model", safe_serialization=True, **of_adapter)
+        loaded.tokenizer.save_pretrained(folder / "model")
+        if loaded.has_adapter:
+            write_fingerprint(folder / "model", fingerprint(loaded.model))
+        torch.save(trainer.state_dict(), folder / "trainer.pt")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be written: {error}. Make room or choose a folder that you may write to."
+        ) from error
+
+
+def load_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
+    """Restore what `save_policy` wrote, into the same model object."""
+    try:
+        state = torch.load(folder / "trainer.pt", map_location=loaded.device, weights_only=True)
+        if loaded.has_adapter:
+            _check_base(folder / "model", loaded.model, "the run's model")
+        _load_weights(folder / "model", loaded)
+        trainer.load_state_dict(state)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be restored: {_first_line(error)} Resume with the model, dtype and lora "
+            f"settings that it was saved with; if it is damaged, from an earlier one."
+        ) from error
+
+
+def _load_weights(folder: Path, loaded: LoadedModel) -> None:
+    if loaded.has_adapter:
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / "adapter_model.safetensors", device=str(loaded.device))
+        result: Any = set_peft_model_state_dict(loaded.model, weights)
+        if result.unexpected_keys:
+            raise ValueError(f"unknown adapter weights, such as {result.unexpected_keys[0]}.")
+        return
+    saved = type(loaded.model).from_pretrained(folder, dtype=loaded.dtype)
+    loaded.model.load_state_dict(saved.state_dict())

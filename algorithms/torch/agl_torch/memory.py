@@ -1,0 +1,119 @@
+"""What fits into a device's memory, and what a run would take: bytes by arithmetic, seconds by timing."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agl_algorithms.interface import Algorithm
+from agl_core.types import Workload
+from agl_torch.loading import LoadedModel
+from agl_torch.training.optimizer import passes_of
+
+ACTIVATIONS_ON_CPU = 2**29
+"""Bytes of one training pass. More makes passes no faster: a core is busy with far fewer tokens."""
+ACTIVATIONS_ON_GPU = 1 / 8
+CACHE = 1 / 10
+"""Shares of the device's memory."""
+_PROBED_TOKENS = 16
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory, used and free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def tokens_per_pass(model: Any, device: torch.device) -> int:
+    """How many tokens a training pass may have: those whose activations take the share of memory meant for them."""
+    bound = ACTIVATIONS_ON_GPU * device_memory(device) if device.type == "cuda" else ACTIVATIONS_ON_CPU
+    return max(1, int(bound / activation_bytes(model, device)))
+
+
+def activation_bytes(model: Any, device: torch.device) -> float:
+    """What a training pass keeps for the backward pass, per token, without logits; measured on a few tokens.
+
+    Weights do not count, and what several operations keep counts once.
+    """
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # holding it, so that no other gets its address
+        return tensor
+
+    def one_position(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (arguments[0][:, :1], *arguments[1:])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(one_position)
+    training = model.training
+    model.train()
+    try:
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=device)
+            model(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+        model.train(training)
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights) / _PROBED_TOKENS
+
+
+PROCESS = 500 * 2**20
+"""Bytes of Python, torch and transformers without a model."""
+FULL_PRECISION = 4
+"""Bytes of a float32: of a gradient, of each of AdamW's two moments, and of the master of a smaller weight."""
+LOGITS = 2**28
+"""Bytes of the logits that exist at the same time, with copies (`agl_torch.training.batching`)."""
+DECODING = 2.5
+"""What sampling a token takes against one of a long forward pass, measured on a CPU with 64 rows of a 135M model."""
+STEP_SECONDS = 1e-8
+"""Of an optimizer step, for each trained weight, measured on a CPU."""
+_TIMED_TOKENS, _TIMED_PASSES = 128, 3
+
+
+def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: int, cache: int) -> int:
+    """The most that one policy takes, while it trains or while it samples: an update has the cache's memory."""
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
+    gradients = sum(weight.numel() * FULL_PRECISION for weight in trained)
+    masters = sum(weight.numel() * FULL_PRECISION for weight in trained if weight.element_size() < FULL_PRECISION)
+    copies = int(algorithm.needs_reference and not loaded.has_adapter) + int(algorithm.needs_critic)
+    optimizers = (2 * gradients + masters) * (1 + algorithm.needs_critic)
+    update = gradients + tokens_per_pass * activation_bytes(loaded.model, loaded.device) + LOGITS
+    return int(weights * (1 + copies) + optimizers + max(update, cache))
+
+
+def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
+    """Of sampling and training; in both, the rollouts of a group share its prompt."""
+    token = token_seconds(loaded.model, loaded.device)
+    rollouts = work.groups * work.group_size
+    sampled = (rollouts * work.steps + work.evaluated) * work.response_tokens * DECODING
+    prompts = work.groups * work.steps * work.prompt_tokens
+    read = prompts + work.evaluated * work.prompt_tokens
+    learned = (prompts + rollouts * work.steps * work.response_tokens) * passes_of(algorithm)
+    trained = sum(weight.numel() for weight in loaded.model.parameters() if weight.requires_grad)
+    steps = work.steps * algorithm.epochs * algorithm.minibatches
+    return float(token * (sampled + read + learned) + STEP_SECONDS * trained * steps)
+
+
+@torch.inference_mode()
+def token_seconds(model: Any, device: torch.device) -> float:
+    """Of one token of a forward pass: the fastest of a few passes, the first of which also allocates."""
+    ids = torch.zeros(1, _TIMED_TOKENS, dtype=torch.long, device=device)
+    taken = []
+    for _ in range(_TIMED_PASSES):
+        begun = time.perf_counter()
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begun)
+    return min(taken) / _TIMED_TOKENS

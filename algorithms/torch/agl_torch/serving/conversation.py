@@ -1,0 +1,367 @@
+"""A conversation as a model reads it, by its own tokenizer and chat template, with the exact ids of echoed replies.
+
+A client may write one message in many ways: content as None, a string or a list of parts; tool arguments as any JSON
+text of the same value; keys that are null. Templates want one way (`normalise`), and an echo is recognised in all.
+
+A chat client sends the whole conversation anew each turn. Rendering and tokenising it again would often give other
+tokens for the assistant's earlier replies than those that were sampled (spacing, JSON style, merges). So the prompt of
+a later turn is the recorded prompt's ids + the recorded response's ids + the ids of only what is new (`Sessions`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from agl_core.errors import EngineError, ServerError
+from agl_core.types import RecordedReply, TokenizedReply, Tokens
+from agl_torch.serving.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
+
+
+class ChatError(ServerError):
+    """A request that cannot be answered; becomes an OpenAI-shaped error reply.
+
+    `param` names the field of the request, `code` is for programs to tell errors apart.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.status = message, param, code, status
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages for `apply_chat_template`: text content, tool arguments as values, no null keys.
+
+    Raises ChatError for what is no message or no text.
+    """
+    if not messages:
+        raise ChatError("messages is empty: send at least one message.", param="messages")
+    names: dict[str, str] = {}
+    return [_normalise(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+
+
+def _normalise(message: Mapping[str, Any], field: str, names: dict[str, str]) -> Message:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise ChatError(f"{field}.role is {role!r}; it must be one of {', '.join(_ROLES)}.", param=f"{field}.role")
+    text, thinking = _texts(message.get("content"), f"{field}.content")
+    normal: Message = {"role": "system" if role == "developer" else role, "content": text}
+    if message.get("name") is not None:
+        normal["name"] = message["name"]
+    # Servers and clients name it differently; this is the name that chat templates know.
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or thinking
+    if reasoning:
+        normal["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        normal["tool_calls"] = [
+            _tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
+        ]
+        names.update((call["id"], call["function"]["name"]) for call in normal["tool_calls"] if "id" in call)
+    if message.get("tool_call_id") is not None:
+        normal["tool_call_id"] = message["tool_call_id"]
+        # Some templates show a tool's name, which the OpenAI API does not repeat on its result.
+        if message["tool_call_id"] in names:
+            normal.setdefault("name", names[message["tool_call_id"]])
+    return normal
+
+
+def _texts(content: Any, field: str) -> tuple[str, str]:
+    """The text of a message's content, and the thinking that is in it."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    texts = {"text": "", "thinking": ""}
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(kind) if kind in ("text", "thinking", "refusal") else None
+        if kind == "thinking" and isinstance(text, list):
+            text, _ = _texts(text, field)
+        if not isinstance(text, str):
+            raise ChatError(
+                f"{field} has a part of type {kind!r}; this engine takes text only.",
+                param=field,
+                code="unsupported_content",
+            )
+        texts["thinking" if kind == "thinking" else "text"] += text
+    return texts["text"], texts["thinking"]
+
+
+def _tool_call(call: Any, field: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError(f"{field} is no function call: it needs function.name and function.arguments.", param=field)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # A text that is no JSON stays as it is.
+            arguments = json.loads(arguments)
+    normal: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        normal["id"] = call["id"]
+    return normal
+
+
+def meaning(message: Message) -> str:
+    """What a normalised message says, whatever its spacing and call ids: equal for a reply and its echo."""
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
+    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
+
+
+def digests(messages: Sequence[Message]) -> list[bytes]:
+    """Entry k identifies what the first k messages mean, k = 0 … len(messages)."""
+    state = hashlib.blake2b(digest_size=16)
+    prefixes = [state.digest()]
+    for message in messages:
+        state.update(meaning(message).encode() + b"\0")
+        prefixes.append(state.digest())
+    return prefixes
+
+
+class ChatText:
+    """Renders, encodes and decodes for one model."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
+        try:
+            self.template = str(tokenizer.get_chat_template())
+        except ValueError:
+            raise EngineError(
+                f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so chat requests cannot be "
+                "rendered: use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer."
+            ) from None
+        self.tool_format: ToolFormat | None = detect_format(self.template)
+        self._in_plain_text = isinstance(self.tool_format, PlainText)
+        self.takes_tools = "tools" in self.template or self._in_plain_text
+        """Whether tools are shown to the model."""
+        self.eos_ids = frozenset(eos_ids)
+        self._tokenizer = tokenizer
+        self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}
+        markers = self.tool_format.markers if self.tool_format else ()
+        kept = {tokenizer.convert_tokens_to_ids(marker) for marker in markers}
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._hidden = frozenset(special | set(tokenizer.all_special_ids)) - kept
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text; with `prompt`, up to where the assistant's reply begins.
+
+        Raises ChatError with the template's own words when it refuses the conversation.
+        """
+        if self._in_plain_text:
+            messages, tools = in_plain_text(messages, tools), None
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **(options or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ChatError(
+                f"The model's chat template cannot render these messages: {error}",
+                param="messages",
+                code="template_error",
+            ) from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, as it stands: nothing is added."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_after(self, token: int, text: str) -> list[int]:
+        """Token ids of a text that follows a special token (some tokenizers begin a text differently)."""
+        ids = self.encode(self._eos_texts.get(token, "") + text) if token in self._eos_texts else []
+        return ids[1:] if ids[:1] == [token] else self.encode(text)
+
+    def split_end(self, written: str) -> tuple[str, str]:
+        """What a rendered reply says, and the last end token in it; "" if the template writes none."""
+        ends = [(at, mark) for mark in self._eos_texts.values() if (at := written.rfind(mark)) >= 0]
+        if not ends:
+            return written.rstrip(), ""
+        at, mark = max(ends)
+        return written[:at], mark
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response: without special tokens, but with the tool format's own."""
+        shown = [token for token in ids if token not in self._hidden and token not in self.eos_ids]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @functools.cached_property
+    def piece(self) -> Callable[[int], str]:
+        """The text of one token by itself."""
+        return functools.cache(lambda token: str(self._tokenizer.decode([token], skip_special_tokens=False)))
+
+
+def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
+    """Prompt and response as the chat template writes them.
+
+    None if the template refuses the conversation, or writes the prompt otherwise once the reply follows. The end token
+    is the last one that the template writes; what it writes after that was never sampled. A reply that was cut short
+    has none.
+    """
+    try:
+        messages = normalise([*reply.messages, reply.response])
+        prompt = text.render(messages[:-1], tools=reply.tools)
+        full = text.render(messages, tools=reply.tools, prompt=False)
+        full.encode()  # No tokenizer takes lone surrogates.
+    except (ChatError, UnicodeEncodeError):
+        return None
+    if not full.startswith(prompt):
+        return None
+    response, end = text.split_end(full[len(prompt) :])
+    prompt_ids, response_ids = text.encode(prompt), text.encode(response)
+    if reply.is_complete:
+        response_ids += text.encode(end) if end else [min(text.eos_ids)]
+    return TokenizedReply(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A rendered conversation as the engine will feed it."""
+
+    ids: Tokens
+    text: str
+    prefix_broken: bool
+    """An earlier reply is echoed, but its recorded ids could not be used."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedChoice:
+    """One choice that answered a prompt."""
+
+    meaning: str
+    call_ids: tuple[str | None, ...]
+    ids: Tokens
+    prompt_ids: Tokens
+    prompt_length: int
+    """Characters of the prompt's text."""
+    prompt_digest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.prompt_ids.nbytes + self.ids.nbytes + len(self.meaning)
+
+
+class Sessions:
+    """What each rollout of one model was answered; the least recently used is forgotten when there are too many.
+
+    `max_bytes` bounds the recorded ids, `max_sessions` the number. Used from one thread.
+    """
+
+    def __init__(self, text: ChatText, *, max_sessions: int = 4096, max_bytes: int = 256 << 20) -> None:
+        self._text, self._max_sessions, self._max_bytes = text, max_sessions, max_bytes
+        self._sessions: OrderedDict[str, dict[bytes, list[RecordedChoice]]] = OrderedDict()
+        """By session, the choices by what the messages before them mean."""
+        self._nbytes = 0
+
+    def prompt(
+        self,
+        key: str | None,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Render and encode a conversation, with the recorded ids of replies that it echoes."""
+
+        def render(count: int, prompt: bool) -> str:
+            return self._text.render(messages[:count], tools=tools, prompt=prompt, options=options)
+
+        full, broken = render(len(messages), True), False
+        session = self._sessions.get(key, {}) if key is not None else {}
+        before = digests(messages) if session else []
+        for at in range(len(before) - 2, 0, -1):
+            if messages[at]["role"] != "assistant":
+                continue
+            choices = session.get(before[at], [])
+            for choice in _echoed(choices, messages[at]):
+                parse = self._text.tool_format.parse if tools and self._text.tool_format else Parsed
+                tail = self._tail(full, choice, messages[at], functools.partial(render, at + 1, False), parse)
+                if tail is not None:
+                    return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, broken)
+            # It continues a recorded call by something else, or says elsewhere what was said here.
+            everything = (choice.meaning for choices in session.values() for choice in choices)
+            broken = broken or bool(choices) or meaning(messages[at]) in everything
+        return Prompt(np.array(self._text.encode(full), np.int32), full, broken)
+
+    def _tail(
+        self,
+        full: str,
+        choice: RecordedChoice,
+        message: Message,
+        render: Callable[[], str],
+        parse: Callable[[str], Parsed],
+    ) -> Tokens | None:
+        """Ids of what stands after the reply in `full`; None if the template writes prompt or reply otherwise now."""
+        start = choice.prompt_length
+        if _digest(full[:start]) != choice.prompt_digest:
+            return None
+        upto = render()
+        if not full.startswith(upto) or len(upto) <= start:
+            return None
+        written, mark = self._text.split_end(upto[start:])
+        if not _means(parse(written), message):
+            return None
+        last = int(choice.ids[-1]) if len(choice.ids) else -1
+        if last not in self._text.eos_ids:  # A reply cut short gets the end token that the template writes.
+            return np.array(self._text.encode(full[start + len(written) :]), np.int32)
+        # A sampled end token stands for the one that the template writes.
+        rest = full[start + len(written) + len(mark) :]
+        return np.array(self._text.encode_after(last, rest), np.int32)
+
+    def record(
+        self, key: str, messages: Sequence[Message], prompt: Prompt, replies: Sequence[tuple[Message, Tokens]]
+    ) -> None:
+        """Remember a call: its prompt, and each choice's normalised message and response ids."""
+        choices = self._sessions.setdefault(key, {}).setdefault(digests(messages)[-1], [])
+        for message, ids in replies:
+            prompt_digest = _digest(prompt.text)
+            choices.append(
+                RecordedChoice(meaning(message), _call_ids(message), ids, prompt.ids, len(prompt.text), prompt_digest)
+            )
+            self._nbytes += choices[-1].nbytes
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > self._max_sessions or (self._nbytes > self._max_bytes and len(self._sessions) > 1):
+            _, forgotten = self._sessions.popitem(last=False)
+            self._nbytes -= sum(choice.nbytes for choices in forgotten.values() for choice in choices)
+
+
+def _echoed(choices: Sequence[RecordedChoice], message: Message) -> list[RecordedChoice]:
+    """Those that say what `message` says: first those with its call ids, the newest first among them."""
+    said, ids = meaning(message), _call_ids(message)
+    return sorted((c for c in reversed(choices) if c.meaning == said), key=lambda choice: choice.call_ids != ids)
+
+
+def _call_ids(message: Message) -> tuple[str | None, ...]:
+    return tuple(call.get("id") for call in message.get("tool_calls", ()))
+
+
+def _means(written: Parsed, message: Message) -> bool:
+    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in written.calls]
+    return meaning({"role": "assistant", "content": written.content, "tool_calls": calls}) == meaning(message)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,353 @@
+"""Tiny models and checkpoints of two architectures with their chat templates, and ways to sample and train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.plugin import GrpoOptions
+from agl_core.config.policies import OptimizerSection
+from agl_core.protocols import PolicySpec
+from agl_core.types import Batch, CreditKind, FinishReason, TransitionKey
+from agl_torch import attention
+from agl_torch.loading import LoadedModel, load_model
+from agl_torch.serving.api import ChatRequest, ModelServer, parse_request
+from agl_torch.serving.requests import Generated, Request, Response
+from agl_torch.serving.sampler import Sampler
+from agl_torch.training.trainer import PolicyTrainer
+
+CHATML = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}Tools:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call them as <tool_call>
+{"name": NAME, "arguments": OBJECT}
+</tool_call><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) or
+   (message.role == 'assistant' and not message.tool_calls) %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% elif message.role == 'assistant' %}<|im_start|>assistant
+{%- if message.content %}{{ '\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}{{ '\n<tool_call>' }}
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% elif message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>
+
+{{ message.content | tojson }}<|eot_id|>
+{%- elif message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
+{%- endif %}<|start_header_id|>assistant<|end_header_id|>
+
+{% set call = message.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
+{%- else %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{% if loop.index0 == 0 and tools %}Respond with {"name": NAME, "parameters": OBJECT}.
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}{{ message.content | trim }}<|eot_id|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+TEXTS = [
+    "What is 12 plus 345?",
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+345"}}\n</tool_call>',
+    "Tom has 5 apples and don't  want\t7 more.\n\nThe answer is 42.",
+    "Grüße, 世界! 1234567890",
+]
+
+
+QWEN_TOKENS = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>"]
+LLAMA_TOKENS = [
+    "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>", "<|python_tag|>"
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a test checkpoint is like."""
+
+    architecture: str = "qwen2"
+    tied: bool = True
+    dtype: torch.dtype = torch.float32
+    sharded: bool = False
+    eos: tuple[str, ...] = ("<|im_end|>",)
+    layers: int = 2
+    hidden: int = 32
+
+
+def make_tokenizer(architecture: str, template: str | None = "own") -> PreTrainedTokenizerFast:
+    """A hand-made byte-level BPE of 320 tokens that splits digits, unlike the stock tokenizer of any architecture."""
+    specials = QWEN_TOKENS if architecture == "qwen2" else LLAMA_TOKENS
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(TEXTS * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=specials[0], eos_token=specials[1], pad_token=specials[0]
+    )
+    own = CHATML if architecture == "qwen2" else LLAMA
+    tokenizer.chat_template = own if template == "own" else template
+    return tokenizer
+
+
+def make_model(architecture: str, **changes: Any) -> Any:
+    """Random weights large enough that likely and unlikely tokens differ much."""
+    config, model = (Qwen2Config, Qwen2ForCausalLM) if architecture == "qwen2" else (LlamaConfig, LlamaForCausalLM)
+    fields = {"vocab_size": 320, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.15}
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return model(config(**fields | changes, bos_token_id=0, eos_token_id=1))
+
+
+def make_checkpoint(folder: Path, shape: Shape = Shape(), template: str | None = "own") -> Path:
+    """Write random weights, a tokenizer and a chat template ("own": that of the architecture)."""
+    tokenizer = make_tokenizer(shape.architecture, template)
+    model = make_model(
+        shape.architecture,
+        hidden_size=shape.hidden,
+        intermediate_size=2 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        max_position_embeddings=256,
+        tie_word_embeddings=shape.tied,
+    ).to(shape.dtype)
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in shape.eos]
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.save_pretrained(folder, max_shard_size="20KB" if shape.sharded else "1GB")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Loaded(LoadedModel):
+    """What `load_model` gives, made by hand."""
+
+    @property
+    def token_bytes(self) -> int:
+        """What the cache needs for one token, in float32."""
+        config = self.model.config
+        return int(config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4)
+
+    def with_eos(self, *ids: int) -> Loaded:
+        return replace(self, eos_ids=frozenset(ids))
+
+
+def in_memory(architecture: str, ends: Sequence[str], **changes: Any) -> Loaded:
+    tokenizer, model = make_tokenizer(architecture), make_model(architecture, max_position_embeddings=512, **changes)
+    attention.use(model)
+    eos = frozenset(tokenizer.convert_tokens_to_ids(ends))
+    return Loaded(model.eval(), tokenizer, torch.device("cpu"), torch.float32, eos, 512)
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Loaded:
+    ends = ["<|im_end|>", "<|endoftext|>"]
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
+    return in_memory("qwen2", ends, **shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def llama() -> Loaded:
+    ends = ["<|eot_id|>", "<|end_of_text|>"]
+    shape = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    return in_memory("llama", ends, **shape, num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def loaded(checkpoint: Path) -> LoadedModel:
+    return load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+
+
+@pytest.fixture
+def in_float64(loaded: LoadedModel) -> LoadedModel:
+    return replace(loaded, model=loaded.model.double(), dtype=torch.float64)
+
+
+def random_ids(loaded: Loaded, length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(8, len(loaded.tokenizer), length).astype(np.int32)
+
+
+def drive(sampler: Sampler, requests: Sequence[Request] = ()) -> dict[str, Generated]:
+    """Submit, run until idle, and return what came out by request id."""
+    for request in requests:
+        sampler.submit(request)
+    done: dict[str, Generated] = {}
+    while not sampler.idle:
+        done.update((generated.request.id, generated) for generated in sampler.step())
+    return done
+
+
+@torch.inference_mode()
+def recomputed(loaded: Loaded, generated: Generated, choice: int = 0) -> np.ndarray:
+    """The log-probabilities of a response by one plain forward pass over prompt and response."""
+    request, response = generated.request, generated.responses[choice]
+    ids = torch.tensor(np.concatenate([request.prompt_ids, response.ids]), dtype=torch.long)
+    logits = loaded.model(input_ids=ids[None]).logits[0, len(request.prompt_ids) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / (request.temperature or 1.0), -1)
+    picked: np.ndarray = logprobs.gather(1, ids[len(request.prompt_ids) :, None])[:, 0].numpy()
+    return picked
+
+
+def parsed(body: dict[str, Any]) -> ChatRequest:
+    """A request's body as the API takes it."""
+    return parse_request(orjson.dumps(body))
+
+
+class ScriptedChat:
+    """A served model whose responses the test writes: chat in, chat out, no weights."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.served, self.loaded = ModelServer("m", loaded), loaded
+
+    def ask(self, messages: list[dict[str, Any]], *replies: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+        """Answer by `replies`: texts (the end token is added) or token ids; they follow what is forced."""
+        session = fields.pop("session", "r/0")
+        body = {"model": "m", "messages": messages, "return_token_ids": True, "n": len(replies), **fields}
+        exchange = self.served.begin(parsed(body), session)
+        responses = []
+        for reply in replies:
+            sampled = [*self.encode(reply), self.loaded.tokenizer.eos_token_id] if isinstance(reply, str) else reply
+            forced = exchange.request.forced_ids
+            ids = [*forced, *sampled]
+            mask = np.arange(len(ids)) >= len(forced) if forced else None
+            ended = ids[-1] in self.loaded.eos_ids
+            reason = FinishReason.STOP if ended else FinishReason.LENGTH
+            responses.append(Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), mask, reason))
+        return self.served.finish(exchange, Generated(exchange.request, tuple(responses), 3, 5, 7))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+CALCULATOR = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},
+}
+
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def plain_logprobs(model: Any, batch: Batch, i: int) -> torch.Tensor:
+    """[response] the oracle: one plain forward of transition i alone."""
+    ids = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))[None]
+    logits = model(input_ids=ids).logits[0]
+    logprobs = torch.log_softmax(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)) / float(batch.temperature_N[i]), -1
+    )
+    start = int(batch.prompt_lengths_N[i])
+    return logprobs[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0]
+
+
+def make_batch(
+    loaded: LoadedModel | None, *, groups: int = 2, members: int = 3, seed: int = 0, noise: float = 0.0
+) -> Batch:
+    """Ragged random transitions, 1 to 3 turns each; behaviour as the model computes it, plus noise."""
+    rng = np.random.default_rng(seed)
+    prompts, responses, masks, groups_N, rollouts, turns, values = [], [], [], [], [], [], []
+    for rollout in range(groups * members):
+        value = float(rng.choice([0.0, 1.0, 0.3]))
+        for turn in range(1 + rollout % 3):
+            prompts.append(rng.integers(3, 300, int(rng.integers(1, 40))))
+            responses.append(rng.integers(3, 300, int(rng.integers(1, 12))))
+            mask = rng.random(len(responses[-1])) < 0.8
+            mask[0] = True
+            masks.append(mask)
+            groups_N.append(rollout // members)
+            rollouts.append(rollout)
+            turns.append(turn)
+            values.append(value)
+    count = len(prompts)
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    batch = Batch(
+        tokens_T=np.concatenate([t for pair in zip(prompts, responses, strict=True) for t in pair]).astype(np.int32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        prompt_lengths_N=np.array([len(p) for p in prompts], dtype=np.int64),
+        response_offsets=np.concatenate([[0], np.cumsum([len(r) for r in responses])]).astype(np.int64),
+        behaviour_logprobs_R=np.full(sum(len(r) for r in responses), -1.0, dtype=np.float32),
+        mask_R=np.concatenate(masks),
+        temperature_N=rng.choice([0.7, 1.0, 1.3], count).astype(np.float32),
+        values_N=np.array(values),
+        kind=CreditKind.RETURN,
+        group_N=np.array(groups_N, dtype=np.int64),
+        rollout_N=np.array(rollouts, dtype=np.int64),
+        turn_N=np.array(turns, dtype=np.int64),
+        version_N=np.zeros(count, dtype=np.int64),
+        scores_N=np.array(values),
+        keys=tuple(TransitionKey(f"r{r}", 0, f"c{r}-{t}", 0) for r, t in zip(rollouts, turns, strict=True)),
+    )
+    if loaded is None:
+        return batch
+    with torch.no_grad():
+        behaviour = np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(count)])
+    behaviour = behaviour + noise * rng.standard_normal(len(behaviour))
+    return replace(batch, behaviour_logprobs_R=behaviour.astype(np.float32))
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of every weight."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+RATE = OptimizerSection(learning_rate=1e-2)
+
+
+def trainer_of(loaded: LoadedModel, settings: OptimizerSection = RATE, **more: Any) -> PolicyTrainer:
+    return PolicyTrainer(loaded, settings, **({"tokens_per_micro_batch": 100} | more))
+
+
+def grpo(**options: Any) -> Grpo:
+    return Grpo(GrpoOptions(**({"beta": 0.0} | options)))

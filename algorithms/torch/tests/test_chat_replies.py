@@ -1,0 +1,275 @@
+"""From a chat request to a reply, with responses that the test writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.types import FinishReason
+from agl_torch.serving.api import ModelServer
+from agl_torch.serving.conversation import ChatError
+from agl_torch.serving.requests import Generated, Response
+
+from .conftest import CALCULATOR, Loaded, ScriptedChat, parsed
+
+USER = {"role": "user", "content": "What is 12 plus 30?"}
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(qwen: Loaded) -> ScriptedChat:
+    return ScriptedChat(qwen)
+
+
+def test_a_plain_reply(chat: ScriptedChat) -> None:
+    body = chat.ask([USER], "The answer is 42.")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "The answer is 42.", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"] == [*chat.encode("The answer is 42."), chat.loaded.tokenizer.eos_token_id]
+    prompt = "<|im_start|>user\nWhat is 12 plus 30?<|im_end|>\n<|im_start|>assistant\n"
+    assert body["prompt_token_ids"] == chat.encode(prompt)
+    assert body["usage"]["prompt_tokens"] == len(body["prompt_token_ids"])
+    assert body["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert body["agl"] == {
+        "version": 3,
+        "prefilled": 5,
+        "reused": 7,
+        "prefix_broken": False,
+        "choices": [{"mask": None, "parse_error": None}],
+    }
+
+
+def test_logprobs_name_every_token(chat: ScriptedChat) -> None:
+    choice = chat.ask([USER], "hello 42", logprobs=True)["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert len(content) == len(choice["token_ids"])
+    assert "".join(entry["token"] for entry in content) == "hello 42<|im_end|>"
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
+    assert all(entry["top_logprobs"] == [] and entry["logprob"] == 0.0 for entry in content)
+
+
+def test_tool_calls_are_parsed_where_there_are_tools(chat: ScriptedChat) -> None:
+    choice = chat.ask([USER], f"Let me see.\n{CALL}\n{CALL}", tools=[CALCULATOR])["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["calculator"] * 2
+    assert json.loads(calls[0]["function"]["arguments"]) == {"expression": "12+30"}
+    assert len({call["id"] for call in calls}) == 2
+    for fields in ({}, {"tools": [CALCULATOR], "tool_choice": "none"}):
+        plain = chat.ask([USER], CALL, **fields)["choices"][0]
+        assert (plain["message"]["content"], plain["finish_reason"]) == (CALL, "stop")
+        assert "tool_calls" not in plain["message"]
+
+
+def test_call_ids_are_unique_in_a_rollout_and_repeatable(qwen: Loaded) -> None:
+    def ids(session: str, seed: int) -> list[str]:
+        chat = ScriptedChat(qwen)
+        conversations = [[USER] * turn for turn in (1, 2, 3)]
+        bodies = [chat.ask(each, CALL, CALL, tools=[CALCULATOR], session=session, seed=seed) for each in conversations]
+        return [c["message"]["tool_calls"][0]["id"] for body in bodies for c in body["choices"]]
+
+    assert len(set(ids("r/0", 1))) == 6
+    assert ids("r/0", 1) == ids("r/0", 1)
+    assert not set(ids("r/0", 1)) & set(ids("r/1", 1))
+    assert all(name.startswith("call_") for name in ids("r/0", 1))
+
+
+def test_a_malformed_call_is_told(chat: ScriptedChat) -> None:
+    text = '<tool_call>\n{"name": "calculator", "arguments": 12}\n</tool_call>'
+    body = chat.ask([USER], text, tools=[CALCULATOR])
+    assert body["choices"][0]["message"]["content"] == text
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert "tool_calls" not in body["choices"][0]["message"]
+    assert "'arguments'" in body["agl"]["choices"][0]["parse_error"]
+
+
+@pytest.mark.parametrize(
+    ("stops", "said"),
+    [(["xyz", "STOP"], "STOP"), ("STOP", "STOP"), (["STOP", "answer"], "answer"), (["xyz"], None), (None, None)],
+)
+def test_the_stop_string_is_told(stops: Any, said: str | None, chat: ScriptedChat) -> None:
+    (choice,) = chat.ask([USER], chat.encode("The answer STOP"), stop=stops)["choices"]
+    assert choice["stop_reason"] == said
+
+
+def test_a_stop_string_is_noticed_at_its_last_token(qwen: Loaded) -> None:
+    served = ModelServer("m", qwen)
+    exchange = served.begin(parsed({"model": "m", "messages": [USER], "stop": "plus é"}), None)
+    ids = qwen.tokenizer("12 plus é and more", add_special_tokens=False)["input_ids"]
+    assert exchange.request.stop is not None
+    first = next(n for n in range(1, len(ids) + 1) if exchange.request.stop(ids[:n]))
+    assert qwen.tokenizer.decode(ids[:first]) == "12 plus é"
+
+
+def test_one_call_only_where_parallel_calls_are_off(qwen: Loaded, llama: Loaded) -> None:
+    fields = {"messages": [USER], "model": "m", "tools": [CALCULATOR], "parallel_tool_calls": False}
+    stop = ModelServer("m", qwen).begin(parsed(fields), None).request.stop
+    ids = qwen.tokenizer(CALL, add_special_tokens=False)["input_ids"]
+    assert stop is not None
+    assert [stop(ids[:-1]), stop(ids)] == [False, True]
+    with pytest.raises(ChatError, match="parallel_tool_calls=false is not supported"):
+        ModelServer("m", llama).begin(parsed(fields), None)
+
+
+@pytest.mark.parametrize(
+    "tool_choice", ["required", {"type": "function", "function": {"name": "calculator"}}], ids=["required", "named"]
+)
+def test_a_forced_tool_call_begins_with_masked_tokens(chat: ScriptedChat, tool_choice: object) -> None:
+    rest = chat.encode(' {"expression": "1"}}\n</tool_call>')
+    body = chat.ask([USER], rest, tools=[CALCULATOR], tool_choice=tool_choice)
+    forced = chat.encode('<tool_call>\n{"name": "calculator", "arguments":')
+    assert body["choices"][0]["token_ids"] == [*forced, *rest]
+    assert body["agl"]["choices"][0]["mask"] == [False] * len(forced) + [True] * len(rest)
+    assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "calculator"
+
+
+def test_special_tokens_are_not_shown(chat: ScriptedChat) -> None:
+    eos = chat.loaded.tokenizer.eos_token_id
+    ids = [
+        *chat.encode("hello"),
+        chat.loaded.tokenizer.convert_tokens_to_ids("<|im_start|>"),
+        *chat.encode(" you"),
+        eos,
+    ]
+    assert chat.ask([USER], ids)["choices"][0]["message"]["content"] == "hello you"
+
+
+def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression":"1"}'}}
+    tool = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "1"}]}
+    spelled = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {**USER, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        tool,
+    ]
+    plain = [{"role": "system", "content": "Be brief."}, USER, {**spelled[2], "content": ""}, {**tool, "content": "1"}]
+    assert chat.ask(spelled, "x")["prompt_token_ids"] == chat.ask(plain, "x", session="other")["prompt_token_ids"]
+    assert '{"name": "calculator", "arguments": {"expression": "1"}}' in chat.loaded.tokenizer.decode(
+        chat.ask(plain, "x", session="third")["prompt_token_ids"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "code"),
+    [
+        ({"stream": True}, "does not stream", "unsupported_parameter"),
+        ({"response_format": {"type": "json_schema"}}, "cannot be enforced", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "cannot be enforced", "unsupported_parameter"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_parameter"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
+        ({"functions": [{"name": "f"}]}, "Send 'tools'", "unsupported_parameter"),
+        ({"structured_outputs": {"regex": "a+"}}, "cannot be enforced", "unsupported_parameter"),
+        ({"best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"n": 0}, "n:", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"tool_choice": "required"}, "no tools", None),
+        ({"tools": [CALCULATOR], "tool_choice": {"type": "function", "function": {"name": "calc"}}}, "not among", None),
+        ({"messages": []}, "empty", None),
+        ({"messages": [{"role": "robot", "content": ""}]}, "'robot'", None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only", "unsupported_content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "no function call", None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(chat: ScriptedChat, fields: dict, message: str, code: str | None) -> None:
+    with pytest.raises(ChatError, match=message) as caught:
+        chat.served.begin(parsed({"model": "m", "messages": [USER], **fields}), None)
+    assert (caught.value.status, caught.value.code) == (400, code)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_the_context_error_has_the_numbers(qwen: Loaded) -> None:
+    chat = ScriptedChat(replace(qwen, context_length=30))
+    count = len(chat.ask([USER], "x")["prompt_token_ids"])
+    with pytest.raises(ChatError, match=rf"30 tokens.* alone are {count + 100}") as caught:
+        chat.ask([{"role": "user", "content": USER["content"] + "5" * 100}], "x")
+    assert (caught.value.code, caught.value.status) == ("context_length_exceeded", 400)
+    exact = replace(qwen, context_length=count + 1)
+    assert ScriptedChat(exact).ask([USER], "x")["prompt_token_ids"]
+    with pytest.raises(ChatError, match="no room"):
+        ScriptedChat(replace(qwen, context_length=count)).ask([USER], "x")
+
+
+def test_a_template_that_refuses_is_quoted(llama: Loaded) -> None:
+    calls = [{"type": "function", "function": {"name": "calculator", "arguments": "{}"}}] * 2
+    with pytest.raises(ChatError, match="only supports single tool-calls at once") as caught:
+        ScriptedChat(llama).ask([USER, {"role": "assistant", "tool_calls": calls}], "x")
+    assert caught.value.code == "template_error"
+
+
+def with_template(loaded: Loaded, template: str) -> Loaded:
+    other = replace(loaded, tokenizer=type(loaded.tokenizer)(tokenizer_object=loaded.tokenizer.backend_tokenizer))
+    other.tokenizer.chat_template = template
+    other.tokenizer.eos_token = loaded.tokenizer.eos_token
+    return other
+
+
+def test_tools_of_a_template_without_them_are_plain_text(qwen: Loaded) -> None:
+    """Shown, called, answered, and the call's own ids go into the next prompt."""
+    chat = ScriptedChat(with_template(qwen, TURNS))
+    first = chat.ask([USER], 'Action: calculator  {"expression":"12+30"}', tools=[CALCULATOR])
+    choice = first["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "calculator",
+        {"expression": "12+30"},
+    )
+    messages = [USER, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "42"}]
+    second = chat.ask(messages, "It is 42.", tools=[CALCULATOR])
+    assert not second["agl"]["prefix_broken"]
+    tail = chat.encode("\n<|im_start|>user\nObservation: 42<|im_end|>\n<|im_start|>assistant\n")
+    assert second["prompt_token_ids"] == first["prompt_token_ids"] + choice["token_ids"] + tail
+    assert "calculator(expression: any)" in qwen.tokenizer.decode(second["prompt_token_ids"])
+    assert second["choices"][0]["message"]["content"] == "It is 42."
+
+
+def test_tools_need_a_known_format(qwen: Loaded) -> None:
+    plain = with_template(qwen, "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
+    with pytest.raises(ChatError, match="no format that this engine knows") as caught:
+        ModelServer("m", plain).begin(parsed({"model": "m", "messages": [USER], "tools": [CALCULATOR]}), None)
+    assert caught.value.code == "tools_not_supported"
+
+
+def test_output_that_is_not_finite_is_an_engine_error(chat: ScriptedChat) -> None:
+    exchange = chat.served.begin(parsed({"model": "m", "messages": [USER]}), None)
+    response = Response(np.array([5], np.int32), np.array([np.nan], np.float32), None, FinishReason.LENGTH)
+    with pytest.raises(ChatError, match="diverged") as caught:
+        chat.served.finish(exchange, Generated(exchange.request, (response,), 4, 0, 0))
+    assert caught.value.status == 500
+
+
+def test_a_template_that_has_a_variable_for_a_field_gets_it(qwen: Loaded) -> None:
+    chat = ScriptedChat(with_template(qwen, f"{{{{ reasoning_effort }}}}{TURNS}"))
+    shown = [chat.ask([USER], "x", **fields)["prompt_token_ids"] for fields in ({"reasoning_effort": "low"}, {})]
+    assert shown[0] == [*chat.encode("low"), *shown[1]]
+
+
+def test_reasoning_that_comes_back_is_shown_by_the_template(qwen: Loaded) -> None:
+    turn = "{% for m in messages %}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    chat = ScriptedChat(with_template(qwen, turn + "{% endfor %}"))
+    thought = [{"type": "text", "text": "12 "}, {"type": "text", "text": "plus"}]
+    spelled: list[dict[str, Any]] = [
+        {"reasoning_content": "12 plus", "content": "42"},
+        {"reasoning": "12 plus", "content": "42"},
+        {"content": [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "42"}]},
+        {"content": [{"type": "thinking", "thinking": "12 plus"}, {"type": "text", "text": "42"}]},
+    ]
+    for message in spelled:
+        body = chat.ask([USER, {"role": "assistant", **message}], "x", session=None)
+        assert qwen.tokenizer.decode(body["prompt_token_ids"]) == "What is 12 plus 30?(12 plus)42"

@@ -1,0 +1,195 @@
+"""The whole engine: a real process, the openai client, a real update."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+
+from agl_core.errors import EngineError
+from agl_core.protocols import EngineContext, PolicySpec, Upstream
+from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
+from agl_core.types import Batch
+from agl_torch.engine import TorchEngine
+from agl_torch.plugin import TorchOptions
+
+from .conftest import LORA, Shape, make_batch, make_checkpoint
+
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+OPTIMIZER = {"learning_rate": 1e-2}
+PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
+RLOO = PAGE.read_text().split("```python\n# rloo.py\n")[1].split("```")[0]
+"""The page's example of an algorithm."""
+SMALL = {"threads": 1, "cache_mib": 16}
+
+
+def context(tmp_path: Path, checkpoint: Path, **changes: Any) -> EngineContext:
+    fields: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "seed": 3,
+        "policies": {"default": PolicySpec(str(checkpoint), optimizer=OPTIMIZER)},
+        "deterministic": False,
+        "plugin_files": (),
+        "api_key": "sk-test",
+    }
+    return EngineContext(**(fields | changes))
+
+
+@asynccontextmanager
+async def running(where: EngineContext, **options: Any) -> AsyncIterator[tuple[TorchEngine, Upstream]]:
+    engine = TorchEngine(TorchOptions(**(SMALL | options)), where)
+    try:
+        yield engine, await engine.start()
+    finally:
+        await engine.stop()
+
+
+async def chat(upstream: Upstream, question: str, model: str = "default", **more: Any) -> Any:
+    async with openai.AsyncOpenAI(base_url=upstream.urls[0], api_key=upstream.api_key) as client:
+        return await client.chat.completions.create(
+            model=upstream.models[model],
+            messages=[{"role": "user", "content": question}],
+            max_tokens=20,
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+            **more,
+        )
+
+
+async def sampled(upstream: Upstream, values: list[float]) -> Batch:
+    """Replies to questions, of which two are one, at a temperature of 0.7."""
+    questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
+    replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
+    rows = [Row.of_reply(reply.model_dump(), value) for reply, value in zip(replies, values, strict=True)]
+    return batch_of(rows, temperature=0.7)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def case(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> AsyncIterator[EngineCase]:
+    """One engine for all that leave it usable; starting one takes seconds."""
+    folder = tmp_path_factory.mktemp("case")
+    (folder / "rloo.py").write_text(RLOO)
+    where = engine_context(folder, str(checkpoint), optimizer=OPTIMIZER)
+    where = replace(where, plugin_files=(*where.plugin_files, folder / "rloo.py"))
+    async with running(where) as (engine, upstream):
+        yield EngineCase(engine, upstream, where, folder)
+
+
+@in_one_loop
+async def test_sample_train_sample(case: EngineCase) -> None:
+    engine, upstream = case.engine, case.upstream
+    assert upstream.context_length == 256
+    stats_before = await engine.stats()
+    batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.0])
+    result = await engine.update("default", batch, "grpo", {"beta": 0.1})
+
+    assert result.metrics["logprob_gap_max"] <= 1e-4
+    assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
+
+    # The new weights are served, and the trainer agrees with the sampler about them too.
+    second = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
+    assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
+    result = await engine.update("default", second, "grpo", {"beta": 0.1})
+    assert result.metrics["logprob_gap_max"] <= 1e-4
+    assert result.metrics["kl_reference"] > 1e-6
+
+    # Replies are as probable as recorded under the weights that sampled them, and not under later ones.
+    third = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
+    assert await engine.logprobs("default", third) == pytest.approx(third.behaviour_logprobs_R, abs=1e-4)
+    assert np.abs(await engine.logprobs("default", batch) - batch.behaviour_logprobs_R).max() > 1e-3
+    with pytest.raises(EngineError, match="no policy 'calc'"):
+        await engine.logprobs("calc", batch)
+
+    # An old batch is off-policy by now.
+    stale = await engine.update("default", batch, "grpo", {"beta": 0})
+    assert stale.metrics["logprob_gap_max"] > 1e-3
+    stats = await engine.stats()
+    tokens = {name: value - stats_before[name] for name, value in stats.items() if name.startswith("tokens_")}
+    assert tokens["tokens_decoded"] == sum(each.mask_R.size for each in (batch, second, third))
+    assert tokens["tokens_prefilled"] + tokens["tokens_reused"] == 3 * batch.prompt_lengths_N.sum()
+    assert 2**26 < stats["peak_rss_bytes"] < 2**30
+
+
+@in_one_loop
+async def test_an_algorithm_of_fifteen_lines_trains(case: EngineCase) -> None:
+    assert len([line for line in RLOO.splitlines() if line]) <= 15
+    engine, upstream = case.engine, case.upstream
+    batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.5])
+    result = await engine.update("default", batch, "rloo", {"beta": 0.1, "epochs": 2})
+    assert result.advantage_N == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
+    assert result.dropped == (None,) * 4
+    assert result.metrics["grad_norm"] > 0
+    assert result.metrics["kl_reference"] >= 0
+
+
+@in_one_loop
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_engine_keeps_the_contract(case: EngineCase, check: EngineCheck) -> None:
+    await check(case)
+
+
+async def test_several_policies_are_separate_and_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
+    llama = make_checkpoint(tmp_path / "llama", Shape("llama", tied=False, eos=("<|eot_id|>",)))
+    policies = {
+        "writer": PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA),
+        "critic": PolicySpec(str(llama), optimizer=OPTIMIZER, dtype="bfloat16"),
+    }
+    async with running(context(tmp_path, checkpoint, policies=policies)) as (engine, upstream):
+        assert dict(upstream.models) == {"writer": "writer", "critic": "critic"}
+        before = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
+        await engine.update("writer", make_batch(None), "grpo", {"beta": 0.1})
+        await engine.update("writer", make_batch(None), "grpo", {"beta": 0.1})
+        assert await engine.versions() == {"writer": 2, "critic": 0}
+        after = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
+        assert before[0].choices[0].logprobs != after[0].choices[0].logprobs
+        assert before[1].choices[0].logprobs == after[1].choices[0].logprobs
+        with pytest.raises(EngineError, match="Did you mean 'writer'"):
+            await engine.update("writr", make_batch(None), "grpo", {})
+        await check_that_a_dead_process_is_an_error(engine, "writer")
+
+
+async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
+    assert engine.pid is not None
+    started = asyncio.Event()
+    options = {"beta": 0, "epochs": 100, "minibatches": 3}
+    update = asyncio.ensure_future(engine.update(policy, make_batch(None), "grpo", options, lambda _: started.set()))
+    await asyncio.wait_for(started.wait(), 60)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"lost during 'update'.*exit code -9.*cache_mib.*last checkpoint"):
+        await asyncio.wait_for(update, 60)
+    with pytest.raises(EngineError, match="lost during 'stats'"):
+        await asyncio.wait_for(engine.stats(), 60)
+    await engine.stop()
+    await engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await engine.versions()
+
+
+def test_the_run_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, agl_torch.plugin as p, agl_torch.engine\n"
+        "from agl_core.kinds import NoOptions\n"
+        f"t = p.build_tensorboard(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
+        "t.log(3, {'reward/mean': 0.5}); t.close()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    (event,) = events.Tensors("reward/mean")
+    assert event.step == 3
+    assert event.tensor_proto.float_val[0] == 0.5

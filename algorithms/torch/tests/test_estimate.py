@@ -1,0 +1,69 @@
+"""What a run would take: every part of it counts, and more of anything takes no less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.types import Needs, Workload
+from agl_torch import memory
+from agl_torch.plugin import TorchOptions
+from agl_torch.process import Policies
+
+from .conftest import LORA
+
+WORK = Workload(steps=10, groups=4, group_size=8, evaluated=200, prompt_tokens=50, response_tokens=20)
+
+
+@pytest.fixture(autouse=True)
+def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The speed of this machine is no matter of these tests; nor do they leave torch another number of threads."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(memory, "token_seconds", lambda model, device: 1e-3)
+    yield
+    torch.set_num_threads(threads)
+
+
+def needs(checkpoint: Path, work: Workload = WORK, **changes: Any) -> Needs:
+    """Of one policy; `changes` are the engine's options or its policy's, by name."""
+    settings = {"algorithm": "grpo", "algorithm_options": {"beta": 0.0}}
+    settings |= {name: changes.pop(name) for name in list(changes) if name in PolicySpec.__dataclass_fields__}
+    policies = {"default": PolicySpec(str(checkpoint), **settings)}
+    context = EngineContext(checkpoint.parent, 0, policies, False, (), "key")
+    return Policies(TorchOptions(**{"cache_mib": 16, **changes}), context).estimate(work)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"algorithm_options": {"beta": 0.1}},
+        {"algorithm": "ppo", "algorithm_options": {}},
+        {"cache_mib": 1024, "max_rows": 4096},
+        {"tokens_per_micro_batch": 10**6},
+    ],
+)
+def test_what_a_run_has_beside_its_weights_takes_memory(checkpoint: Path, more: dict[str, Any]) -> None:
+    least = needs(checkpoint)
+    assert memory.PROCESS < least.memory_bytes < needs(checkpoint, **more).memory_bytes
+    assert least.available_bytes > 0
+
+
+def test_an_adapter_takes_less_than_all_weights(checkpoint: Path) -> None:
+    options: dict[str, Any] = {"tokens_per_micro_batch": 1, "algorithm_options": {"beta": 0.1}}
+    assert needs(checkpoint, lora=LORA, **options).memory_bytes < needs(checkpoint, **options).memory_bytes
+
+
+@pytest.mark.parametrize("field", ["steps", "groups", "group_size", "evaluated", "prompt_tokens", "response_tokens"])
+def test_more_work_takes_longer(checkpoint: Path, field: str) -> None:
+    more = replace(WORK, **{field: 2 * getattr(WORK, field)})
+    assert needs(checkpoint, more).seconds > needs(checkpoint).seconds
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.1}, {"beta": 0.0, "epochs": 2}, {"beta": 0.0, "minibatches": 2}])
+def test_more_passes_take_longer(checkpoint: Path, options: dict[str, Any]) -> None:
+    assert needs(checkpoint, algorithm_options=options).seconds > needs(checkpoint).seconds

@@ -1,0 +1,136 @@
+"""The HTTP API, asked by the official client over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import uvicorn
+
+from agl_torch.serving.api import ModelServer, create_app
+from agl_torch.serving.loop import EngineLoop
+from agl_torch.serving.sampler import Sampler
+
+from .conftest import Loaded
+
+USER = {"role": "user", "content": "What is 12 plus 30?"}
+EXTRAS = {"return_token_ids": True}
+
+
+@asynccontextmanager
+async def serving(loaded: Loaded) -> AsyncIterator[tuple[str, EngineLoop]]:
+    loop = EngineLoop({"policy": Sampler(loaded)}, pytest.fail)
+    loop.start()
+    app = create_app({"policy": ModelServer("policy", loaded)}, loop, api_key="secret")
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
+        server.should_exit = True
+        await running
+    await loop.stop()
+
+
+@pytest.fixture
+async def url(qwen: Loaded) -> AsyncIterator[str]:
+    async with serving(qwen) as (address, _):
+        yield address
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+async def test_a_chat_of_two_turns(client: openai.AsyncOpenAI, qwen: Loaded) -> None:
+    messages = [{"role": "system", "content": "You are a math agent. " * 4}, USER]
+    header = {"x-agl-rollout": "r1/0"}
+    asked = {"model": "policy", "extra_body": EXTRAS, "extra_headers": header, "logprobs": True, "temperature": 1.3}
+    first = await client.chat.completions.create(messages=messages, max_tokens=12, seed=1, **asked)
+    choice, extra = first.choices[0], first.model_extra
+    sampled = choice.model_extra["token_ids"]
+    assert extra["agl"]["version"] == 0
+    assert first.usage.completion_tokens == len(sampled) == len(choice.logprobs.content)
+    ids = torch.tensor(extra["prompt_token_ids"] + sampled)
+    with torch.inference_mode():
+        logits = qwen.model(input_ids=ids[None]).logits[0, len(extra["prompt_token_ids"]) - 1 : -1]
+    expected = torch.log_softmax(logits / 1.3, -1).gather(1, ids[-len(sampled) :, None])[:, 0]
+    np.testing.assert_allclose([t.logprob for t in choice.logprobs.content], expected, atol=1e-4)
+
+    messages += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "hello"}]
+    second = await client.chat.completions.create(messages=messages, max_tokens=4, **asked)
+    extra = second.model_extra
+    prefix = first.model_extra["prompt_token_ids"] + sampled
+    assert not extra["agl"]["prefix_broken"]
+    assert extra["prompt_token_ids"][: len(prefix)] == prefix
+    assert extra["agl"]["reused"] == len(prefix) - 1 == second.usage.prompt_tokens_details.cached_tokens
+    assert extra["agl"]["prefilled"] == len(extra["prompt_token_ids"]) - extra["agl"]["reused"]
+
+
+async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpenAI, url: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not stream") as refused:
+        await client.chat.completions.create(model="policy", messages=[USER], stream=True)
+    assert (refused.value.param, refused.value.code) == ("stream", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError, match="Did you mean 'policy'"):
+        await client.chat.completions.create(model="polcy", messages=[USER])
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "5" * 999}])
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError, match="Wrong API key"):
+        await client.with_options(api_key="guess").chat.completions.create(model="policy", messages=[USER])
+    async with httpx.AsyncClient(base_url=url, headers={"authorization": "Bearer secret"}) as plain:
+        for body in (b"{", b"[]", b'{"model": "policy"}'):
+            reply = await plain.post("/v1/chat/completions", content=body)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["type"] == "invalid_request_error"
+        reply = await plain.post("/v1/chat/completions", json={"model": "policy", "messages": [USER], "max_tokens": 2})
+        assert reply.headers["x-agl-policy-version"] == "0"
+        assert "agl" not in reply.json()
+
+
+async def test_what_tunes_a_hosted_service_is_ignored_and_noted(client: openai.AsyncOpenAI) -> None:
+    """A field that is not known here does not fail an agent, and the reply names it."""
+    asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
+    tuned: Any = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
+    unknown = {"temprature": 1, "größe\n": {"a": 1}, "nothing": None}
+    reply = await client.chat.completions.with_raw_response.create(**asked, **tuned, extra_body=unknown)
+    noted = reply.headers["x-agl-ignored"]
+    assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A"}
+    neutral = {"modalities": ["text"], "response_format": {"type": "text"}, "top_k": -1, "best_of": 1, "user": None}
+    reply = await client.chat.completions.with_raw_response.create(**asked, extra_body=neutral)
+    assert "x-agl-ignored" not in reply.headers
+
+
+async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
+    def chat(max_tokens: int, n: int) -> dict[str, object]:
+        # Sequences longer than the slots that a sampler begins with.
+        messages = [{"role": "user", "content": "5" * 260}]
+        return {"model": "policy", "messages": messages, "max_tokens": max_tokens, "n": n}
+
+    async with serving(qwen.with_eos()) as (url, loop):
+
+        async def begun(after: int) -> None:
+            while loop.counters()["reused"] <= after:  # noqa: ASYNC110  counters change on another thread
+                await asyncio.sleep(0)
+
+        headers = {"authorization": "Bearer secret"}
+        async with httpx.AsyncClient(base_url=f"{url}/v1", headers=headers, timeout=60) as plain:
+            asking = asyncio.create_task(plain.post("/chat/completions", json=chat(200, n=64)))
+            await begun(after=0)
+            beside = asyncio.create_task(plain.post("/chat/completions", json=chat(100, n=1)))
+            await begun(after=loop.counters()["reused"])
+            asking.cancel()
+            for reply in (await beside, await plain.post("/chat/completions", json=chat(1, n=1))):
+                assert reply.status_code == 200
+        await asyncio.wrap_future(loop.run_exclusive(lambda: None))
+        assert loop.counters()["decoded"] < 64 * 200

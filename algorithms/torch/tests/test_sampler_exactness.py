@@ -1,0 +1,164 @@
+"""What is recorded is what was sampled: log-probabilities, greedy choice, whatever the cache did."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from agl_torch.serving.requests import Request
+from agl_torch.serving.sampler import Sampler
+
+from .conftest import Loaded, drive, random_ids, recomputed
+
+
+@pytest.fixture(params=["qwen", "llama"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    chosen: Loaded = request.getfixturevalue(request.param)
+    return chosen
+
+
+def mixed_requests(loaded: Loaded, count: int = 14) -> list[Request]:
+    """Ragged prompts, some of which share prefixes, with different temperatures, limits and nuclei."""
+    system = random_ids(loaded, 40, 99)
+    requests = []
+    for i in range(count):
+        own = random_ids(loaded, 3 + 17 * (i % 5), i // 2)
+        prompt = own if i % 3 == 0 else np.concatenate([system, own])
+        requests.append(
+            Request(
+                f"r{i}",
+                prompt,
+                max_tokens=4 + 5 * (i % 4),
+                n=1 + (i % 7 == 0),
+                temperature=(1.0, 0.6, 1.7, 0.0)[i % 4],
+                top_p=0.8 if i % 5 == 4 else 1.0,
+                seed=i,
+                forced_ids=(9, 10, 11) if i == 5 else (),
+            )
+        )
+    return requests
+
+
+def continued(generated, i: int, loaded: Loaded) -> Request:
+    """The next turn: prompt, response and some more."""
+    prompt = np.concatenate([generated.request.prompt_ids, generated.responses[0].ids, random_ids(loaded, 5 + i, i)])
+    return replace(generated.request, prompt_ids=prompt, n=1, forced_ids=())
+
+
+def assert_exact(loaded: Loaded, done, tolerance: float = 1e-4) -> None:
+    for generated in done.values():
+        for choice, response in enumerate(generated.responses):
+            np.testing.assert_allclose(response.logprobs, recomputed(loaded, generated, choice), atol=tolerance)
+
+
+def test_logprobs_are_those_of_one_plain_forward_pass(loaded: Loaded) -> None:
+    sampler = Sampler(loaded, max_rows=6)
+    first = drive(sampler, mixed_requests(loaded))
+    assert_exact(loaded, first)
+    reused = sampler.counters.reused
+    second = drive(sampler, [continued(generated, i, loaded) for i, generated in enumerate(first.values())])
+    assert_exact(loaded, second)
+    assert reused > 0
+    prefix = sum(len(first[name].request.prompt_ids) + len(first[name].responses[0].ids) - 1 for name in second)
+    assert sampler.counters.reused - reused >= 0.9 * prefix
+
+
+def test_logprobs_stay_exact_in_a_cache_too_small_for_all(loaded: Loaded) -> None:
+    loaded, cache_bytes = loaded.with_eos(), 5 * 256 * loaded.token_bytes
+    roomy, tight = Sampler(loaded), Sampler(loaded, cache_bytes=cache_bytes)
+    requests = [Request(f"r{i}", random_ids(loaded, 180 + 10 * i, i), max_tokens=40, seed=i) for i in range(6)]
+    done = drive(tight, requests)
+    assert tight.counters.preempted > 0
+    assert tight.cache_nbytes <= cache_bytes
+    assert_exact(loaded, done)
+    roomy_done = drive(roomy, requests)
+    assert_exact(loaded, roomy_done)
+    for name, generated in done.items():
+        np.testing.assert_array_equal(generated.responses[0].ids, roomy_done[name].responses[0].ids)
+
+
+def test_a_long_prompt_is_prefilled_in_pieces(loaded: Loaded) -> None:
+    sampler = Sampler(loaded, prefill_tokens=32)
+    requests = [Request(f"r{i}", random_ids(loaded, 31 + 40 * i, i), max_tokens=6) for i in range(5)]
+    assert_exact(loaded, drive(sampler, requests))
+    assert sampler.counters.prefilled == sum(len(request.prompt_ids) for request in requests)
+
+
+def test_greedy_is_what_generate_does(loaded: Loaded) -> None:
+    requests = [replace(request, temperature=0.0, n=1, forced_ids=()) for request in mixed_requests(loaded)]
+    done = drive(Sampler(loaded, max_rows=5), requests)
+    for request in requests:
+        prompt = torch.tensor(request.prompt_ids, dtype=torch.long)[None]
+        expected = loaded.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=request.max_tokens,
+            do_sample=False,
+            eos_token_id=sorted(loaded.eos_ids),
+            pad_token_id=0,
+        )[0, prompt.shape[1] :]
+        assert done[request.id].responses[0].ids.tolist() == expected.tolist()
+
+
+def test_bfloat16_agrees_to_a_tenth(qwen: Loaded) -> None:
+    half = replace(qwen, model=copy.deepcopy(qwen.model).to(torch.bfloat16))
+    assert_exact(half, drive(Sampler(half), mixed_requests(half)), tolerance=0.1)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_transformers_own_attention_is_sampled_from_too(qwen: Loaded, implementation: str) -> None:
+    other = replace(qwen, model=copy.deepcopy(qwen.model))
+    other.model.set_attn_implementation(implementation)
+    assert_exact(other, drive(Sampler(other), mixed_requests(other, 6)))
+
+
+def test_an_adapter_is_sampled_with(qwen: Loaded) -> None:
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = replace(qwen, model=get_peft_model(copy.deepcopy(qwen.model), adapter).eval())
+    request = Request("r", random_ids(qwen, 30, 0), max_tokens=20)
+    done = drive(Sampler(adapted.with_eos()), [request])
+    assert_exact(adapted, done)
+    plain = drive(Sampler(qwen.with_eos()), [request])
+    assert done["r"].responses[0].ids.tolist() != plain["r"].responses[0].ids.tolist()
+
+
+def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:
+    request = Request("r", random_ids(qwen, 12, 0), max_tokens=8, forced_ids=(9, 10, 11), temperature=0.7)
+    generated = drive(Sampler(qwen.with_eos(9)), [request])["r"]
+    response = generated.responses[0]
+    assert response.ids[:3].tolist() == [9, 10, 11]
+    assert response.mask is not None
+    assert response.mask.tolist() == [False] * 3 + [True] * (len(response.ids) - 3)
+    assert len(response.ids) > 3, "a forced token ends nothing"
+    np.testing.assert_allclose(response.logprobs, recomputed(qwen, generated), atol=1e-4)
+
+
+def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(loaded: Loaded) -> None:
+    long = Request("long", random_ids(loaded, 245, 0), max_tokens=20)
+    requests = [*mixed_requests(loaded, 7), long]
+    alone = {}
+    for request in requests:
+        alone.update(drive(Sampler(loaded, deterministic=True), [request]))
+    cache_bytes = 4 * 512 * loaded.token_bytes
+    for concurrency in (1, 3, 64):
+        together = Sampler(loaded, deterministic=True, max_rows=concurrency, cache_bytes=cache_bytes)
+        done = drive(together, requests[::-1])
+        for name, generated in alone.items():
+            for one, other in zip(generated.responses, done[name].responses, strict=True):
+                assert one.ids.tobytes() == other.ids.tobytes()
+                assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert together.counters.reused == 0
+
+
+def test_batching_does_not_change_what_is_drawn(loaded: Loaded) -> None:
+    requests = mixed_requests(loaded)
+    together = drive(Sampler(loaded), requests)
+    for request in requests[:6]:
+        alone = drive(Sampler(loaded), [request])[request.id]
+        for one, other in zip(alone.responses, together[request.id].responses, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)

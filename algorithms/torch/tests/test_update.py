@@ -1,0 +1,275 @@
+"""One update, against plain loops written here."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.interface import Logprobs, Samples
+from agl_algorithms.plugin import GrpoOptions, PpoOptions
+from agl_algorithms.ppo import Ppo
+from agl_core.config.policies import OptimizerSection
+from agl_core.protocols import PolicySpec
+from agl_core.types import Batch
+from agl_torch.loading import LoadedModel, load_model
+
+from .conftest import grpo, make_batch, plain_logprobs, trainer_of, weights_of
+
+
+def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: Any) -> Tensor:
+    """GRPO's loss at ratio 1, one plain forward per transition, everything by hand."""
+    total = torch.zeros((), dtype=torch.float64)
+    groups = np.unique(batch.group_N)
+    for group in groups:
+        members = np.unique(batch.rollout_N[batch.group_N == group])
+        rewards = np.array([batch.values_N[batch.rollout_N == m][0] for m in members])
+        for member, reward in zip(members, rewards, strict=True):
+            deviation = rewards.std(ddof=1)
+            advantage = (reward - rewards.mean()) / (deviation + 1e-6)
+            turns = np.flatnonzero(batch.rollout_N == member)
+            for i in turns:
+                part = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
+                mask = torch.from_numpy(batch.mask_R[part])
+                current = plain_logprobs(loaded.model, batch, int(i))[mask]
+                per_token = -advantage * torch.exp(current - current.detach())
+                if beta:
+                    with torch.no_grad():
+                        initial = plain_logprobs(reference, batch, int(i))[mask]
+                    per_token = per_token + beta * (torch.exp(initial - current) - (initial - current) - 1)
+                total = total + batch.weight_N[i] * per_token.mean() / (len(groups) * len(members) * len(turns))
+    return total
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_unknown_log_probabilities_are_those_before_the_update(in_float64: LoadedModel, epochs: int) -> None:
+    """The same update as if the policy itself had sampled; of the others, importance weights stay."""
+    algorithm = grpo(importance_cap=1.05, epochs=epochs)
+    own = make_batch(in_float64)
+    known_N = np.arange(len(own)) % 2 == 0
+    known_R = np.repeat(known_N, own.response_lengths_N)
+    noisy = np.where(known_R, own.behaviour_logprobs_R - 0.5, own.behaviour_logprobs_R).astype(np.float32)
+    before = copy.deepcopy(in_float64.model.state_dict())
+
+    def trained(batch: Batch) -> tuple[dict[str, Tensor], Mapping[str, float], tuple[str | None, ...]]:
+        in_float64.model.load_state_dict(before)
+        result = trainer_of(in_float64, OptimizerSection(learning_rate=1e-2)).update(batch, algorithm)
+        return weights_of(in_float64.model), result.metrics, result.dropped
+
+    expected, _, dropped = trained(replace(own, behaviour_logprobs_R=noisy))
+    unknown = np.where(known_R, noisy, np.nan).astype(np.float32)
+    found, metrics, also_dropped = trained(replace(own, behaviour_logprobs_R=unknown, sampled_N=known_N))
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert also_dropped == dropped
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 1 < metrics["importance_mean"] < 1.05
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4, 5), (2, 4)])
+def test_the_step_size_falls_along_a_cosine_over_the_runs_steps(in_float64: LoadedModel, steps: tuple[int]) -> None:
+    """Whether or not the policy has a batch in each of them; the critic's as the policy's."""
+    settings = OptimizerSection(learning_rate=1e-2, schedule="cosine")
+    algorithm = Ppo(PpoOptions(epochs=2, critic_learning_rate=1e-2))
+    trainer = trainer_of(in_float64, settings, steps=4, initial=lambda: copy.deepcopy(in_float64))
+    batch = make_batch(in_float64)
+    half = (1 + 0.5**0.5) / 2
+    left = [1, half, 0.5, 1 - half, 0, 0]
+    for step in steps:
+        metrics = trainer.update(replace(batch, step=step), algorithm).metrics
+        for name in ("learning_rate", "critic_learning_rate"):
+            assert metrics[name] == pytest.approx(1e-2 * left[step - 1], abs=1e-12)
+
+
+@pytest.mark.parametrize(("beta", "weights"), [(0.0, (1.0,)), (0.5, (1.0, 0.25, 0.0, 3.0))])
+def test_an_update_equals_a_plain_adamw_loop(
+    in_float64: LoadedModel, checkpoint: Path, beta: float, weights: tuple[float, ...]
+) -> None:
+    settings = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.05, warmup_steps=4)
+    batch = make_batch(in_float64)
+    batch = replace(batch, weight_N=np.resize(weights, len(batch)))
+    twin = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    twin.model.double()
+    reference = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    reference.model.double()
+    trainer = trainer_of(in_float64, settings, initial=lambda: reference)
+    optimizer = torch.optim.AdamW(twin.model.parameters(), weight_decay=0.1)
+    initial = weights_of(twin.model)
+    for step in range(3):
+        result = trainer.update(batch, grpo(beta=beta))
+        loss = trained_loss(twin, batch, beta=beta, reference=reference.model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.05)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / 4
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.version == step + 1
+        assert result.metrics["loss"] * result.weight_N.sum() == pytest.approx(loss.item(), abs=1e-9)
+        assert result.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+        assert result.metrics["learning_rate"] == pytest.approx(1e-2 * (step + 1) / 4)
+    expected = weights_of(twin.model)
+    for name, weight in weights_of(in_float64.model).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+    assert any(not torch.equal(expected[name], initial[name]) for name in initial)
+    assert torch.equal(reference.model.get_input_embeddings().weight, initial["model.embed_tokens.weight"])
+
+
+class Recorder(Grpo):
+    """GRPO that remembers what it was called with."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(GrpoOptions(**({"beta": 0.0} | options)))
+        self.calls: list[tuple[Samples, Logprobs, Tensor, Tensor]] = []
+
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.calls.append((samples, logprobs, advantages_R, weights_R))
+        return super().loss(samples, logprobs, advantages_R, weights_R)
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"aggregation": "token-mean", "beta": 0.3}])
+def test_micro_batches_of_any_size_give_the_same_weights(checkpoint: Path, options: dict[str, Any]) -> None:
+    results = []
+    for budget in (1, 60, 10_000):
+        loaded = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+        loaded = replace(loaded, model=loaded.model.double(), dtype=torch.float64)
+        batch = make_batch(loaded, noise=0.01)
+        initial = copy.deepcopy(loaded)
+        trainer = trainer_of(loaded, tokens_per_micro_batch=budget, initial=lambda initial=initial: initial)
+        algorithm = Recorder(**options)
+        trainer.update(batch, algorithm)
+        results.append((weights_of(loaded.model), len(algorithm.calls)))
+    assert results[0][1] > results[1][1] > results[2][1]
+    for weights, _ in results[1:]:
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, results[0][0][name], rtol=1e-6, atol=1e-8)
+
+
+def test_gradient_checkpointing_changes_no_result(checkpoint: Path) -> None:
+    weights = []
+    for checkpointing in (False, True):
+        loaded = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+        forwards = 0
+
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        loaded.model.model.layers[0].mlp.register_forward_pre_hook(count)
+        trainer = trainer_of(loaded, tokens_per_micro_batch=10_000, gradient_checkpointing=checkpointing)
+        batch = make_batch(loaded)
+        forwards = 0
+        trainer.update(batch, grpo())
+        weights.append((weights_of(loaded.model), forwards))
+    assert weights[1][1] == 2 * weights[0][1]
+    assert all(torch.equal(weights[0][0][name], weights[1][0][name]) for name in weights[0][0])
+
+
+def test_old_logprobs_are_those_before_the_update(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    before = {i: plain_logprobs(loaded.model, batch, i).detach() for i in range(len(batch))}
+    algorithm = Recorder(epochs=3, minibatches=2)
+    trainer_of(loaded, tokens_per_micro_batch=10_000).update(batch, algorithm)
+    assert len(algorithm.calls) >= 6
+    for samples, logprobs, _, _ in algorithm.calls:
+        for local in range(samples.values_N.numel()):
+            # Which transition it is shows in its group, rollout and turn.
+            (i,) = np.flatnonzero(
+                (batch.rollout_N == int(samples.rollout_N[local])) & (batch.turn_N == int(samples.turn_N[local]))
+            )
+            here = samples.transition_R == local
+            torch.testing.assert_close(logprobs.old_R[here], before[i], rtol=1e-4, atol=1e-5)
+    moved = [(call[1].current_R - call[1].old_R).abs().max().item() for call in algorithm.calls]
+    assert moved[0] < 1e-5
+    assert max(moved[2:]) > 1e-3
+
+
+def test_probabilities_of_serving_are_compared_where_the_weights_are_the_same(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    own = replace(batch, version_N=np.zeros_like(batch.version_N))
+    equal = trainer_of(loaded).update(own, Recorder()).metrics
+    assert equal["prob_gap_mean"] < 1e-5
+    assert equal["prob_sampled_mean"] == pytest.approx(equal["prob_trained_mean"], abs=1e-5)
+
+    others = replace(own, behaviour_logprobs_R=np.full_like(batch.behaviour_logprobs_R, np.log(0.99)))
+    metrics = trainer_of(loaded).update(others, Recorder()).metrics
+    assert metrics["prob_sampled_mean"] == pytest.approx(0.99)
+    assert metrics["prob_gap_mean"] == pytest.approx(0.99 - metrics["prob_trained_mean"], abs=1e-5)
+
+    older = replace(others, version_N=np.full_like(batch.version_N, -1))
+    assert "prob_gap_mean" not in trainer_of(loaded).update(older, Recorder()).metrics, "they may differ"
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("count", [4])
+def test_a_replayed_group_counts_its_weight_with_any_number_of_minibatches(
+    in_float64: LoadedModel, kind: str, count: int
+) -> None:
+    # Parts of equal size, and weights that stand still: the parts' gradients have the whole's as their mean.
+    batch = make_batch(in_float64, groups=6, members=2)
+    batch = replace(
+        batch,
+        values_N=(batch.rollout_N % 2).astype(np.float64),
+        weight_N=np.where(batch.group_N < 3, 0.02, 1.0),
+    )
+    settings = OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9)
+
+    def gradients(minibatches: int) -> list[Tensor]:
+        """Of each optimizer step; those of the critic follow those of the policy."""
+        algorithm = Ppo(PpoOptions(critic_learning_rate=1e-12, minibatches=minibatches))
+        trainer = trainer_of(in_float64, settings, initial=lambda: copy.deepcopy(in_float64))
+        taken: list[Tensor] = []
+
+        def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            taken.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
+
+        hook = register_optimizer_step_pre_hook(take)
+        try:
+            trainer.update(batch, algorithm if kind == "critic" else grpo(minibatches=minibatches))
+        finally:
+            hook.remove()
+        return taken[minibatches:] if kind == "critic" else taken
+
+    (whole,) = gradients(1)
+    parts = gradients(count)
+    assert len(parts) == count
+    torch.testing.assert_close(sum(parts) / count, whole, rtol=1e-6, atol=1e-7 * float(whole.norm()))
+
+
+def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
+    loaded = load_model(PolicySpec(str(checkpoint), dtype="bfloat16"), torch.device("cpu"), seed=0)
+    before = weights_of(loaded.model)
+    trainer = trainer_of(loaded, OptimizerSection(learning_rate=1.5e-3))
+    batch = make_batch(loaded)
+    result = trainer.update(batch, grpo())
+    assert result.metrics["logprob_gap_max"] < 0.1
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(weights_of(loaded.model)[norm], before[norm])  # 1 - 0.0015 is 1 in bfloat16
+    for _ in range(5):
+        trainer.update(batch, grpo())
+    # Such steps do add up, in the master.
+    assert not torch.equal(weights_of(loaded.model)[norm], before[norm])
+    assert loaded.model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_progress_rises_to_one(loaded: LoadedModel) -> None:
+    seen: list[float] = []
+    trainer_of(loaded, initial=lambda: loaded).update(
+        make_batch(loaded), grpo(epochs=2, minibatches=2, beta=0.1), seen.append
+    )
+    assert seen == sorted(seen)
+    assert len(seen) > 5
+    assert seen[-1] == 1.0
+    assert 0 < seen[0] < 0.5
