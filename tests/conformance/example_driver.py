@@ -3,8 +3,8 @@ import json
 import openai
 
 import agl_core.capture
-from agl_core.testing.adapters import CHAT, Driver, Gap, InexpressibleError
-from agl_core.testing.adapters.catalogue import TOOLS
+from tests.conformance.driver import CHAT, Driver, Gap, InexpressibleError
+from tests.conformance.scenarios import TOOLS
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 
@@ -13,7 +13,6 @@ class TinyDriver(Driver):
     """A framework of forty lines: one agent, tools, chat completions."""
 
     name = "tiny"
-    packages = ("openai",)
     apis = (CHAT,)
     streaming = (False,)
     gaps = tuple(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from agl_core.testing.adapters.catalogue import SCENARIOS, cells
-from agl_core.testing.adapters.driver import Cell, Driver
+from .driver import Cell, Driver
+from .scenarios import SCENARIOS, cells
 
 _HEAD = """# Conformance
 
@@ -56,7 +55,7 @@ Then the matrix is your driver's alone. A driver is one class; this one is `test
 {example}```
 
 `build` makes the agents as a user of your framework would, from `scenario.agents`. Each agent has a `prompt` (the
-scripted model recognises the agent by it), `tools` (functions in `TOOLS` of `agl_core.testing.adapters.catalogue`),
+scripted model recognises the agent by it), `tools` (functions in `TOOLS` of `.scenarios`),
 `experts` (agents called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All
 agents are answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is
 set. What `build` returns is awaited once for each rollout, inside it.
@@ -65,31 +64,11 @@ In the form `attach`, all installed adapters are attached, including yours if it
 one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
 raise `InexpressibleError`, and put the scenario into `gaps` with the reason.
 `tests/conformance/drivers` and `tests/conformance/apart` hold the drivers above.
-
-The capture benchmark plays the same driver and writes its results beside those of the others; `packages` are the
-distributions whose versions it names:
-
-```
-python -m tests.benchmarks.capture --driver your_module:YourDriver
-```
 """
 
 
-_MEASURED = """## What was measured
-
-The [capture benchmark](capture.md) plays these cells, and others, and compares what agl recorded with the log of the
-model server. All frameworks that it has played are here, those with an environment of their own included.
-
-| framework | versions | cells | calls | exact tokens | names | tool results | status | false joins |
-|---|---|---|---|---|---|---|---|---|
-"""
-
-
-def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str, measured: Mapping[str, Any]) -> str:
-    """The whole page; those `apart` play in environments of their own.
-
-    `example` is the source of a small driver, `measured` is docs/capture.json.
-    """
+def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str) -> str:
+    """The whole page; those `apart` play in environments of their own. `example` is the source of a small driver."""
     lines = [_HEAD.rstrip()]
     for scenario in SCENARIOS:
         calls = len(scenario.turns()) * scenario.rollouts
@@ -100,17 +79,7 @@ def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str, mea
     lines += ["", _APART.rstrip()]
     for driver in apart:
         lines += ["", *_driver(driver)]
-    lines += ["", _MEASURED.rstrip(), *(_measured(name, result) for name, result in measured.items())]
     return "\n".join(lines) + "\n\n" + _OWN.format(example=example)
-
-
-def _measured(framework: str, result: Mapping[str, Any]) -> str:
-    score = result["agl"]
-    calls, tools = score["of_responses"], score["of_tools"]
-    wholes = {"responses": calls, "tokens": calls, "names": calls, "joins": tools, "statuses": tools}
-    shown = [f"{score[name]} of {whole}" for name, whole in wholes.items()]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"| {' | '.join([framework, versions, str(score['cells']), *shown, str(score['false_joins'])])} |"
 
 
 def _driver(driver: Driver) -> list[str]:

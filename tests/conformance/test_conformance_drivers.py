@@ -15,10 +15,10 @@ import pytest
 
 import agl_core.capture
 from agl_core.capture import current_attempt, tool_result_report
-from agl_core.testing.adapters.catalogue import cells
-from agl_core.testing.adapters.driver import Driver, Gap
 
+from .driver import Driver, Gap
 from .example_driver import TinyDriver
+from .scenarios import cells
 
 HERE = Path(__file__).parent
 
@@ -35,8 +35,8 @@ def test_one_command_plays_the_driver_of_a_third_party(tmp_path: Path) -> None:
         check=False,
     )
     assert played.returncode == 0, played.stdout
-    assert len(re.findall(r"PASSED .*test_cell\[tiny \|", played.stdout)) == 15
-    assert played.stdout.count("PASSED") == 15
+    assert len(re.findall(r"PASSED .*test_cell\[tiny \|", played.stdout)) == 17
+    assert played.stdout.count("PASSED") == 17
 
 
 def cell_of(driver: Driver, scenario: str) -> Any:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from agl_core.testing.adapters.catalogue import SCENARIOS, cells
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES
-
 from .apart import APART
+from .driver import CHAT, MESSAGES, RESPONSES
 from .drivers import DRIVERS
 from .page import pairwise, render
+from .scenarios import SCENARIOS, cells
 
 
 def test_the_page_is_up_to_date() -> None:
     here = Path(__file__).parent
-    measured = json.loads((here.parents[1] / "docs" / "capture.json").read_text())
-    page = render(DRIVERS, APART, (here / "example_driver.py").read_text(), measured)
+    page = render(DRIVERS, APART, (here / "example_driver.py").read_text())
     assert (here.parents[1] / "docs" / "conformance.md").read_text() == page, "python -m tests.conformance.make_page"
 
 
 def test_the_page_names_every_scenario_driver_and_gap() -> None:
-    page = render(DRIVERS, APART, "", {})
+    page = render(DRIVERS, APART, "")
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for scenario in SCENARIOS:
         assert sum(row.startswith(f"| {scenario.name} |") for row in rows) == 1 + len(DRIVERS) + len(APART)

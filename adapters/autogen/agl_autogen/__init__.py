@@ -1,5 +1,5 @@
 """agl's adapter for AutoGen."""
 
-from agl_autogen.plugin import Recorded, attach, record
+from agl_autogen.plugin import Recorded, record
 
-__all__ = ["Recorded", "attach", "record"]
+__all__ = ["Recorded", "record"]

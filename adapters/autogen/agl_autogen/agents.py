@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 from autogen_core import AgentId, BaseAgent, SingleThreadedAgentRuntime
-from autogen_core.models import FunctionExecutionResult
 from autogen_core.tools import BaseTool, ToolResult, Workbench
 
 from agl_autogen.watching import Arguments, Watch, argument, watch
@@ -25,7 +23,6 @@ from agl_core.capture import (
     current_identity,
     guarded,
     message_status,
-    report_answer,
     tool_result_report,
 )
 from agl_core.capture.context import Carried, holding
@@ -41,11 +38,6 @@ class _Turn(Watch):
 
     def applied(self) -> AbstractContextManager[None]:
         return self._inside.applied()
-
-    @guarded
-    def item(self, item: Any) -> None:
-        if self._inside.attempt and type(item).__name__ == "ToolCallExecutionEvent":
-            _report_answered(self._inside.attempt.recording, item.content)
 
 
 class _MessageId(str):
@@ -157,17 +149,10 @@ class _ToolRun(Watch):
             started=self._started,
             adapter="autogen",
         )
-        self._recording.tool_result(report, {caller.parent_span or ""})
+        self._recording.tool_result(report)
 
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_autogen_tool", default=None)
-
-
-def _report_answered(recording: Recording, results: Sequence[FunctionExecutionResult]) -> None:
-    """Report the tool calls that an agent answered itself: no such tool, arguments that are no JSON."""
-    for result in results:
-        decided = message_status(result.content, "error" if result.is_error else None)
-        report_answer(recording, "autogen", result.call_id, result.content, decided)
 
 
 def _in_workbench(workbench: Workbench, arguments: Arguments) -> Watch | None:

@@ -1,4 +1,4 @@
-"""LLM calls: the tools that they ask for, and, where no gateway records them, the calls themselves."""
+"""LLM calls, where no gateway records them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from agl_core.capture import (
     ActiveAttempt,
     CapturedRollout,
     Identity,
-    ToolRequest,
     current_attempt,
     current_identity,
     guarded,
@@ -38,7 +37,6 @@ from agl_core.capture import (
     jsonable,
 )
 from agl_core.capture.context import holding
-from agl_core.capture.spans import loads
 from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Choice, FinishReason, Json
 
@@ -55,41 +53,31 @@ class AloneAttempt(ActiveAttempt):
 class _ModelCall(Watch):
     """A model client makes a reply."""
 
-    def __init__(self, active: ActiveAttempt, client: ChatCompletionClient, arguments: Arguments) -> None:
-        self._recording = active.recording
-        self._captured = active.captured if isinstance(active, AloneAttempt) else None
-        self._who, self._outer = current_identity() or Identity(), _open.get()
-        self._span, self._started = uuid.uuid4().hex, time.time()
-        self._is_reported = False
+    def __init__(self, rollout: CapturedRollout, client: ChatCompletionClient, arguments: Arguments) -> None:
+        self._rollout, self._who, self._outer = rollout, current_identity() or Identity(), _open.get()
+        self._started, self._sequence = time.time(), rollout.next_sequence()
+        self._is_kept = False
         self.reply: Mapping[str, Any] = {}
         """The endpoint's reply in AutoGen's event, with its token ids; there is none when streaming."""
-        if self._captured:
-            self._sequence = self._captured.next_sequence()
-            given, named = argument(arguments, 0, "messages"), arguments[1]
-            # A client's settings have no public name; a call is kept without them too.
-            settings = {**getattr(client, "_create_args", {}), **named.get("extra_create_args", {})}
-            self._request = jsonable(_request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
+        given, named = argument(arguments, 0, "messages"), arguments[1]
+        # A client's settings have no public name; a call is kept without them too.
+        settings = {**getattr(client, "_create_args", {}), **named.get("extra_create_args", {})}
+        self._request = jsonable(_request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
 
     def applied(self) -> AbstractContextManager[None]:
         return holding(_open, self)
 
     @guarded
     def item(self, item: Any) -> None:
-        if self._is_reported or not isinstance(item, CreateResult):
+        if self._is_kept or not isinstance(item, CreateResult):
             return
-        self._is_reported = True
+        self._is_kept = True
         if self._outer:
             # A client around another one, a cache say: there was one call.
-            self._outer._is_reported = True
-        for asked in item.content:
-            if isinstance(asked, FunctionCall):
-                arguments = loads(asked.arguments)
-                who = self._who
-                spans = frozenset([who.parent_span] if who.parent_span else [])
-                self._recording.asked(ToolRequest(asked.id, asked.name, arguments, who.agent, who.parent_span, spans))
-        if self._captured and not self._captured.is_finished and not item.cached:
-            self._captured.call(
-                self._span,
+            self._outer._is_kept = True
+        if not self._rollout.is_finished and not item.cached:
+            self._rollout.call(
+                uuid.uuid4().hex,
                 self._request,
                 (_choice(item, self.reply),),
                 sequence=self._sequence,
@@ -121,7 +109,7 @@ def _keeping_replies(init: Callable[..., None]) -> Callable[..., None]:
 
 def _creating(client: ChatCompletionClient, arguments: Arguments) -> Watch | None:
     active = current_attempt()
-    return _ModelCall(active, client, arguments) if active else None
+    return _ModelCall(active.captured, client, arguments) if isinstance(active, AloneAttempt) else None
 
 
 def _request_body(

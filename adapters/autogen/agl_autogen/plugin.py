@@ -18,10 +18,9 @@ from agl_core.types import Episode, Transition
 @agl_core.adapter("autogen_core", name="autogen-core")
 def autogen_core() -> None:
     """AutoGen's core: agents on a runtime, model clients, tools and workbenches."""
-    from agl_autogen import agents, calls
+    from agl_autogen import agents
 
     agents.attach()
-    calls.attach()
 
 
 @agl_core.adapter("autogen_agentchat", name="autogen-agentchat")
@@ -33,14 +32,6 @@ def agentchat() -> None:
     from agl_autogen import agents
 
     agents.attach_agentchat()
-
-
-def attach() -> None:
-    """See every AutoGen agent of this process, with no change to its code; calling it again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout and any `record` nothing is done.
-    """
-    agl_core.attach([autogen_core, agentchat])
 
 
 class Recorded:
@@ -74,11 +65,13 @@ def record(input: Any = None) -> Iterator[Recorded]:
     It sees this block's calls alone, also while others run. In a rollout of agl the gateway records them instead,
     and nothing is kept here.
     """
-    attach()
+    agl_core.attach([autogen_core, agentchat])
     # Imported before our modules: it attaches the adapter, which must not find them half imported.
-    import autogen_core  # noqa: F401
+    import autogen_core as _  # noqa: F401
 
     from agl_autogen import calls
+
+    calls.attach()
 
     rollout = CapturedRollout(uuid.uuid4().hex, input)
     recorded = Recorded(rollout)

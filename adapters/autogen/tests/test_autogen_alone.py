@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from autogen_agentchat.agents import AssistantAgent
-from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import Image
 from autogen_core.models import (
@@ -77,29 +75,6 @@ async def test_an_agent_with_a_tool_and_an_endpoint_that_returns_ids(endpoint: A
     assert bytes(first.prompt_ids.tolist()).startswith(b'[{"content": "solve"')
 
 
-async def test_without_ids_the_text_is_kept_and_said_to_have_none(endpoint: Any, model_client: Any) -> None:
-    endpoint.returns_ids = False
-    with record() as recorded:
-        await AssistantAgent("solver", model_client(endpoint.url, **SETTINGS)).run(task="hello")
-    (transition,) = recorded.transitions()
-    assert not transition.has_ids
-    assert transition.logprobs is None
-    assert transition.response["content"].startswith("You said: hello")
-
-
-async def test_streaming_teams_are_text(world: Any, trial: Any, model_client: Any) -> None:
-    client = model_client(trial.stack.url(trial.key), world.stack.key(trial.key))
-    agents = [AssistantAgent(name, client, model_client_stream=True) for name in ("alice", "bob")]
-    with record() as recorded:
-        await RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(3)).run(task="hello")
-    transitions = recorded.transitions()
-    assert [(t.agent, t.has_ids) for t in transitions] == [("alice", False), ("bob", False)]
-    stored = await trial.calls()
-    assert [t.response["content"] for t in transitions] == [call.choices[0].message["content"] for call in stored]
-    # What is recorded alone stays here, also where the endpoint is a server of agl's.
-    assert [call.agent for call in stored] == [None, None]
-
-
 async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:
     endpoint.script(Say("before"), Fail(400))
     agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS))
@@ -150,18 +125,3 @@ async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(world: Any, 
     assert recorded.transitions() == []
     assert await trial.agents() == ["solver"]
     assert [o.tool for o in trial.tool_results] == ["add"]
-
-
-async def test_what_comes_after_the_block_is_not_kept(endpoint: Any, model_client: Any) -> None:
-    client, go_on = model_client(endpoint.url, **SETTINGS), asyncio.Event()
-
-    async def late() -> None:
-        await go_on.wait()
-        await client.create([UserMessage(content="late", source="user")])
-
-    with record() as recorded:
-        task = asyncio.create_task(late())
-        await client.create([UserMessage(content="hello", source="user")])
-    go_on.set()
-    await task
-    assert [t.messages[-1]["content"] for t in recorded.transitions()] == ["hello"]

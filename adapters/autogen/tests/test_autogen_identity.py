@@ -22,10 +22,8 @@ from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent
 from autogen_core.models import SystemMessage, UserMessage
 
 from agl_core.capture import current_identity
-from agl_core.testing.scripts import CallTools, Fail, Hold, Say
+from agl_core.testing.scripts import CallTools, Hold, Say
 from agl_core.worker.agent import PLACEHOLDER_KEY
-
-QUESTION = [TextMessage(content="hello", source="user")]
 
 
 def assistant(name: str, client: Any, **options: Any) -> AssistantAgent:
@@ -138,26 +136,6 @@ async def test_a_runtime_shared_by_rollouts_and_started_in_the_first(world: Any)
     await runtime.stop()
     for trial in trials:
         assert [(call.agent, spoke(call)) for call in await trial.calls()] == [("worker", trial.key.rollout)]
-
-
-async def test_a_stream_that_is_left_early_leaves_no_identity(world: Any, trial: Any) -> None:
-    agent = assistant("cut", world.client(), model_client_stream=True)
-    with trial.running():
-        items = agent.on_messages_stream(QUESTION, CancellationToken())
-        await anext(items)
-        await items.aclose()
-        assert current_identity() is None
-        with pytest.raises(StopAsyncIteration):
-            await anext(items)
-    assert await trial.agents() == ["cut"]
-
-
-async def test_a_failed_call_is_the_agents_and_the_users_exception(world: Any, trial: Any) -> None:
-    world.upstream.script(Fail(400))
-    with trial.running():
-        with pytest.raises(openai.BadRequestError):
-            await assistant("unlucky", world.client()).run(task="hello")
-        assert current_identity() is None
 
 
 async def test_cancelling_reaches_the_user(world: Any, trial: Any) -> None:

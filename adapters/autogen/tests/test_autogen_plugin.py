@@ -65,31 +65,11 @@ ATTACHED = """
 """
 
 
-@pytest.mark.parametrize("first", ["autogen_agentchat.messages", "autogen_core.models", "autogen_ext.models.openai"])
+@pytest.mark.parametrize("first", ["autogen_agentchat.messages", "autogen_ext.models.openai"])
 async def test_an_unmodified_agent_is_seen_after_agl_attaches(first: str, trial: Any) -> None:
     told = await run(trial, START, ATTACHED, f"import {first}", AGENT, CHECK, END)
     assert told == ["alice:find:empty", "bob:find:empty"]
     assert await trial.agents() == ["alice", "bob"]
-
-
-@pytest.mark.parametrize("before", ["", "agl_core.attach([])", "agl_core.attach()"])
-async def test_one_line_in_the_agents_own_code(before: str, trial: Any) -> None:
-    line = "import agl_autogen; agl_autogen.attach()"
-    told = await run(trial, START, before, line, AGENT, END)
-    assert told == ["alice:find:empty", "bob:find:empty"]
-    assert await trial.agents() == ["alice", "bob"]
-
-
-async def test_autogens_core_does_without_the_rest(trial: Any) -> None:
-    program = """
-        for absent in ("autogen_ext", "openai", "torch", "langchain_core"):
-            sys.modules[absent] = None
-        agl_core.attach()
-        import autogen_core, autogen_core.tools, autogen_core.models
-        assert "autogen_agentchat" not in sys.modules
-        import autogen_agentchat.teams
-    """
-    assert await run(trial, START, program) == []
 
 
 README = Path(__file__).parent.parent / "README.md"

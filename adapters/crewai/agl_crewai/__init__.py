@@ -1,5 +1,1 @@
 """agl's adapter for CrewAI."""
-
-from agl_crewai.plugin import attach
-
-__all__ = ["attach"]

@@ -30,11 +30,3 @@ def crewai() -> None:
     from agl_crewai import events
 
     events.follow()
-
-
-def attach() -> None:
-    """See every CrewAI agent and crew of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([crewai])

@@ -11,11 +11,3 @@ def dspy() -> None:
     from agl_dspy.programs import watch
 
     watch()
-
-
-def attach() -> None:
-    """See every DSPy program of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([dspy])

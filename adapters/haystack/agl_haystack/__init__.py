@@ -1,5 +1,1 @@
 """agl's adapter for Haystack."""
-
-from agl_haystack.plugin import attach
-
-__all__ = ["attach"]

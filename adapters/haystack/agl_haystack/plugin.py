@@ -1,19 +1,10 @@
-"""What this package registers: an adapter for Haystack, and one for its agents, which are imported later."""
+"""What this package registers: an adapter for Haystack, whose conversations show what the tools did."""
 
 from __future__ import annotations
 
 import agl_core
 from agl_core.capture import StatusRule, begins
 from agl_core.types import ToolStatus
-
-
-@agl_core.adapter("haystack.tracing.tracer")
-def haystack() -> None:
-    """Haystack: the names of components in pipelines, and of agents that are tools."""
-    from agl_haystack.watching import watch_spans
-
-    watch_spans()
-
 
 _RULES = (
     StatusRule(
@@ -30,17 +21,9 @@ _RULES = (
 )
 
 
-@agl_core.adapter("haystack.components.agents.tool_calling", name="haystack-agents", status_rules=_RULES)
-def haystack_agents() -> None:
-    """Haystack's agents: tool results."""
-    from agl_haystack.watching import watch_tools
+@agl_core.adapter("haystack.tracing.tracer", name="haystack", status_rules=_RULES)
+def haystack() -> None:
+    """Haystack: the names of components in pipelines, and of agents that are tools."""
+    from agl_haystack.spans import watch
 
-    watch_tools()
-
-
-def attach() -> None:
-    """See every Haystack pipeline and agent of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([haystack, haystack_agents])
+    watch()

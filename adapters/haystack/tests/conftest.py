@@ -39,7 +39,7 @@ class World:
 async def world() -> AsyncIterator[World]:
     from agl_haystack import plugin
 
-    async with attached_stack(plugin.haystack, plugin.haystack_agents) as stack:
+    async with attached_stack(plugin.haystack) as stack:
         yield World(stack)
 
 

@@ -8,8 +8,7 @@ from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
     from agl_langchain.callback import AglCallback
-    from agl_langchain.plugin import attach
 
-__all__ = ["AglCallback", "attach"]
+__all__ = ["AglCallback"]
 
-__getattr__ = lazily(__name__, AglCallback=".callback", attach=".plugin")
+__getattr__ = lazily(__name__, AglCallback=".callback")

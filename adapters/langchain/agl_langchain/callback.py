@@ -25,7 +25,6 @@ from agl_core.capture import (
     IdentityScope,
     Latest,
     Recording,
-    ToolRequest,
     current_attempt,
     describe_error,
     enter_identity,
@@ -33,7 +32,6 @@ from agl_core.capture import (
     jsonable,
     logprobs_of,
     message_status,
-    report_answer,
     status_of,
     tool_result_report,
 )
@@ -102,7 +100,6 @@ class _Handler(BaseCallbackHandler):
     def on_chain_end(self, outputs: Any, **event: Any) -> None:
         run = self._end(event)
         if run:
-            self._answered_by_node(run, outputs)
             self._finish(run, result=outputs)
 
     @guarded
@@ -116,22 +113,7 @@ class _Handler(BaseCallbackHandler):
     @guarded
     def on_llm_end(self, response: LLMResult, **event: Any) -> None:
         run = self._end(event)
-        if run is None:
-            return
-        for tool_call in _tool_calls(response):
-            if tool_call["id"]:
-                arguments = jsonable(tool_call["args"])
-                run.recording.asked(
-                    ToolRequest(
-                        tool_call["id"],
-                        tool_call["name"],
-                        arguments,
-                        run.agent,
-                        run.who.parent_span,
-                        self._around(run),
-                    )
-                )
-        if run.rollout:
+        if run and run.rollout:
             choices = _choices(response)
             run.rollout.call(run.span, run.request, choices, sequence=run.sequence, who=run.who, started=run.started)
             self._finish(run, result=[choice.message for choice in choices])
@@ -228,16 +210,6 @@ class _Handler(BaseCallbackHandler):
             run.scope.close()
         return run
 
-    def _around(self, run: _Run) -> frozenset[str]:
-        """This run and those around it."""
-        found, place = {run.span}, run.parent
-        with self._lock:
-            while place is not None and str(place) not in found:
-                found.add(str(place))
-                outer = self._runs.get(place)
-                place = outer.parent if outer else None
-        return frozenset(found)
-
     def _finish(self, run: _Run, result: Any = None, error: BaseException | None = None) -> None:
         if run.rollout and run.rollout.id == run.span:
             run.rollout.finish(result, describe_error(error) if error else None)
@@ -254,13 +226,7 @@ class _Handler(BaseCallbackHandler):
             started=run.started,
             adapter="langchain",
         )
-        run.recording.tool_result(report, self._around(run))
-
-    def _answered_by_node(self, run: _Run, outputs: Any) -> None:
-        """A node may answer a tool call without running a tool: LangGraph does where the tool does not exist."""
-        for message in _tool_messages(outputs):
-            result, decided = _outcome(message, message.tool_call_id)
-            report_answer(run.recording, "langchain", message.tool_call_id, result, decided, self._around(run))
+        run.recording.tool_result(report)
 
 
 class AglCallback(_Handler, Alone):
@@ -325,14 +291,9 @@ def _request_body(messages: list[dict[str, Json]], invocation: Mapping[str, Any]
 
 def _choices(result: LLMResult) -> tuple[Choice, ...]:
     """The responses of one call: text, and log-probabilities where the agent asked for them."""
-    return tuple(_choice(index, generation) for index, generation in enumerate(_generations(result)))
-
-
-def _tool_calls(result: LLMResult) -> Iterator[Mapping[str, Any]]:
-    """The tools that a call's responses ask for: name, args and id each."""
-    for generation in _generations(result):
-        if isinstance(generation, ChatGeneration):
-            yield from getattr(generation.message, "tool_calls", ())
+    # Each call's end is reported by itself: one prompt, one or (n > 1) several responses.
+    generations = result.generations[0] if result.generations else ()
+    return tuple(_choice(index, each) for index, each in enumerate(generations) if isinstance(each, Generation))
 
 
 def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
@@ -361,11 +322,6 @@ def _tool_messages(output: Any) -> Iterator[ToolMessage]:
             yield from _tool_messages(item)
     elif type(output).__name__ == "Command":  # LangGraph's; it need not be installed
         yield from _tool_messages(getattr(output, "update", None))
-
-
-def _generations(result: LLMResult) -> Sequence[Generation]:
-    # Each call's end is reported by itself: one prompt, one or (n > 1) several responses.
-    return [g for g in result.generations[0] if isinstance(g, Generation)] if result.generations else []
 
 
 def _choice(index: int, generation: Generation) -> Choice:

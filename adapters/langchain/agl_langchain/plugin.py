@@ -23,11 +23,3 @@ def langchain() -> None:
     from agl_langchain.callback import attach
 
     attach()
-
-
-def attach() -> None:
-    """See every LangChain and LangGraph agent of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([langchain])

@@ -9,7 +9,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 
 from agl_core.testing.scripts import CallTools, Say, in_turn
@@ -49,14 +49,6 @@ def test_an_agent_with_a_tool(asynchronous: bool, streaming: bool, server: Any) 
     assert (second.policy, second.temperature) == ("m", 0.5)
     assert not first.has_ids
     assert callback.transitions()[0].response == first.response
-
-
-def test_a_model_called_by_itself(server: Any) -> None:
-    callback = AglCallback()
-    ChatOpenAI(model="m").invoke("hi", {"callbacks": [callback]})
-    OpenAI(model="m").invoke("once upon", {"callbacks": [callback]})
-    assert [t.messages[0]["content"] for t in callback.transitions()] == ["hi", "once upon"]
-    assert [t.response["content"] for t in callback.transitions()] == ["done", "done"]
 
 
 def test_an_agent_that_crashes(server: Any) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import operator
-import threading
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
@@ -22,36 +19,17 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import create_react_agent
-from langgraph.types import Send
 from pydantic import BaseModel
 
 import agl_core
-from agl_core.capture import current_identity, running, unpack_variables
-from agl_core.testing.scripts import CallTools, Received, Say, Step
+from agl_core.capture import running, unpack_variables
+from agl_core.testing.scripts import CallTools, Say
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
 
-class Draft(TypedDict):
-    question: str
-    notes: Annotated[list[str], operator.add]
-
-
 def invoke(agent: Any, value: Any, config: Any) -> None:
     agent.invoke(value, config)
-
-
-def stream(agent: Any, value: Any, config: Any) -> None:
-    for _ in agent.stream(value, config, stream_mode="messages"):
-        pass
-
-
-def batch(agent: Any, value: Any, config: Any) -> None:
-    agent.batch([value], config)
-
-
-def ainvoke(agent: Any, value: Any, config: Any) -> None:
-    asyncio.run(agent.ainvoke(value, config))
 
 
 def astream(agent: Any, value: Any, config: Any) -> None:
@@ -66,7 +44,7 @@ def abatch(agent: Any, value: Any, config: Any) -> None:
     asyncio.run(agent.abatch([value], config))
 
 
-@pytest.fixture(params=[invoke, ainvoke, stream, astream, batch, abatch])
+@pytest.fixture(params=[invoke, astream, abatch])
 def call(request: pytest.FixtureRequest) -> Any:
     """Each way to call a runnable, as `call(agent, input, config)`."""
     return request.param
@@ -145,29 +123,6 @@ def test_the_innermost_named_agent_counts(outer: Any, inner: Any, config: Any, s
     assert [each.agent for each in active.recording.tool_results] == ["boss"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_parallel_nodes_and_send(asynchronous: bool, config: Any, server: Any, attempt: Any) -> None:
-    llm = ChatOpenAI(model="m")
-
-    def speak(state: Draft) -> Draft:
-        return {"question": state["question"], "notes": [str(llm.invoke(state["question"]).content)]}
-
-    graph = StateGraph(Draft)
-    for name in ("left", "right", "mapped"):
-        graph.add_node(name, lambda state: {"notes": speak(state)["notes"]})
-        graph.add_edge(name, END)
-    graph.add_edge(START, "left")
-    graph.add_edge(START, "right")
-    graph.add_conditional_edges(
-        START, lambda _: [Send("mapped", {"question": str(i), "notes": []}) for i in range(3)], ["mapped"]
-    )
-    overlapping(server, 5)
-    agent, value = graph.compile(), {"question": "q", "notes": []}
-    with running(attempt()):
-        asyncio.run(agent.ainvoke(value, config)) if asynchronous else agent.invoke(value, config)
-    assert Counter(server.agents()) == {"left": 1, "right": 1, "mapped": 3}
-
-
 def test_the_openai_client_called_in_a_node(config: Any, server: Any, attempt: Any) -> None:
     client = openai.OpenAI()
 
@@ -192,22 +147,6 @@ def test_identity_does_not_leak_from_one_call_to_the_next(config: Any, server: A
     with running(attempt()):
         asyncio.run(both())
     assert server.agents() == ["first", None, "second", None]
-
-
-def test_a_stream_that_is_left_early_leaves_no_identity(config: Any, server: Any, attempt: Any) -> None:
-    async def leave() -> None:
-        chunks = create_agent(ChatOpenAI(model="m"), name="cut").astream(QUESTION, config, stream_mode="messages")
-        async for _ in chunks:
-            break
-        await chunks.aclose()
-        assert current_identity() is None
-
-    with running(attempt()):
-        for _ in ChatOpenAI(model="m").stream("hello", config):
-            break
-        assert current_identity() is None
-        asyncio.run(leave())
-    assert server.agents() == [None, "cut"]
 
 
 class QueryDraft(TypedDict):
@@ -258,23 +197,4 @@ def test_each_call_carries_the_channels_that_its_node_starts_from(
     ]
 
 
-def test_an_agent_without_channels_of_its_own_has_no_state(server: Any, attempt: Any, config: dict[str, Any]) -> None:
-    from langchain.agents import create_agent
-
-    with running(attempt()):
-        create_agent(ChatOpenAI(model="m"), []).invoke({"messages": [{"role": "user", "content": "a"}]}, config)
-    assert states(server) == [None]
-
-
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-def overlapping(server: Any, parties: int) -> None:
-    """No request is answered before `parties` of them have arrived."""
-    barrier, reply = threading.Barrier(parties), server.answer
-
-    def script(received: Received) -> Step:
-        barrier.wait(20)
-        return reply(received)
-
-    server.answer = script

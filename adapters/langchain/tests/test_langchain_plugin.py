@@ -40,34 +40,6 @@ def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
     assert [(request.rollout, request.agent) for request in server.received] == [("r1/0", "solver")]
 
 
-@pytest.mark.parametrize("line", ["callbacks = [AglCallback()]", "callbacks = []; agl_langchain.attach()"])
-def test_one_line_is_enough(line: str, server: Any) -> None:
-    """Nothing of agl's is attached in the process besides, as where [agent] attach is off."""
-    program = """
-        import sys
-
-        from langchain.agents import create_agent
-        from langchain_openai import ChatOpenAI
-
-        import agl_langchain
-        from agl_core.capture import ActiveAttempt, Recording, running
-        from agl_langchain import AglCallback
-
-        def find(what: str) -> None:
-            "Find it."
-
-        agent = create_agent(ChatOpenAI(model="m"), [find], name="solver")
-        LINE
-        active = ActiveAttempt("r1", 0, sys.argv[1], "key", Recording())
-        with running(active):
-            agent.invoke({"messages": [("user", "hello")]}, {"callbacks": callbacks})
-        assert [str(tool_result.status) for tool_result in active.recording.tool_results] == ["empty"]
-    """
-    server.answer = in_turn(CallTools([("find", {"what": "x"}, "c1")]), Say("3"))
-    run(program.replace("LINE", line), server)
-    assert [(request.rollout, request.agent) for request in server.received] == [("r1/0", "solver")] * 2
-
-
 def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(server: Any) -> None:
     program = """
         import sys

@@ -23,11 +23,3 @@ def llama_index() -> None:
     from agl_llama_index.spans import attach
 
     attach()
-
-
-def attach() -> None:
-    """See every LlamaIndex agent of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([llama_index])

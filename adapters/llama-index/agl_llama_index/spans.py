@@ -22,7 +22,6 @@ from llama_index.core.tools import BaseTool, ToolOutput
 from llama_index.core.workflow import Event, Workflow
 from workflows.runtime.types.results import WaitingForEvent
 
-import agl_core
 from agl_core.capture import (
     Decided,
     Identity,
@@ -70,22 +69,12 @@ class _Span:
     tool: _Tool | None = None
 
 
-class AglSpanHandler(BaseSpanHandler):  # type: ignore[misc]
-    """Add it to LlamaIndex's dispatcher, in an agent that you already have:
-
-        get_dispatcher().add_span_handler(AglSpanHandler())
-
-    In a rollout it says who makes each call and what the tools did. Outside any rollout it does nothing.
-    """
+class _Handler(BaseSpanHandler):  # type: ignore[misc]
+    """Reports, in a rollout, who makes each call and what the tools did."""
 
     _open: Latest[str, _Span] = PrivateAttr(default_factory=Latest)
     _asked: Latest[tuple[str | None, str], _Asked] = PrivateAttr(default_factory=Latest)
     """By the span of the agent's run, and the id that LlamaIndex gives the tool call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The agent's name travels with the call's request.
-        agl_core.attach([])
 
     def new_span(
         self, id_: str, bound_args: Any, instance: Any = None, parent_span_id: str | None = None, **_: Any
@@ -179,7 +168,7 @@ class AglSpanHandler(BaseSpanHandler):  # type: ignore[misc]
 @functools.cache
 def attach() -> None:
     """Give LlamaIndex's dispatcher a handler, once; outside any rollout it does nothing."""
-    get_dispatcher().add_span_handler(AglSpanHandler())
+    get_dispatcher().add_span_handler(_Handler())
 
 
 def _said(output: ToolOutput | Exception, error: Exception | None) -> tuple[Any, Decided | None]:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
-    from agl_openai_agents.plugin import attach
     from agl_openai_agents.processor import AglProcessor
 
-__all__ = ["AglProcessor", "attach"]
+__all__ = ["AglProcessor"]
 
-__getattr__ = lazily(__name__, AglProcessor=".processor", attach=".plugin")
+__getattr__ = lazily(__name__, AglProcessor=".processor")

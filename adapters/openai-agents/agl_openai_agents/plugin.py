@@ -12,9 +12,9 @@ from agl_core.types import ToolStatus
 _RULES = (
     StatusRule(
         "openai-agents",
-        "`An error occurred while running the tool …`",
+        "`An error occurred while running the tool …`, `Tool 'look' not found.`",
         ToolStatus.ERROR,
-        begins(r"An\ error\ occurred\ while\ running\ the\ tool"),
+        begins(r"An\ error\ occurred\ while\ running\ the\ tool | Tool\ '[^'\n]{1,200}'\ not\ found\.\Z"),
         "openai-agents 0.24.0",
     ),
     StatusRule(
@@ -37,11 +37,3 @@ def openai_agents() -> Callable[[], Identity | None] | None:
 
     runs.watch()
     return runs.who_calls
-
-
-def attach() -> None:
-    """See every OpenAI Agents SDK agent of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([openai_agents])

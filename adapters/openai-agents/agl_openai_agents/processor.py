@@ -11,6 +11,7 @@ from agents.exceptions import UserError
 from agents.models.chatcmpl_converter import Converter
 from agents.tracing import GenerationSpanData, ResponseSpanData, Span, Trace, TracingProcessor
 
+import agl_core
 from agl_core.capture import (
     Capture,
     CapturedRollout,
@@ -23,8 +24,8 @@ from agl_core.capture import (
 )
 from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, FinishReason, Identity, Json, Tokens
-from agl_openai_agents.plugin import attach
-from agl_openai_agents.runs import identity_of, keep_tool_results
+from agl_openai_agents.plugin import openai_agents
+from agl_openai_agents.runs import identity_of
 
 _MAX_REQUEST = 1 << 24
 _NO_SETTINGS = ("base_url", "extra_args", "extra_body", "extra_headers", "extra_query", "metadata")
@@ -45,7 +46,7 @@ class AglProcessor(Alone, TracingProcessor):
         super().__init__(self._capture)
         self._open: Latest[str, tuple[CapturedRollout, BaseException | None]] = Latest()
         self._sequences: Latest[str, int] = Latest()
-        attach()
+        agl_core.attach([openai_agents])
 
     @guarded
     def on_trace_start(self, trace: Trace) -> None:
@@ -54,7 +55,6 @@ class AglProcessor(Alone, TracingProcessor):
         rollout = self._capture.start(trace.trace_id, trace.export())
         # An agent may run while another error is handled; that error is not its crash.
         self._open[trace.trace_id] = rollout, sys.exc_info()[1]
-        keep_tool_results(rollout)
 
     @guarded
     def on_trace_end(self, trace: Trace) -> None:

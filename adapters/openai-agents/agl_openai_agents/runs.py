@@ -1,13 +1,12 @@
 """Who calls, what the tools did, and the run's context as state, seen where the SDK has them.
 
-When the SDK's hooks and spans report a tool, an exception or a timeout has already become a text for the model. So some
-of its inner functions are wrapped (`_SEAMS`). One that another version of the SDK does not have is reported as a
-problem; the agent and the rest go on.
+When the SDK's hooks and spans report a tool, an exception has already become a text for the model. So some of its
+inner functions are wrapped (`_SEAMS`). One that another version of the SDK does not have is reported as a problem; the
+agent and the rest go on. What is answered without a run of the tool, the conversation shows.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 import uuid
@@ -17,9 +16,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from agents.agent_tool_state import get_agent_tool_state_scope, peek_agent_tool_run_result
-from agents.exceptions import ModelBehaviorError, ToolTimeoutError
 from agents.run_context import RunContextWrapper
-from agents.tool import default_tool_timeout_error_message
 from agents.tracing import (
     AgentSpanData,
     GuardrailSpanData,
@@ -27,21 +24,19 @@ from agents.tracing import (
     SpanData,
     TurnSpanData,
     get_current_span,
-    get_current_trace,
 )
 from agents.tracing.processors import default_processor
 
 from agl_core.capture import (
-    CapturedRollout,
     Decided,
     Identity,
     IdentityScope,
-    Recording,
     current_attempt,
     enter_identity,
     failure_status,
     guarded,
     jsonable,
+    record_tool_result,
     report_problem,
     tool_result_report,
 )
@@ -62,14 +57,12 @@ class _ToolRun:
     tool: Any
     started: float = dataclasses.field(default_factory=time.time)
     error: BaseException | None = None
-    """What it raised, or the timeout that cut it off."""
+    """What it raised."""
     decided: Decided | None = None
     """The status that its MCP server reports, if it reports a failure."""
 
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", default=None)
-_kept: ContextVar[tuple[CapturedRollout, ...]] = ContextVar("agl_openai_agents_kept", default=())
-_asking: ContextVar[IdentityScope | None] = ContextVar("agl_openai_agents_asking", default=None)
 
 
 def watch() -> None:
@@ -132,56 +125,23 @@ def _id(span: Span[Any]) -> str | None:
     return span.span_id if span.span_id != _UNTRACED else None
 
 
-def keep_tool_results(rollout: CapturedRollout) -> None:
-    """Outside any rollout of agl, report to this one what the tools of its trace do, in this context and its copies."""
-    _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
-
-
-def _recordings() -> list[Recording]:
-    active = current_attempt()
-    if active:
-        return [active.recording]
-    kept = _kept.get()
-    trace = get_current_trace() if kept else None
-    return [rollout.recording for rollout in kept if trace and rollout.id == trace.trace_id]
-
-
 def _sees_results(invoke: _Function) -> _Function:
     """Around one tool: what it returned or raised."""
 
     async def invoke_seen(*args: Any, **kwargs: Any) -> Any:
-        if not _recordings():
+        if current_attempt() is None:
             return await invoke(*args, **kwargs)
         run = _ToolRun(kwargs.get("function_tool"))
         try:
             with holding(_running, run):
-                result = await invoke(*args, **_seeing_timeouts(run, kwargs))
+                result = await invoke(*args, **kwargs)
         except Exception as error:
-            _report(kwargs.get("context"), error, started=run.started)
+            _report(run, kwargs.get("context"), error)
             raise
         _report_result(run, kwargs.get("context"), result)
         return result
 
     return invoke_seen
-
-
-def _seeing_timeouts(run: _ToolRun, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments with a tool whose function that words timeouts, if it has one, is watched."""
-    word = getattr(run.tool, "timeout_error_function", None)
-    if word is None:
-        return kwargs
-
-    def worded(context: Any, error: ToolTimeoutError) -> Any:
-        run.error = error
-        return word(context, error)
-
-    try:
-        tool = copy.copy(run.tool)
-        tool.timeout_error_function = worded
-    except Exception as error:
-        report_problem(f"Watching the timeout of {run.tool!r}", error)
-        return kwargs
-    return {**kwargs, "function_tool": tool}
 
 
 def _sees_failures(word_failure: _Function) -> _Function:
@@ -213,75 +173,30 @@ def _sees_mcp_results(read: _Function) -> _Function:
     return read_seen
 
 
-def _sees_refusals(guard: _Function) -> _Function:
-    """The input guardrails of a tool, which may answer in its place."""
-
-    async def guard_seen(*args: Any, **kwargs: Any) -> Any:
-        refusal = await guard(*args, **kwargs)
-        if refusal is not None:
-            _report(kwargs.get("tool_context"), refusal, failure_status(""))
-        return refusal
-
-    return guard_seen
-
-
-def _sees_unknown_tools(process: _Function) -> _Function:
-    """Where the SDK looks up the tools that a response asks for; one that does not exist never runs."""
-
-    def process_seen(*args: Any, **kwargs: Any) -> Any:
-        _has_answered()
-        try:
-            processed = process(*args, **kwargs)
-        except ModelBehaviorError as error:
-            said = str(error)
-            _report_unknown(lambda: [call for call in kwargs["response"].output if _is_missed(call, said)])
-            raise
-        _report_unknown(lambda: [missing.tool_call for missing in processed.function_tools_not_found])
-        return processed
-
-    return process_seen
-
-
-def _is_missed(call: Any, said: str) -> bool:
-    return getattr(call, "type", None) == "function_call" and f"Tool {call.name} not found" in said
-
-
-@guarded
-def _report_unknown(calls: Callable[[], list[Any]]) -> None:
-    for call in calls():
-        _report(call, ModelBehaviorError(f"Tool {call.name} not found"))
-
-
 @guarded
 def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
-    tool = run.tool
-    if tool.timeout_seconds and result.output == default_tool_timeout_error_message(
-        tool_name=tool.name, timeout_seconds=tool.timeout_seconds
-    ):
-        run.error = ToolTimeoutError(tool_name=tool.name, timeout_seconds=tool.timeout_seconds)
     inner = peek_agent_tool_run_result(context.tool_call, scope_id=get_agent_tool_state_scope(context))
     if run.error is None and getattr(inner, "interruptions", None):
         return  # an agent used as a tool, waiting for an approval of what its own tool is to do
-    _report(context, result.output if run.error is None else run.error, run.decided, run.started)
+    _report(run, context, result.output if run.error is None else run.error)
 
 
 @guarded
-def _report(source: Any, result: Any, decided: Decided | None = None, started: float | None = None) -> None:
-    """Report what a tool did; `source` is the tool's context, or the model's call of it."""
-    call = getattr(source, "tool_call", source)
-    report = tool_result_report(
-        uuid.uuid4().hex,
-        call.name,
-        result,
-        who_calls(),
-        decided=decided,
-        tool_call_id=call.call_id or None,
-        arguments=loads(call.arguments or "{}"),
-        started=started,
-        adapter="openai-agents",
+def _report(run: _ToolRun, context: Any, result: Any) -> None:
+    call = context.tool_call
+    record_tool_result(
+        tool_result_report(
+            uuid.uuid4().hex,
+            call.name,
+            result,
+            who_calls(),
+            decided=run.decided,
+            tool_call_id=call.call_id or None,
+            arguments=loads(call.arguments or "{}"),
+            started=run.started,
+            adapter="openai-agents",
+        )
     )
-    for recording in _recordings():
-        recording.tool_result(report)
 
 
 def _carries_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -296,13 +211,6 @@ def _carries_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
                 scope.close()
 
     return asking
-
-
-def _has_answered() -> None:
-    """The model has answered: later calls are those of tools."""
-    scope = _asking.get()
-    if scope is not None:
-        scope.close()
 
 
 def _variables_of(context: Any) -> Mapping[str, Json] | None:
@@ -328,15 +236,11 @@ def _enter(given: tuple[Any, ...]) -> IdentityScope | None:
     if not variables:
         return None
     around = current_scope()
-    scope = enter_identity(around.identity if around else Identity(), around.steps if around else None, variables)
-    _asking.set(scope)
-    return scope
+    return enter_identity(around.identity if around else Identity(), around.steps if around else None, variables)
 
 
 _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
     ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", _sees_results),
-    ("agents.run_internal.tool_execution", "_execute_tool_input_guardrails", _sees_refusals),
-    ("agents.run_internal.turn_resolution", "process_model_response", _sees_unknown_tools),
     ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
     ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
     ("agents.run_internal.run_loop", "get_new_response", _carries_context),

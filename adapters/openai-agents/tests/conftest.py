@@ -16,7 +16,6 @@ from agents.tracing import processors, setup
 from agents.tracing.processor_interface import TracingExporter
 
 import agl_core
-import agl_openai_agents
 from agl_core.capture import ActiveAttempt, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import Say
@@ -139,14 +138,14 @@ def detached() -> Iterator[None]:
 
 @pytest.fixture
 def attached(detached: None) -> None:
-    agl_openai_agents.attach()
+    agl_core.attach()
 
 
-@pytest.fixture(params=["processor", "attach", "both"])
+@pytest.fixture(params=["processor", "attach"])
 def observed(request: pytest.FixtureRequest, detached: None) -> AglProcessor | None:
     """Each way to observe an agent; every way has to see the same."""
     if request.param != "processor":
-        agl_openai_agents.attach()
+        agl_core.attach()
     if request.param == "attach":
         return None
     processor = AglProcessor()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from agents import Agent, function_tool
@@ -22,10 +21,3 @@ def add(a: int, b: int) -> int:
 def broken() -> str:
     """Fail."""
     raise ValueError("boom")
-
-
-@function_tool(timeout=0.01, timeout_error_function=lambda context, error: "Later, perhaps.")
-async def slow_in_own_words() -> str:
-    """Take too long, in words of the user's own."""
-    await asyncio.sleep(60)
-    return "late"

@@ -9,7 +9,7 @@ from typing import Any
 import agents
 import openai
 import pytest
-from agents import Agent, ModelSettings, RunConfig
+from agents import Agent, ModelSettings
 
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.testing.upstream import END_TOKEN
@@ -17,6 +17,8 @@ from agl_core.types import Ending, FinishReason
 from agl_openai_agents import AglProcessor
 
 from .sample_agents import add, broken
+
+BROKEN = "An error occurred while running the tool. Please try again."
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def test_an_agent_with_tools(run: Any, use: str, processor: AglProcessor, server
     assert [call["function"]["name"] for call in first.response["tool_calls"]] == ["add", "broken"]
     assert first.finish_reason is FinishReason.TOOL_CALLS
     assert [(o.tool, o.result, o.error, str(o.status)) for o in first.tool_results] == [
-        ("add", 3, None, "ok"),
-        ("broken", None, "ValueError: boom", "error"),
+        ("add", "3", None, "ok"),
+        ("broken", None, BROKEN, "error"),
     ]
     assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "tool", "tool"]
     assert [m["tool_call_id"] for m in second.messages[3:]] == ["c1", "c2"]
@@ -95,35 +97,6 @@ def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(
     assert [t.response["content"] for t in both.transitions] == ["re: a", "re: b"]
 
 
-def test_a_trace_inside_a_trace_is_an_episode_of_its_own(processor: AglProcessor, server: Any, loop: Any) -> None:
-    with_tool = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
-    server.answer = lambda seen: with_tool(seen) if seen.body.get("tools") else Say("hello")
-
-    async def nested() -> None:
-        with agents.trace("outer"):
-            await agents.Runner.run(solver(), "hello")
-            with agents.trace("inner"):
-                await agents.Runner.run(solver(add), "1 + 2?")
-
-    loop.run_until_complete(nested())
-    outer, inner = processor.episodes()
-    assert [(len(e.transitions), e.unjoined) for e in (outer, inner)] == [(1, ()), (2, ())]
-    assert [o.result for o in inner.transitions[0].tool_results] == [3]
-
-
-def test_concurrent_runs_keep_their_tool_results_apart(processor: AglProcessor, server: Any, loop: Any) -> None:
-    server.answer = lambda seen: (
-        Say("done") if seen.turns else CallTools([("add", {"a": int(seen.said), "b": 0}, seen.said)])
-    )
-
-    async def several() -> None:
-        await asyncio.gather(*(agents.Runner.run(solver(add), str(number)) for number in range(6)))
-
-    loop.run_until_complete(several())
-    found = [(t.messages[1]["content"], o.result) for t in processor.transitions() for o in t.tool_results]
-    assert sorted(found) == [(str(number), number) for number in range(6)]
-
-
 def test_an_agent_that_crashes(run_briefly: Any, processor: AglProcessor, no_retries: None, server: Any) -> None:
     def fail(seen: Any) -> Any:
         raise RuntimeError("no model")
@@ -137,12 +110,6 @@ def test_an_agent_that_crashes(run_briefly: Any, processor: AglProcessor, no_ret
     crashed, finished = processor.episodes()
     assert (crashed.ending, crashed.transitions) == (Ending.CRASHED, ())
     assert (finished.ending, len(finished.transitions)) == (Ending.FINISHED, 1)
-
-
-def test_what_is_not_in_the_trace_is_not_made_up(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
-    run_briefly(solver(), "hello", run_config=RunConfig(trace_include_sensitive_data=False))
-    run_briefly(solver(), "hello", run_config=RunConfig(tracing_disabled=True))
-    assert [e.ending for e in processor.episodes()] == [Ending.NO_CALL]
 
 
 def test_items_that_are_no_chat_messages_are_kept_as_they_are(processor: AglProcessor, server: Any, loop: Any) -> None:

@@ -84,12 +84,3 @@ def agent_framework() -> None:
 
     enable_instrumentation()
     _default_provider()
-
-
-def attach() -> None:
-    """See the spans of every tracer provider of this process, with no change to the agent; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing. Frameworks that bring OpenTelemetry are
-    switched on when they are imported; any other agent makes its spans itself.
-    """
-    agl_core.attach([otel, pydantic_ai, strands, google_adk, semantic_kernel, agno, agent_framework])

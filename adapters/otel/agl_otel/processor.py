@@ -15,12 +15,13 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace import Span as SdkSpan
 
+import agl_core
 from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
 from agl_core.capture.spans import ModelCall, Span, SpanTree, loads, see
 from agl_core.learning import build_episode
 from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, Episode, FinishReason, Json, Tokens, Transition
-from agl_otel.plugin import attach
+from agl_otel.plugin import otel
 from agl_otel.watching import WatchingProcessor, plain
 
 _SETTINGS = {
@@ -46,7 +47,7 @@ class AglSpanProcessor(WatchingProcessor, Alone):
         WatchingProcessor.__init__(self)
         self._traces = _Traces(keep)
         Alone.__init__(self, self._traces)
-        attach()
+        agl_core.attach([otel])
 
     @guarded
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:

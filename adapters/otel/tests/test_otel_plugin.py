@@ -76,23 +76,6 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
     assert done.returncode == 0, done.stderr
 
 
-def test_reading_spans_needs_no_sdk_and_no_server() -> None:
-    program = """
-        import sys
-
-        for absent in ("opentelemetry", "google", "grpc", "starlette", "openai", "torch"):
-            sys.modules[absent] = None
-        from agl_core.capture.spans import SpanTree
-        from agl_core.capture.spans import Span, see
-
-        span = Span("1" * 32, "1" * 16, None, "execute_tool add", {"gen_ai.operation.name": "execute_tool"})
-        (tool_result,) = SpanTree([see(span)]).tool_results()
-        assert tool_result.tool == "add"
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 README = Path(__file__).parent.parent / "README.md"
 
 

@@ -11,11 +11,3 @@ def smolagents() -> None:
     from agl_smolagents.agents import watch
 
     watch()
-
-
-def attach() -> None:
-    """See every smolagents agent of this process, with no change to its code; again changes nothing.
-
-    agl's workers do it by themselves. Outside any rollout it does nothing.
-    """
-    agl_core.attach([smolagents])

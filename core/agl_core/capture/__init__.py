@@ -17,12 +17,11 @@ from agl_core.capture.context import (
     unpack_variables,
 )
 from agl_core.capture.marking import Marker, ToolRun, agent, tool
-from agl_core.capture.recording import Recording, ToolRequest, describe_error, jsonable
+from agl_core.capture.recording import Recording, describe_error, jsonable
 from agl_core.capture.reports import (
     Latest,
     guarded,
     record_tool_result,
-    report_answer,
     report_problem,
     reward,
     tool_result_report,
@@ -43,7 +42,6 @@ __all__ = [
     "Marker",
     "Recording",
     "StatusRule",
-    "ToolRequest",
     "ToolRun",
     "agent",
     "attach",
@@ -62,7 +60,6 @@ __all__ = [
     "logprobs_of",
     "message_status",
     "record_tool_result",
-    "report_answer",
     "report_problem",
     "reward",
     "running",

@@ -18,7 +18,7 @@ from agl_core import kinds
 from agl_core.capture.context import ActiveAttempt, Carried, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
-from agl_core.capture.requests import HTTP_LIBRARIES, MODEL_CALL, Stamping, stamp_library
+from agl_core.capture.requests import HTTP_LIBRARIES, Stamping, stamp_library
 from agl_core.capture.wrapping import Patches
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
@@ -212,9 +212,8 @@ def bootstrap_variables(
     Requests to the server at `base_url` are stamped and carry `api_key`. What adapters and the agent report is written
     below `reports` (see `read_spool`). `plugins` are files whose adapters are attached beside the installed ones.
     Frameworks are those of the adapters that are installed here, and those that adapters of the command's own Python
-    name in the entry-point group `agl.frameworks`. A process that imports no framework and no agl, and asks the server
-    for nothing, is left alone; that it calls a model API elsewhere is reported. An OpenTelemetry exporter sends its
-    spans to the attempt, unless `environment` says where.
+    name in the entry-point group `agl.frameworks`. A process that imports no framework, no HTTP library and no agl is
+    left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says where.
     """
     return {
         "AGL_BASE_URL": base_url,
@@ -223,7 +222,6 @@ def bootstrap_variables(
         "AGL_ATTEMPT": str(attempt.attempt),
         "AGL_REPORTS": str(reports),
         "AGL_TRIGGERS": ",".join(sorted({"agl_core", *_own_frameworks(*plugins)})),
-        "AGL_MODEL_CALLS": MODEL_CALL.pattern,
         "AGL_PLUGINS": os.pathsep.join(map(str, plugins)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), environment.get("PYTHONPATH")])),
         **_telemetry(attempt, base_url, api_key, environment),

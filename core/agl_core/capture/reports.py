@@ -6,12 +6,11 @@ import functools
 import logging
 import math
 import time
-import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from agl_core.capture.context import current_attempt
-from agl_core.capture.recording import Recording, describe_error, jsonable
+from agl_core.capture.recording import describe_error, jsonable
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
 from agl_core.types import Identity
@@ -97,34 +96,6 @@ def tool_result_report(
         adapter=adapter,
         status_rule=rule,
     )
-
-
-def report_answer(
-    recording: Recording,
-    adapter: str,
-    tool_call_id: str,
-    result: Any,
-    decided: Decided,
-    spans: Collection[str] = (),
-) -> None:
-    """Report that a tool call was answered without a run: the tool does not exist, or its arguments are no JSON.
-
-    It does nothing if no response asked for it, or if its tool result is known.
-    """
-    request = recording.unanswered(tool_call_id, spans)
-    if request:
-        recording.tool_result(
-            tool_result_report(
-                uuid.uuid4().hex,
-                request.tool,
-                result,
-                Identity(request.agent, parent_span=request.parent_span),
-                decided=decided,
-                tool_call_id=tool_call_id,
-                arguments=request.arguments,
-                adapter=adapter,
-            )
-        )
 
 
 def report_problem(where: str, error: BaseException) -> None:

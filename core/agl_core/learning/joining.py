@@ -220,12 +220,13 @@ def _completed(report: ToolResult, tool_call: ToolCall, shown: ToolResult | None
     """
     report = replace(
         report,
+        agent=tool_call.call.agent or report.agent,  # Another agent may have run the tool.
         tool_call_id=tool_call.id if report.tool_call_id is None else report.tool_call_id,
         arguments=tool_call.arguments if report.arguments is None else report.arguments,
     )
     if shown is None:
         return report
-    has_looked = report.status_rule not in ("unknown", "looks-like-error")
+    has_looked = report.status_rule != "unknown"
     if report.source in _FROM_ANYWHERE and has_looked and not _failed(report) and _failed(shown):
         denied = replace(report, status=shown.status, status_rule=CONTRADICTED, source=shown.source)
         return replace(denied, result=None, error=shown.error)

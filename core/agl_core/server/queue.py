@@ -28,7 +28,7 @@ from agl_core.server.attempt import (
 from agl_core.server.errors import ApiError, stopping
 from agl_core.server.keys import Keys
 from agl_core.store.interface import Store
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState
+from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState
 from agl_core.wire.headers import rollout_path
 from agl_core.wire.workers import (
     AttemptRef,
@@ -367,8 +367,7 @@ class RolloutQueue:
             rollout = moved(active.rollout, RolloutState.QUEUED)
         else:
             rollout = moved(active.rollout, RolloutState.DONE, ending=ending, counted=record.attempt)
-        undelivered = await self._undelivered(active.key, request)
-        await self._store.put(*reported(active.key, request), *undelivered, record, rollout)
+        await self._store.put(*reported(active.key, request), record, rollout)
         active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
         active.rollout, active.record, active.closing = rollout, record, None
         active.answered.clear()
@@ -384,12 +383,6 @@ class RolloutQueue:
             self._changed.set()
         else:
             self._finish(rollout)
-
-    async def _undelivered(self, key: AttemptKey, request: CloseRequest) -> list[Call]:
-        """The calls whose replies the agent did not read to their end, marked so."""
-        named = set(request.undelivered)
-        calls = await self._store.calls([key]) if named else ()
-        return [replace(call, undelivered=True) for call in calls if call.id in named]
 
     def _queue_first(self, life: _Life) -> None:
         self._queued[life.rollout.id] = life

@@ -3,7 +3,6 @@
 - `upstream` is a scripted model server, `scripts` is what it can say.
 - `server` is a running Lightning Server in front of it, with attempts to run agents in; `memory_store` is its store.
 - `episodes` makes sample records and episodes.
-- `adapters` plays scenarios with a framework's real API and checks what comes of it.
 - `engines` has the checks that every engine must pass.
 - `fixtures` are pytest's, to be imported into a `conftest.py`.
 """

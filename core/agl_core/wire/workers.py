@@ -134,9 +134,6 @@ class CloseRequest(Body):
     error: str | None = None
     tool_results: list[ToolResultReport] = Field([], max_length=MAX_REPORTS)
     rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
-    undelivered: list[str] = Field(
-        [], max_length=MAX_REPORTS, description="Calls whose replies the agent did not read to their end."
-    )
     bypassed: dict[str, int] = Field(
         {}, max_length=MAX_BYPASSED, description="How often the agent called model APIs that are not agl's, by address."
     )

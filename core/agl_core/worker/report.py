@@ -97,7 +97,6 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
         error=ended.error,
         tool_results=_first(recording.tool_results, MAX_REPORTS, "tool_results", recording),
         rewards=_first(rewards, MAX_REPORTS, "rewards", recording),
-        undelivered=list(recording.undelivered_calls[:MAX_REPORTS]),
         bypassed=recording.bypassed_calls,
     )
     return request if _can_be_taken(request) else _cut(request, recording)

@@ -1,4 +1,4 @@
-"""Programs under `agl run` that look at what is imported: agl changes neither what is there nor in which order."""
+"""Python processes of commands: agl attaches itself where an HTTP library or a framework is imported."""
 
 from __future__ import annotations
 
@@ -34,28 +34,9 @@ def ran(program: str, folder: Path, base_url: str = "http://127.0.0.1:9", key: s
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def of_site(name: str) -> Any:
-    """A name of our sitecustomize, which cannot be imported beside that of a virtual environment."""
-    found: dict[str, Any] = {"__file__": str(SITE / "sitecustomize.py"), "__name__": "ours"}
-    source = (SITE / "sitecustomize.py").read_text().replace("_import_next()\nfinally", "pass\nfinally")
-    exec(compile(source, "sitecustomize", "exec"), found)
-    return found[name]
-
-
-def test_a_program_starts_and_imports_http_libraries_without_anything_of_agl(tmp_path: Path) -> None:
-    program = f"""
-        import json, sys
-        started = {FOREIGN}
-        import http.client, urllib.request
-        before = {FOREIGN}
-        import certifi, h11, httpcore, idna, anyio, httpx
-        after = {FOREIGN}
-        print(json.dumps([started, before, after]))
-    """
-    under_agl = ran(program, tmp_path)
-    plain = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert under_agl == json.loads(plain.stdout)
-    assert not {"agl_core", "pydantic", "numpy"} & set(under_agl[2])
+def test_a_program_without_http_has_nothing_of_agl(tmp_path: Path) -> None:
+    program = f"import json, sys, http.client, urllib.request, idna; print(json.dumps({FOREIGN}))"
+    assert "agl_core" not in ran(program, tmp_path)
 
 
 PLUGIN = """
@@ -74,7 +55,7 @@ PLUGIN = """
 """
 
 
-@pytest.mark.parametrize("framework", ["httpx", "a_framework"])
+@pytest.mark.parametrize("framework", ["httpx2", "a_framework"])
 def test_a_plugin_of_pydantic_that_is_loaded_in_its_import_stays(tmp_path: Path, framework: str) -> None:
     """As Logfire's: pydantic imports it while it is imported itself, and it imports what agl waits for."""
     (tmp_path / "the_plugin.py").write_text(textwrap.dedent(PLUGIN.format(framework=framework)))
@@ -99,8 +80,7 @@ def test_a_plugin_of_pydantic_that_is_loaded_in_its_import_stays(tmp_path: Path,
         print(json.dumps([[type(each).__name__ for each in _loader.get_plugins()], "agl_core" in sys.modules]))
     """
     plugins, attached = ran(program, tmp_path)
-    assert plugins == ["Plugin"]
-    assert attached == (framework == "a_framework"), "agl is attached as soon as that is safe"
+    assert (plugins, attached) == (["Plugin"], True), "agl is attached as soon as that is safe"
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +93,6 @@ CLIENTS = {
     "httpx": "import httpx; httpx.post(url, json=body, headers=headers, trust_env=False)",
     "httpx2": "import httpx2; httpx2.post(url, json=body, headers=headers, trust_env=False)",
     "urllib3.connectionpool": "import requests; requests.post(url, json=body, headers=headers)",
-    "http.client": "import urllib.request as u; u.urlopen(u.Request(url, json.dumps(body).encode(), headers)).read()",
     "aiohttp.client": """
         import aiohttp, asyncio
         async def main():
@@ -126,7 +105,7 @@ CLIENTS = {
 
 
 @pytest.mark.parametrize("library", CLIENTS)
-def test_the_first_request_of_each_library_attaches(library: str, tmp_path: Path, served: StackInThread) -> None:
+def test_each_library_attaches(library: str, tmp_path: Path, served: StackInThread) -> None:
     stack, key = served.stack, served.key
     program = f"""
 import json, sys
@@ -140,14 +119,6 @@ print(json.dumps("agl_core" in sys.modules))
     assert not list((tmp_path / "reports").iterdir()), "nothing failed"
 
 
-def test_the_bootstrap_knows_the_same_libraries_and_what_agl_imports() -> None:
-    assert tuple(of_site("_SENDING")) == HTTP_LIBRARIES
-    program = f"import sys, agl_core.capture.attaching; print(*{FOREIGN})"
-    done = subprocess.run([sys.executable, "-S", "-c", _with_path(program)], capture_output=True, text=True, check=True)
-    imported = {name for name in done.stdout.split() if not name.startswith(("_", "sitecustomize"))}
-    assert imported - of_site("_NEEDED") == set()
-
-
-def _with_path(program: str) -> str:
-    """Without `site`, whose .pth files may import anything."""
-    return f"import sys; sys.path[:] = {sys.path!r}; {program}"
+def test_the_bootstrap_knows_the_same_libraries() -> None:
+    site = (SITE / "sitecustomize.py").read_text()
+    assert all(f'"{library}"' in site for library in HTTP_LIBRARIES)

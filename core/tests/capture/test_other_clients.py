@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,30 +27,9 @@ def by_requests(url: str) -> Any:
     return requests.post(url, data=BODY, headers=HEADERS, timeout=20).json()
 
 
-def by_a_requests_session(url: str) -> Any:
-    with requests.Session() as session:
-        session.headers["x-api-key"] = "none"
-        return session.post(url, json=json.loads(BODY), timeout=20).json()
-
-
 def by_urllib3(url: str) -> Any:
     with urllib3.PoolManager(headers=HEADERS) as pool:
         return pool.request("POST", url, body=BODY).json()
-
-
-def by_urllib(url: str) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, BODY, HEADERS), timeout=20) as reply:
-        return json.load(reply)
-
-
-def by_http_client(url: str) -> Any:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
-    try:
-        connection.request("POST", place.path, BODY, HEADERS)
-        return json.load(connection.getresponse())
-    finally:
-        connection.close()
 
 
 async def by_aiohttp(url: str) -> Any:
@@ -67,7 +44,7 @@ async def by_aiohttp_with_a_base(url: str) -> Any:
         return await reply.json()
 
 
-SYNC: list[Callable[[str], Any]] = [by_requests, by_a_requests_session, by_urllib3, by_urllib, by_http_client]
+SYNC: list[Callable[[str], Any]] = [by_requests, by_urllib3]
 ASYNC: list[Callable[[str], Awaitable[Any]]] = [by_aiohttp, by_aiohttp_with_a_base]
 
 

@@ -20,7 +20,6 @@ import agl_core
 from agl_core.capture import (
     ActiveAttempt,
     Recording,
-    ToolRequest,
     guarded,
     jsonable,
     record_tool_result,
@@ -93,19 +92,6 @@ def test_what_comes_after_the_end_is_not_kept() -> None:
         agl_core.reward(1.0)
         record_tool_result(tool_result_report("1", "add", 3))
     assert (recording.tool_results, recording.rewards) == ((), ())
-
-
-def test_a_tool_request_is_answered_by_an_tool_result_with_its_id() -> None:
-    recording = Recording()
-    recording.asked(ToolRequest("c1", "add", {"a": 1}, "solver"))
-    assert recording.unanswered("c1") == ToolRequest("c1", "add", {"a": 1}, "solver")
-    assert recording.unanswered("c2") is None
-    recording.tool_result(tool_result_report("1", "add", 3, tool_call_id="c1"))
-    assert recording.unanswered("c1") is None
-    assert recording.request("c1") is not None
-    # Some servers number the tool calls of each response anew.
-    recording.asked(ToolRequest("c1", "sub", {"a": 2}, "solver"))
-    assert recording.unanswered("c1") == ToolRequest("c1", "sub", {"a": 2}, "solver")
 
 
 def test_reports_from_many_threads_are_all_kept() -> None:

@@ -43,7 +43,7 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
         ({"source": Source.ADAPTER, "adapter": "langchain"}, "ok (by the agent's process, langchain)"),
         ({"source": Source.SPAN, "adapter": "otel"}, "ok (by a span over OTLP, otel)"),
         ({"source": Source.COMMAND}, "ok (by a process of the command)"),
-        ({"status_rule": "looks-like-error"}, "ok by looks-like-error (by the agent's process)"),
+        ({"status_rule": "contradicted"}, "ok by contradicted (by the agent's process)"),
     ],
 )
 def test_who_told_what_a_tool_did_and_by_which_rule(run: Any, told: dict[str, Any], expected: str) -> None:

@@ -100,27 +100,23 @@ async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
 
 
 DIRECTLY = """
-    import json, openai, os, sys, urllib.request
+    import httpx, openai, sys
     openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     # As a client with a base URL in code. It is sent to whatever address the environment of the test names.
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer a-key-of-its-own"}
     for _ in range(2):
-        request = urllib.request.Request(sys.argv[1] + "/chat/completions?key=secret", body, headers)
-        urllib.request.urlopen(request).read()
-    print(json.dumps("agl_core" in sys.modules))
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        headers = {"Authorization": "Bearer a-key-of-its-own"}
+        httpx.post(sys.argv[1] + "/chat/completions?key=secret", json=body, headers=headers)
 """
 
 
 @pytest.mark.parametrize("calls_agl", [True, False])
 async def test_a_call_past_agl_is_noticed(calls_agl: bool, workplace: Any, tmp_path: Path) -> None:
-    """Also in a process that has nothing of agl's, for it sends nothing to agl."""
     code = DIRECTLY if calls_agl else DIRECTLY.replace("    openai.OpenAI()", "    # ")
     upstream = workplace.stack.upstream
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
     runner = CommandPerAttempt([sys.executable, "program.py", upstream.url], tmp_path)
     rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["Bern?"]))[0]
-    assert attempt.result is calls_agl, "agl is not attached for it"
     assert attempt.bypassed == {f"{upstream.url}/chat/completions": 2}
     if calls_agl:
         episode = build_episode(rollout, attempt, await workplace.stack.store.calls([attempt.key]))

@@ -62,7 +62,7 @@ def test_what_an_adapter_reported_wins(make: Any) -> None:
     reported = make.tool_result("o", "a", status=ToolStatus.TIMEOUT)
     episode = asking(make, ["a", "b"], answer("a"), answer("b"), reported=(reported,))
     assert statuses(episode) == ["timeout", "ok"]
-    assert episode.transitions[0].tool_results[0] == replace(reported, arguments={})
+    assert episode.transitions[0].tool_results[0] == replace(reported, arguments={}, agent="solver")
 
 
 def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response(make: Any) -> None:
@@ -278,7 +278,7 @@ def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_proces
     own = told(make, "1:2", "t1", "otel", status=ToolStatus.ERROR)
     over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
     episode = asking(make, ["t1"], reported=(own, over_otlp)[::order])
-    assert episode.transitions[0].tool_results == (replace(own, arguments={}),)
+    assert episode.transitions[0].tool_results == (replace(own, arguments={}, agent="solver"),)
 
 
 ADAPTERS = ("langchain", "autogen", "otel", None)

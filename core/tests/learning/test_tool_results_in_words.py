@@ -137,11 +137,11 @@ RULES = {
     "action path not found": ("error", "griptape"),
     "Tool 'nope' not found in registered tools": ("error", "mirascope"),
     "Error while decoding function arguments: '{' was never closed (<unknown>, line 1)": ("error", "agno"),
-    "Error while decoding is common": ("ok", "looks-like-error"),
+    "Error while decoding is common": ("ok", "ok"),
     "Model tried to call unavailable tool 'look'. Available tools: weather.": ("error", "vercel"),
     "Model tried to call unavailable tool 'look'. No tools are available.": ("error", "vercel"),
     'Invalid input for tool look: Type validation failed: Value: {"town":1}.': ("error", "vercel"),
-    "Invalid input for tools that cut": ("ok", "looks-like-error"),
+    "Invalid input for tools that cut": ("ok", "ok"),
     '{"error": "Invoking `look()` failed as no tool with that name is available."}': ("error", "error-field"),
     '{"status": "error", "error_message": "no city"}': ("error", "status-field"),
     "{'status': 'error', 'error_message': 'no city'}": ("error", "status-field"),
@@ -161,32 +161,13 @@ RULES = {
     '{"status": "error"}': ("error", "status-field"),
     '{"status": "success", "report": "sunny"}': ("ok", "ok"),
     '{"job": {"status": "error"}}': ("ok", "ok"),
-    "Failed to open the file": ("ok", "looks-like-error"),
-    "Errors were found": ("ok", "looks-like-error"),
-    '{"success": false, "reason": "no city"}': ("ok", "looks-like-error"),
+    "Failed to open the file": ("ok", "ok"),
+    "Errors were found": ("ok", "ok"),
+    '{"success": false, "reason": "no city"}': ("ok", "ok"),
     '{"success": true}': ("ok", "ok"),
     "sunny": ("ok", "ok"),
 }
 
-BARE = [
-    *("no such city", "No such city: Bern", "city not found", "'Bern'", "Bern is not available."),
-    *(
-        "division by zero",
-        "integer modulo by zero",
-        "list index out of range",
-        "could not convert string to float: 'a'",
-    ),
-    *("'NoneType' object has no attribute 'x'", "'int' object is not iterable", "name 'x' is not defined"),
-    *("[Errno 2] No such file or directory: 'x'", "[Errno 111] Connection refused", "No module named 'x'"),
-    *("look() missing 1 required positional argument: 'city'", "look() got an unexpected keyword argument 'town'"),
-    *("look() takes 1 positional argument but 2 were given", "unhashable type: 'list'", "math domain error"),
-    *("invalid literal for int() with base 10: 'a'", "unsupported operand type(s) for +: 'int' and 'str'"),
-    *("Expecting value: line 1 column 1 (char 0)", "not enough values to unpack (expected 2, got 1)"),
-    "1 validation error for look\ncity\n  Missing required argument [type=missing_argument, input_value=1]",
-    *("fetch failed", "x.map is not a function", "Cannot read properties of undefined (reading 'town')"),
-    """Unexpected token 'a', "abc" is not valid JSON""",
-]
-"""Texts of exceptions as agno, Griptape, mirascope and the AI SDK send them: nothing says that they are no result."""
 MENTIONED = [
     *("No city is larger.", "Not everything was found.", "Page not found pages are common", "'Bern' and 'Thun'"),
     *("The index of the book is out of range of most readers' interest", "Division by sex is common among bees"),
@@ -242,11 +223,6 @@ def test_a_text_that_begins_like_an_error_is_one(text: str) -> None:
 @pytest.mark.parametrize("text", NO_FAILURES)
 def test_prose_and_data_that_name_errors_are_none(text: str) -> None:
     assert said(text) == "ok"
-
-
-@pytest.mark.parametrize("text", BARE)
-def test_the_bare_text_of_an_exception_is_uncertain(text: str) -> None:
-    assert message_status(text) == ("ok", "looks-like-error")
 
 
 @pytest.mark.parametrize("text", MENTIONED)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 
-from agl_core.testing.adapters.driver import Driver
-
 from ...support.testing_aids import NO_TELEMETRY
+from ..driver import Driver
 from .declared import CrewAI, DSPy, GoogleADK, Haystack, LlamaIndex, PydanticAI, Smolagents, Strands
 
 __all__ = ["APART"]

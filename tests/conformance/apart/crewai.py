@@ -13,22 +13,18 @@ from crewai.hooks import LLMCallHookContext, register_before_llm_call_hook, unre
 from crewai.tools import BaseTool
 from pydantic import BaseModel, PrivateAttr, create_model
 
-import agl_crewai
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
-
+from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..scenarios import TOOLS
 from .declared import CrewAI
 
 DRIVER = CrewAI
 
 
-def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's LLMs, made once; the crews are made for each question."""
     everyone = scenario.everyone()
     if scenario.react or any(each.handoffs for each in everyone):
         raise InexpressibleError
-    if with_line:
-        agl_crewai.attach()
     models = {each.name: _model(each, scenario, setting) for each in everyone}
     forgetful = {each.name for each in everyone if each.keeps}
 

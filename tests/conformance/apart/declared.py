@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
-
 from ...support.testing_aids import only_this_machine
+from ..driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+
+LATE = Gap("given up", "Its call goes on in a thread or a task: the client of a cancelled agent still gets the reply.")
 
 
 class Apart(Driver):
@@ -20,8 +21,7 @@ class Apart(Driver):
     module: str
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        options = {"with_line": setting.form != ATTACH} if len(self.forms) > 1 else {}
-        program: Program = importlib.import_module(f".{self.module}", __package__).program(scenario, setting, **options)
+        program: Program = importlib.import_module(f".{self.module}", __package__).program(scenario, setting)
         return program
 
 
@@ -32,15 +32,14 @@ class LlamaIndex(Apart):
     name = "LlamaIndex (agl-llama-index)"
     apis = (CHAT, RESPONSES)
     without = {MESSAGES: "`llama-index-llms-anthropic` is not among the packages of its environment."}  # noqa: RUF012
-    forms = (ATTACH, "AglSpanHandler()")
     gaps = (
         Gap(
             "structured output",
             "`output_cls` asks the model once more, after the agent's last answer: the script has no reply for it.",
         ),
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
+        LATE,
     )
-    packages = ("llama-index-core", "llama-index-llms-openai-like")
 
 
 class Haystack(Apart):
@@ -50,13 +49,11 @@ class Haystack(Apart):
     name = "Haystack (agl-haystack)"
     apis = (CHAT, RESPONSES)
     without = {MESSAGES: "`anthropic-haystack` is not among the packages of its environment."}  # noqa: RUF012
-    forms = (ATTACH, "agl_haystack.attach()")
     gaps = (
         Gap("text ReAct", "Haystack runs tools only for the tool calls of a model: it has no text ReAct."),
         Gap("three choices (n)", "`OpenAIChatGenerator` refuses `n` when it streams.", apis=(CHAT,), streaming=(True,)),
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
     )
-    packages = ("haystack-ai",)
 
 
 class CrewAI(Apart):
@@ -72,12 +69,11 @@ class CrewAI(Apart):
         RESPONSES: "The tests play CrewAI's default API.",
         MESSAGES: "The tests play CrewAI's default API.",
     }
-    forms = (ATTACH, "agl_crewai.attach()")
     gaps = (
         Gap("handoff", "CrewAI has no handoff: delegated work returns to the agent that delegated it."),
         Gap("text ReAct", "CrewAI has a text format of its own, which is tested apart."),
+        LATE,
     )
-    packages = ("crewai",)
 
     @contextlib.contextmanager
     def attached(self, form: str) -> Iterator[None]:
@@ -104,9 +100,7 @@ class Smolagents(Apart):
         RESPONSES: "smolagents' models do not speak it.",
         MESSAGES: "smolagents' models speak it only through LiteLLM.",
     }
-    forms = (ATTACH, "agl_smolagents.attach()")
-    gaps = (Gap("handoff", "smolagents has no handoff: a managed agent returns to the one that called it."),)
-    packages = ("smolagents",)
+    gaps = (Gap("handoff", "smolagents has no handoff: a managed agent returns to the one that called it."), LATE)
 
 
 class DSPy(Apart):
@@ -121,13 +115,11 @@ class DSPy(Apart):
         MESSAGES: "The tests play DSPy's default API.",
     }
     streaming = (False,)
-    forms = (ATTACH, "agl_dspy.attach()")
     gaps = (
         Gap("handoff", "DSPy has no handoff: the user's own code decides which module is next."),
         Gap("three choices (n)", "DSPy asks for n replies by n requests, and each is a call."),
         Gap("lost replies, retried", "DSPy's client does not number its retries: the lost reply counts as a call."),
     )
-    packages = ("dspy",)
 
 
 class PydanticAI(Apart):
@@ -141,7 +133,6 @@ class PydanticAI(Apart):
         Gap("text ReAct", "pydantic-ai runs tools only for the tool calls of a model: it has no text ReAct."),
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
     )
-    packages = ("pydantic-ai-slim",)
 
 
 class Strands(Apart):
@@ -161,7 +152,6 @@ class Strands(Apart):
         Gap("handoff", "Strands' `Swarm` hands over by one tool of its own, and the scenario's tool is another one."),
         Gap("text ReAct", "Strands runs tools only for the tool calls of a model: it has no text ReAct."),
     )
-    packages = ("strands-agents",)
 
 
 class GoogleADK(Apart):
@@ -178,4 +168,3 @@ class GoogleADK(Apart):
         MESSAGES: "The tests play LiteLLM's default API.",
     }
     gaps = (Gap("text ReAct", "ADK runs tools only for the tool calls of a model: it has no text ReAct."),)
-    packages = ("google-adk", "litellm")

@@ -8,21 +8,17 @@ from typing import Any
 
 import dspy
 
-import agl_dspy
-from agl_core.testing.adapters.catalogue import TOOLS, action
-from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
-
+from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..scenarios import TOOLS, action
 from .declared import DSPy
 
 DRIVER = DSPy
 
 
-def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's program, made once."""
     if any(each.handoffs for each in scenario.everyone()):
         raise InexpressibleError
-    if with_line:
-        agl_dspy.attach()
     lm = dspy.LM(
         "openai/default",
         api_base=setting.base_url,

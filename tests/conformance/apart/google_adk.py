@@ -13,10 +13,9 @@ from google.adk.tools import ToolContext
 from google.genai import types
 from pydantic import BaseModel
 
-from agl_core.testing.adapters import driver as scenarios
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-
+from ..driver import InexpressibleError, Program, Question, Setting
+from ..driver import driver as scenarios
+from ..scenarios import TOOLS
 from .declared import GoogleADK
 
 DRIVER = GoogleADK

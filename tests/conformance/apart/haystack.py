@@ -14,9 +14,7 @@ from haystack.hooks import hook
 from haystack.tools import Tool, create_tool_from_function
 from haystack.utils import Secret
 
-import agl_haystack
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import (
+from ..driver import (
     CHAT,
     RESPONSES,
     Agent,
@@ -26,7 +24,7 @@ from agl_core.testing.adapters.driver import (
     Scenario,
     Setting,
 )
-
+from ..scenarios import TOOLS
 from .declared import Haystack
 
 DRIVER = Haystack
@@ -34,12 +32,10 @@ DRIVER = Haystack
 TASK = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
 
 
-def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if scenario.react or (scenario.choices > 1 and setting.api == RESPONSES):
         raise InexpressibleError
-    if with_line:
-        agl_haystack.attach()
     made = [_Team(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
 
     async def run(question: Question) -> None:

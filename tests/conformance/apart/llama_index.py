@@ -6,26 +6,21 @@ from typing import Any
 from llama_index.core.agent.react.output_parser import ReActOutputParser
 from llama_index.core.agent.react.types import ActionReasoningStep, BaseReasoningStep, ResponseReasoningStep
 from llama_index.core.agent.workflow import AgentWorkflow, BaseWorkflowAgent, FunctionAgent, ReActAgent
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-from agl_core.testing.adapters.catalogue import TOOLS, action
-from agl_core.testing.adapters.driver import CHAT, Agent, InexpressibleError, Program, Question, Scenario, Setting
-from agl_llama_index import AglSpanHandler
-
+from ..driver import CHAT, Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..scenarios import TOOLS, action
 from .declared import LlamaIndex
 
 DRIVER = LlamaIndex
 
 
-def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if any(agent.answers for agent in scenario.agents):
         raise InexpressibleError
-    if with_line:
-        get_dispatcher().add_span_handler(AglSpanHandler())
     made = [_asked(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
 
     async def run(question: Question) -> None:

@@ -11,10 +11,9 @@ from pydantic_ai.capabilities import ProcessHistory
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from agl_core.testing.adapters import driver as scenarios
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import CHAT, InexpressibleError, Program, Question, Setting
-
+from ..driver import CHAT, InexpressibleError, Program, Question, Setting
+from ..driver import driver as scenarios
+from ..scenarios import TOOLS
 from .declared import PydanticAI
 
 DRIVER = PydanticAI

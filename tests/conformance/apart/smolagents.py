@@ -10,21 +10,17 @@ from typing import Any
 from smolagents import LogLevel, OpenAIServerModel, Tool, ToolCallingAgent
 from smolagents.models import ChatMessage
 
-import agl_smolagents
-from agl_core.testing.adapters.catalogue import TOOLS, action
-from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
-
+from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..scenarios import TOOLS, action
 from .declared import Smolagents
 
 DRIVER = Smolagents
 
 
-def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's models, made once; the agents are made for each question."""
     if any(each.handoffs for each in scenario.everyone()):
         raise InexpressibleError
-    if with_line:
-        agl_smolagents.attach()
     models = {each.name: _model(each, scenario, setting) for each in scenario.everyone()}
 
     async def run(question: Question) -> None:

@@ -8,10 +8,9 @@ from strands import Agent, tool
 from strands.hooks import BeforeModelCallEvent
 from strands.models.openai import OpenAIModel
 
-from agl_core.testing.adapters import driver as scenarios
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-
+from ..driver import InexpressibleError, Program, Question, Setting
+from ..driver import driver as scenarios
+from ..scenarios import TOOLS
 from .declared import Strands
 
 DRIVER = Strands

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import Driver
-
+from ..driver import Driver
 from .autogen_teams import AutoGen
 from .by_hand import ByHand, ByHeaders
 from .langgraph_agents import LangChain

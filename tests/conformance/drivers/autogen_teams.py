@@ -18,10 +18,7 @@ from autogen_core.models import AssistantMessage, ChatCompletionClient, ModelInf
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-import agl_autogen
-from agl_core.testing.adapters.catalogue import TOOLS, action
-from agl_core.testing.adapters.driver import (
-    ATTACH,
+from ..driver import (
     CHAT,
     MESSAGES,
     RESPONSES,
@@ -32,8 +29,7 @@ from agl_core.testing.adapters.driver import (
     Scenario,
     Setting,
 )
-
-ONE_LINE = "agl_autogen.attach()"
+from ..scenarios import TOOLS, action
 
 _MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
 
@@ -45,17 +41,13 @@ class AutoGen(Driver):
     """
 
     name = "AutoGen (agl-autogen)"
-    packages = ("autogen-agentchat", "autogen-core", "autogen-ext")
     apis = (CHAT,)
     without = {  # noqa: RUF012
         RESPONSES: "AutoGen's model clients do not speak it.",
         MESSAGES: "The Anthropic client of AutoGen 0.7.5 sends what anthropic 2.11 refuses (`temperature`).",
     }
-    forms = (ATTACH, ONE_LINE)
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        if setting.form == ONE_LINE:
-            agl_autogen.attach()
         client = _client(setting)
 
         async def program(question: Question) -> None:

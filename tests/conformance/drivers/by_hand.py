@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from agl_core.capture import current_identity, identify, record_tool_result, tool_result_report
-from agl_core.testing.adapters.driver import (
-    ATTACH,
+from agl_core.wire.headers import HEADER_AGENT
+
+from ..driver import (
     CHAT,
     MESSAGES,
     RESPONSES,
@@ -23,8 +24,6 @@ from agl_core.testing.adapters.driver import (
     Scenario,
     Setting,
 )
-from agl_core.wire.headers import HEADER_AGENT
-
 from .conversations import client_of
 from .handmade import NO_CHOICES, Loop, Telling
 
@@ -68,9 +67,7 @@ class ByHand(Driver):
     """A loop around the vendor's client, with `agl_core.capture.identify` around each agent."""
 
     name = "no framework, the clients of OpenAI and Anthropic (agl-core)"
-    packages = ("openai", "anthropic")
     apis = (CHAT, RESPONSES, MESSAGES)
-    forms = (ATTACH,)
     gaps = (NO_CHOICES,)
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
@@ -86,7 +83,6 @@ class ByHeaders(Driver):
     """The same with nothing of agl in the process, as in any other language: the attempt's URL, and a header."""
 
     name = "any language, by headers"
-    packages = ("openai", "anthropic")
     apis = (CHAT, RESPONSES, MESSAGES)
     forms = (HEADERS,)
     streaming = (False,)

@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 import anthropic
 import openai
 
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Agent, InexpressibleError, Setting
+from ..driver import CHAT, MESSAGES, RESPONSES, Agent, InexpressibleError, Setting
+from ..scenarios import TOOLS
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from agl_core.testing.adapters.catalogue import TOOLS, action
-from agl_core.testing.adapters.driver import MESSAGES, RESPONSES, Agent, Gap, Scenario, Setting
-
+from ..driver import MESSAGES, RESPONSES, Agent, Gap, Scenario, Setting
+from ..scenarios import TOOLS, action
 from .conversations import Answer, Conversation, Said, ToolCall, conversation
 
 NO_CHOICES = Gap("three choices (n)", "Only chat completions have `n`.", apis=(RESPONSES, MESSAGES))

@@ -15,8 +15,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command
 
-from agl_core.testing.adapters.catalogue import TOOLS, action
-from agl_core.testing.adapters.driver import (
+from agl_langchain import AglCallback
+
+from ..driver import (
     ATTACH,
     CHAT,
     MESSAGES,
@@ -29,7 +30,7 @@ from agl_core.testing.adapters.driver import (
     Scenario,
     Setting,
 )
-from agl_langchain import AglCallback
+from ..scenarios import TOOLS, action
 
 CALLBACK = "AglCallback()"
 
@@ -38,7 +39,6 @@ class LangChain(Driver):
     """Agents are made by `create_agent`. Handoffs, parallel agents and text agents are graphs of nodes."""
 
     name = "LangChain, LangGraph (agl-langchain)"
-    packages = ("langchain", "langchain-core", "langchain-openai", "langgraph")
     apis = (CHAT, RESPONSES)
     without = {MESSAGES: "`langchain-anthropic` is not among the pinned packages."}  # noqa: RUF012
     forms = (ATTACH, CALLBACK)

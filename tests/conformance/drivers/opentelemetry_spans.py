@@ -15,7 +15,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
 
-from agl_core.testing.adapters.driver import (
+from agl_otel import AglSpanProcessor
+
+from ...support.testing_aids import instrumenting
+from ..driver import (
     ATTACH,
     CHAT,
     MESSAGES,
@@ -27,9 +30,6 @@ from agl_core.testing.adapters.driver import (
     Scenario,
     Setting,
 )
-from agl_otel import AglSpanProcessor
-
-from ...support.testing_aids import instrumenting
 from .conversations import Said, client_of
 from .handmade import NO_CHOICES, Loop, Telling
 
@@ -74,7 +74,6 @@ class OpenTelemetry(Driver):
     """Spans in this process, or sent over OTLP. Calls of Anthropic's client get a span from the loop itself."""
 
     name = "OpenTelemetry (agl-otel, OTLP)"
-    packages = ("opentelemetry-sdk", "opentelemetry-instrumentation-openai")
     apis = (CHAT, RESPONSES, MESSAGES)
     forms = (ATTACH, PROCESSOR, OTLP)
     gaps = (

@@ -16,8 +16,9 @@ from agents.run import CallModelData, ModelInputData
 from agents.tracing import set_trace_processors
 from agents.tracing.processors import default_processor
 
-from agl_core.testing.adapters.catalogue import TOOLS
-from agl_core.testing.adapters.driver import (
+from agl_openai_agents import AglProcessor
+
+from ..driver import (
     ATTACH,
     CHAT,
     MESSAGES,
@@ -31,7 +32,7 @@ from agl_core.testing.adapters.driver import (
     Scenario,
     Setting,
 )
-from agl_openai_agents import AglProcessor
+from ..scenarios import TOOLS
 
 PROCESSOR = "AglProcessor()"
 
@@ -47,7 +48,6 @@ class OpenAIAgents(Driver):
     """Agents, handoffs and agents as tools are the SDK's own."""
 
     name = "OpenAI Agents SDK (agl-openai-agents)"
-    packages = ("openai-agents",)
     apis = (CHAT, RESPONSES)
     without = {MESSAGES: "The SDK's own models speak the APIs of OpenAI."}  # noqa: RUF012
     forms = (ATTACH, PROCESSOR)

@@ -98,29 +98,6 @@ async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, 
     assert [call.id for call in await attempt.calls()] == [again.json()["id"]]
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_a_cancelled_stream(stack: Stack, attempt: RunningAttempt, api: str) -> None:
-    stack.upstream.script(*[Say("word " * 100)] * 2)
-    read = []
-    with attempt.running():
-        client = stack.client()
-        for whole in (False, True):
-            stream = (
-                await ask(client, stream=True)
-                if api == "chat"
-                else await client.responses.create(model="default", input="hello", stream=True)
-            )
-            async with stream:
-                async for chunk in stream:
-                    read.append(chunk)
-                    if not whole:
-                        break
-    episode = await attempt.close()
-    lost, got = await attempt.calls()
-    assert (lost.undelivered, got.undelivered) == (True, False)
-    assert [each.key.call for each in episode.transitions] == [got.id]
-
-
 async def test_a_client_that_is_closed_right_after_its_reply_got_it(stack: Stack, attempt: RunningAttempt) -> None:
     with attempt.running():
         for stream in (False, True) * 3:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from agl_core.testing.adapters.driver import Agent, Cell, Driver, Parallel, Scenario, Turn
 from agl_core.testing.scripts import CallTools, Drop, Fail, Say
+
+from .driver import Agent, Cell, Driver, Parallel, Scenario, Turn
 
 
 def add(a: int, b: int) -> int:
@@ -295,6 +297,20 @@ SHARED_AGENT = Scenario(
     together={"solver": 2},
 )
 
+IN_A_THREAD = replace(
+    PARALLEL_TOOLS,
+    name="in a thread",
+    about="the agent runs in a `threading.Thread` with an event loop of its own",
+    in_thread=True,
+)
+
+GIVEN_UP = replace(
+    PARALLEL_TOOLS,
+    name="given up",
+    about="the agent is cancelled during its first call, as by `asyncio.wait_for`, and run again",
+    given_up=True,
+)
+
 SCENARIOS: tuple[Scenario, ...] = (
     PARALLEL_TOOLS,
     STRUCTURED_OUTPUT,
@@ -311,6 +327,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     CHOICES,
     TWO_AGENTS,
     SHARED_AGENT,
+    IN_A_THREAD,
+    GIVEN_UP,
 )
 
 

@@ -27,7 +27,7 @@ class Agent:
     says: tuple[Step, ...]
     """What the model answers it, request by request; failures included."""
     tools: tuple[str, ...] = ()
-    """Names of functions in `agl_core.testing.adapters.catalogue.TOOLS`."""
+    """Names of functions in `scenarios.TOOLS`."""
     experts: tuple[Agent, ...] = ()
     """Agents that it calls as tools: the tool has the expert's name and one argument, `task`."""
     handoffs: tuple[Agent, ...] = ()
@@ -94,13 +94,17 @@ class Scenario:
     choices: int = 1
     """The agent asks for so many responses in one call (`n`)."""
     react: bool = False
-    """The agent asks for its tools in plain text (see `catalogue.action`), not by tool calls."""
+    """The agent asks for its tools in plain text (see `scenarios.action`), not by tool calls."""
     rollouts: int = 1
     """So many rollouts run at once, and share the agent."""
     together: Mapping[str, int] = field(default_factory=dict)
     """How many first requests of which agents are answered only when all of them have arrived."""
     lost: frozenset[int] = frozenset()
     """Requests, in their order, whose reply is recorded and then lost on its way to the agent."""
+    in_thread: bool = False
+    """The agent runs in a thread of its own, which inherits no context."""
+    given_up: bool = False
+    """The agent is cancelled during its first call, whose reply comes too late, and run again."""
 
     def __str__(self) -> str:
         return self.name
@@ -206,8 +210,6 @@ class Driver(ABC):
     forms: Sequence[str] = (ATTACH,)
     """The ways to bring agl in: ATTACH, and the adapter's one-line forms, named as the user writes them."""
     gaps: Sequence[Gap] = ()
-    packages: Sequence[str] = ()
-    """The framework's distributions, for reports that name their versions."""
 
     @abstractmethod
     def build(self, scenario: Scenario, setting: Setting) -> Program:

@@ -7,12 +7,14 @@ import contextlib
 import itertools
 import json
 import re
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import aiohttp
 import numpy as np
@@ -21,7 +23,14 @@ from aiohttp import web
 from agl_core.config.models import SamplingSection
 from agl_core.server.answered import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.adapters.driver import (
+from agl_core.testing.scripts import CallTools, Fail, Hold, Received, Say, Step
+from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.upstream import END_TOKEN, logprob, served
+from agl_core.types import Call, Episode, Transition
+from agl_core.wire.headers import rollout_path
+from agl_core.worker.agent import PLACEHOLDER_KEY
+
+from .driver import (
     API_NAMES,
     Cell,
     Expected,
@@ -33,28 +42,11 @@ from agl_core.testing.adapters.driver import (
     Setting,
     Turn,
 )
-from agl_core.testing.scripts import CallTools, Fail, Received, Step
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
-from agl_core.testing.upstream import END_TOKEN, logprob, served
-from agl_core.types import Call, Episode, Transition
-from agl_core.wire.headers import rollout_path
-from agl_core.worker.agent import PLACEHOLDER_KEY
 
 _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""
 _PATIENCE = 90.0
 """Seconds that a cell may take."""
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A request of an agent of the scenario, and the reply that it got."""
-
-    received: Received
-    agent: str
-    rollout: int
-    """Which of the scenario's rollouts it belongs to, by its question."""
-    step: Step
 
 
 class Play:
@@ -66,8 +58,9 @@ class Play:
     def __init__(self, scenario: Scenario) -> None:
         self.faults: list[str] = []
         """What went against the script."""
-        self.answered: list[Answered] = []
-        """What was asked and answered by the script so far."""
+        self.held = Hold(Say("This comes too late.")) if scenario.given_up else None
+        """Answers the first request."""
+        self.in_thread = scenario.in_thread
         self._agents = {each.name: each for each in scenario.everyone()}
         self._together = scenario.together
         self._arrived: Counter[str] = Counter()
@@ -75,6 +68,8 @@ class Play:
         self._met = asyncio.Event()
 
     async def __call__(self, received: Received) -> Step:
+        if self.held and not self.held.arrived.is_set():
+            return self.held
         text = json.dumps(received.body["messages"])
         name = next((each for each in self._agents if f"You are {each}." in text), None)
         if name is None:
@@ -87,9 +82,7 @@ class Play:
         says = self._agents[name].says
         if self._told[place] > len(says):
             return self._fault(f"{name} calls more often than its script has replies", text)
-        step = says[self._told[place] - 1]
-        self.answered.append(Answered(received, name, rollout, step))
-        return step
+        return says[self._told[place] - 1]
 
     async def _meet(self, name: str) -> None:
         self._arrived[name] += 1
@@ -107,32 +100,19 @@ class Play:
         return Fail(400)
 
 
-@dataclass(frozen=True)
-class Passed:
-    """A request that a relay has passed on, and the reply."""
-
-    asked: bytes
-    status: int
-    reply: bytes
-    content_type: str | None
-    """The reply's, with its parameters."""
-
-    def response(self) -> web.Response:
-        headers = {"Content-Type": self.content_type} if self.content_type else None
-        return web.Response(body=self.reply, status=self.status, headers=headers)
-
-
-class Relay:
-    """Stands before a server and passes POST requests on; a subclass keeps them, or loses replies."""
+class LossyRelay:
+    """Stands before the gateway; of each scenario's `lost` requests, it hears the reply out and hangs up."""
 
     def __init__(self, target: str) -> None:
         self._target = target
         self.url = ""
         self._serves = contextlib.AsyncExitStack()
+        self._lost: frozenset[int] = frozenset()
+        self._count = 0
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/{path:.*}", self.relay)
+        app.router.add_post("/{path:.*}", self._relay)
         self._client = await self._serves.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         self.url = await self._serves.enter_async_context(served(app))
         return self
@@ -140,40 +120,25 @@ class Relay:
     async def __aexit__(self, *_: object) -> None:
         await self._serves.aclose()
 
-    async def relay(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request; a subclass overrides this."""
-        return (await self.pass_on(request)).response()
-
-    async def pass_on(self, request: web.Request, **headers: str) -> Passed:
-        """Ask the server what the client asks, with these headers besides, and hear the reply out."""
-        asked = await request.read()
-        given = {name: value for name, value in request.headers.items() if name.lower() != "host"} | headers
-        async with self._client.post(f"{self._target}{request.path}", data=asked, headers=given) as got:
-            return Passed(asked, got.status, await got.read(), got.headers.get("Content-Type"))
-
-
-class LossyRelay(Relay):
-    """Stands before the gateway; of each scenario's `lost` requests, it hears the reply out and hangs up."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__(target)
-        self._lost: frozenset[int] = frozenset()
-        self._count = 0
-
     def lose(self, lost: frozenset[int]) -> None:
         """These requests from now on, counted without their retries."""
         self._lost, self._count = lost, 0
 
-    async def relay(self, request: web.Request) -> web.StreamResponse:
-        """Pass it on, and hang up on one that is to be lost."""
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
         is_retry = request.headers.get(HEADER_STAINLESS, "0") != "0"
         number = self._count
         self._count += not is_retry
-        passed = await self.pass_on(request)
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        asked = await request.read()
+        async with self._client.post(f"{self._target}{request.path}", data=asked, headers=headers) as reply:
+            kind = reply.headers.get("Content-Type")
+            response = web.Response(
+                body=await reply.read(), status=reply.status, headers={"Content-Type": kind} if kind else None
+            )
         if number in self._lost and not is_retry:
             assert request.transport is not None
             request.transport.close()
-        return passed.response()
+        return response
 
 
 def tokens(reply: Reply, choice: int = 0) -> list[int]:
@@ -271,15 +236,6 @@ def _shown(call: Iterable[Transition]) -> str:
     return f"call {first.turn} ({first.agent}: {said!r})"
 
 
-Running: TypeAlias = Callable[[Program, Question], Awaitable[None]]
-"""How a program is run for a question."""
-
-
-async def simply(program: Program, question: Question) -> None:
-    """Run it, and wait for it."""
-    await program(question)
-
-
 @dataclass(frozen=True)
 class Performed:
     """One rollout that was played, and what agl recorded of it."""
@@ -310,13 +266,7 @@ class Bench:
 
     async def play(self, cell: Cell) -> list[str]:
         """What differs from the expected episode, in each of the scenario's rollouts."""
-        play = Play(cell.scenario)
-        performed = await self.perform(cell, play)
-        return [*play.faults, *itertools.chain(*(_wrong(cell, each) for each in performed))]
-
-    async def perform(self, cell: Cell, play: Play, run: Running = simply) -> list[Performed]:
-        """Play the cell's rollouts, with the model that `play` is."""
-        scenario = cell.scenario
+        scenario, play = cell.scenario, Play(cell.scenario)
         self.stack.upstream.answer = play
         self.relay.lose(scenario.lost)
         root = self.relay.url if scenario.lost else self.stack.server.base_url
@@ -326,23 +276,46 @@ class Bench:
             attempts = [await self.stack.attempt(base_url=root) for _ in range(scenario.rollouts)]
             asked = zip(attempts, scenario.questions(), strict=True)
             async with asyncio.timeout(_PATIENCE):
-                return await asyncio.gather(*(_roll_out(program, run, *each) for each in asked))
+                performed = await asyncio.gather(*(_roll_out(program, play, *each) for each in asked))
+        return [*play.faults, *itertools.chain(*(_wrong(cell, each) for each in performed))]
 
 
-async def _roll_out(program: Program, run: Running, attempt: RunningAttempt, text: str) -> Performed:
+async def _roll_out(program: Program, play: Play, attempt: RunningAttempt, text: str) -> Performed:
     """Run the agent as a worker does."""
     active = attempt.active
     question = Question(text, f"{active.base_url}{rollout_path(*attempt.key)}", active.api_key)
 
+    async def run() -> None:
+        await program(question)
+
     async def inside() -> None:
         with attempt.running():
-            await run(program, question)
+            if play.held:
+                first = asyncio.create_task(run())
+                await play.held.arrived.wait()
+                first.cancel()
+                await asyncio.wait([first])
+                play.held.release.set()
+            await (_in_thread(run) if play.in_thread else run())
 
     try:
         await asyncio.create_task(inside())
     finally:
         episode = await attempt.close()
     return Performed(attempt, episode, await attempt.calls())
+
+
+async def _in_thread(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    done = Future[None]()
+
+    def work() -> None:
+        try:
+            done.set_result(asyncio.run(run()))
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work).start()
+    await asyncio.wrap_future(done)
 
 
 def _wrong(cell: Cell, performed: Performed) -> list[str]:
@@ -358,12 +331,12 @@ def _wrong(cell: Cell, performed: Performed) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def running_bench(folder: Path, **options: Any) -> AsyncIterator[Bench]:
-    """The store is below `folder`; `options` are further ones of the server."""
+async def running_bench(folder: Path) -> AsyncIterator[Bench]:
+    """The store is below `folder`."""
     sampling = SamplingSection(temperature=0.7, max_tokens=4096)
     async with (
         SqliteStore(folder / "store.sqlite") as store,
-        running_stack(store=store, sampling=sampling, timeout=60, attempts=1, **options) as stack,
+        running_stack(store=store, sampling=sampling, timeout=60, attempts=1) as stack,
         LossyRelay(stack.server.base_url) as relay,
     ):
         yield Bench(stack, relay)
