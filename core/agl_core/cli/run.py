@@ -195,7 +195,6 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
             error=f"the command ended with status {status}" if ending is Ending.CRASHED else None,
             tool_results=list(recording.tool_results[:MAX_REPORTS]),
             rewards=list(recording.rewards[:MAX_REPORTS]),
-            undelivered=list(recording.undelivered_calls[:MAX_REPORTS]),
             bypassed=recording.bypassed_calls,
         )
         await server.queue.close_attempt(key, report)
