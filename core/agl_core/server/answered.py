@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 from starlette.datastructures import Headers
 
-from agl_core.server.dialects import fields
-from agl_core.server.reply import RawReply, Reply, called, reasoning_of
+from agl_core.server.reply import RawReply, Reply, called, loads, reasoning_of
 from agl_core.types import Call, Json
 from agl_core.wire.headers import HEADER_RETRY
 
@@ -282,6 +281,6 @@ def _arguments(message: Message) -> list[Json]:
 
 def _value(arguments: str) -> Json:
     try:
-        return fields.loads(arguments)
+        return loads(arguments)
     except orjson.JSONDecodeError:
         return arguments

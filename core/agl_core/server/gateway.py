@@ -151,13 +151,13 @@ class Gateway:
                 parsed = parsed.named(request.path_params.get("deployment"), self.models(attempt))
             call = _ModelCall(attempt, dialect, parsed, request.headers)
             if dialect.counts:
-                return dialect.render(parsed, await self._counted(call), attempt.answered)
+                return dialect.render(parsed, await self._counted(call))
             exchange = self._exchange(call, raw)
             connection: HttpConnection = request.scope[CONNECTION]
             exchange.waiting.append(connection)
             reply = await self._reply(call, exchange)
             attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
-            response = dialect.render(parsed, reply, attempt.answered)
+            response = dialect.render(parsed, reply)
             self._budget.update(attempt.answered)
             response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **parsed.notes(reply)})
             return _Delivery(response, connection, functools.partial(self._delivered, attempt, exchange))

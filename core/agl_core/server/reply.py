@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agl_core.server.dialects import fields
 from agl_core.server.errors import ApiError
 from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Clients may take no other finish reason."""
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape in a JSON string; in its group, half of a surrogate pair."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -79,8 +83,6 @@ class Reply:
     """The stop string that ended the first choice, if the upstream names it."""
     prompt_logprobs: Json = None
     """As the upstream has them; most requests ask for none."""
-    ignored: str | None = None
-    """The fields of the request that the upstream says it ignored."""
 
     @property
     def usage(self) -> Usage:
@@ -110,7 +112,7 @@ def read_reply(body: bytes, headers: Mapping[str, str], reply_id: str, *, logpro
 
 
 def _read(raw: RawReply) -> Reply:
-    body = fields.loads(raw.body)
+    body = loads(raw.body)
     extras = body.get("agl") or {}
     extra_choices = extras.get("choices") or ()
     choices = tuple(
@@ -145,8 +147,23 @@ def _read(raw: RawReply) -> Reply:
         reused=int(extras.get("reused", 0)),
         stop_sequence=_text(body["choices"][0].get("stop_reason")),
         prompt_logprobs=body.get("prompt_logprobs"),
-        ignored=raw.ignored,
     )
+
+
+def loads(text: bytes | str) -> Any:
+    r"""JSON as a value; half of a surrogate pair, which clients write where they cut a text, becomes U+FFFD.
+
+    >>> loads(rb'["\ud83c\udf0d", "\ud83c!", "\\ud83c"]') == ["🌍", "\ufffd!", r"\ud83c"]
+    True
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raw = text.encode() if isinstance(text, str) else text
+        whole = _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw)
+        if whole == raw:
+            raise
+        return orjson.loads(whole)
 
 
 def reasoning_of(message: Mapping[str, Json]) -> str | None:

@@ -75,7 +75,7 @@ class PolicyServer:
                 return Response(status_code=499)
             if not dialect.counts:
                 self._answered.remember(Exchange(0), reply, asked.conversation, len(raw))
-            response = dialect.render(asked, reply, self._answered)
+            response = dialect.render(asked, reply)
             response.headers.update({HEADER_ANSWERED: str(served.version), **asked.notes(reply)})
             return response
         except Exception as error:

@@ -12,13 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.responses import Response
 
 from agl_core.server.answered import Answered
-from agl_core.server.dialects import fields
-from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, chunk_stream, pieces, rendered
+from agl_core.server.dialects.dialect import (
+    Dialect,
+    ModelRequest,
+    Translation,
+    chunk_stream,
+    pieces,
+    rendered,
+    unsupported,
+    wrong,
+)
 from agl_core.server.reply import Reply
 from agl_core.types import Json
 
@@ -27,37 +35,15 @@ class ChatCompletions(Dialect):
     """`POST /v1/chat/completions`."""
 
     api, id_prefix = "chat.completions", "chatcmpl-"
-    checked: ClassVar[fields.Fields] = {
-        **fields.COMMON,
-        **fields.SAMPLING,
-        **fields.TOOL_USE,
-        "messages": fields.a(list, "a list of messages"),
-        "tools": (lambda value: fields.is_list_of(value, dict), "a list of tools"),
-        "n": fields.integer(1, 128),
-        "max_tokens": fields.integer(1),
-        "max_completion_tokens": fields.integer(1),
-        "logprobs": fields.FLAG,
-        "response_format": fields.OBJECT,
-        **fields.RETURNED,
-    }
 
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
-        if body.get("top_logprobs") is not None and not body.get("logprobs"):
-            raise fields.wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
-        messages = fields.objects(body.get("messages") or [], "messages")
-        if not messages:
-            raise fields.wrong(
-                "messages", "must be a list with at least one message", code="missing_required_parameter"
-            )
-        for path, message in messages:
-            fields.must(isinstance(message.get("role"), str), f"{path}.role", "a string", message.get("role"))
-            fields.check_fields(message, _MESSAGE, f"{path}.")
-        for path, tool in fields.objects(body.get("tools") or [], "tools"):
-            _check_tool(path, tool)
+        logprobs = body.get("logprobs")
+        if not isinstance(logprobs, bool | None) or (body.get("top_logprobs") is not None and not logprobs):
+            raise wrong("logprobs", "must be true or false, and true where there are 'top_logprobs'")
         limit = body.get("max_completion_tokens")
-        return Translation({}, body.get("max_tokens") if limit is None else limit, bool(body.get("logprobs")))
+        return Translation({}, body.get("max_tokens") if limit is None else limit, bool(logprobs))
 
-    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
         of_prompt, of_choices = _returned(request, reply)
         completion = {**reply.completion, "model": request.model}
         choices: Any = reply.completion["choices"]
@@ -73,36 +59,26 @@ class Completions(Dialect):
     """`POST /v1/completions`."""
 
     api, id_prefix = "completions", "cmpl-"
-    checked: ClassVar[fields.Fields] = {
-        **fields.COMMON,
-        **fields.SAMPLING,
-        "max_tokens": fields.integer(1),
-        "n": fields.integer(1, 128),
-        "logprobs": fields.integer(0, 5),
-        **fields.RETURNED,
-    }
-    refused: ClassVar[fields.Refusals] = {
-        "echo": (
-            (False,),
-            "would repeat a prompt that the model did not see like this: put it before the text yourself",
-        ),
-        "suffix": (("",), "needs a model that fills in, and a chat model does not. Leave it out"),
-        "best_of": ((1,), "samples more than it returns: use 'n', and choose among the choices"),
-        "max_completion_tokens": ((), "is no field of completions; use 'max_tokens'"),
-        "messages": ((), "is no field of completions; use 'prompt', or /v1/chat/completions"),
-        "tools": (([],), "is no field of completions; use /v1/chat/completions"),
-    }
+    refused = frozenset({"echo", "suffix", "max_completion_tokens", "messages", "tools"})
     rewritten = frozenset({"prompt"})
-    kept = frozenset({"logprobs"})
+    kept = frozenset({"logprobs", "best_of"})
 
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
-        chat: dict[str, Json] = {"messages": [{"role": "user", "content": _prompt(fields.need(body, "prompt"))}]}
-        logprobs = body.get("logprobs")
+        prompt, logprobs = body["prompt"], body.get("logprobs")
+        if isinstance(prompt, list) and len(prompt) == 1:  # Clients that can send several send a list of one.
+            prompt = prompt[0]
+        if not isinstance(prompt, str):
+            raise unsupported("prompt", "must be one text: each of several needs a request of its own")
+        if body.get("best_of") not in (None, 1):
+            raise unsupported("best_of", "samples more than it returns: use 'n', and choose among the choices")
+        if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= 5):
+            raise wrong("logprobs", "must be an integer from 0 to 5")
+        chat: dict[str, Json] = {"messages": [{"role": "user", "content": prompt}]}
         if logprobs is not None:
             chat |= {"logprobs": True, "top_logprobs": logprobs}
         return Translation(chat, body.get("max_tokens"), logprobs is not None)
 
-    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
         of_prompt, of_choices = _returned(request, reply)
         raw: Any = reply.completion["choices"]
         choices = [{**_text_choice(choice), **of_prompt, **more} for choice, more in zip(raw, of_choices, strict=True)]
@@ -175,41 +151,6 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
         kind, written = ("custom", "input") if call.get("type") == "custom" else ("function", "arguments")
         yield {"tool_calls": [{**call, "index": index, kind: {**call[kind], written: ""}}]}
         yield {"tool_calls": [{"index": index, kind: {written: call[kind][written]}}]}
-
-
-def _check_tool(path: str, tool: Mapping[str, Any]) -> None:
-    """A function's description is checked; the model server decides whether it takes other tools."""
-    kind, function = tool.get("type"), tool.get("function")
-    fields.must(isinstance(kind, str), f"{path}.type", "a string ('function', say)", kind)
-    if kind == "function":
-        fields.must(isinstance(function, dict), f"{path}.function", "an object", function)
-        assert isinstance(function, dict)
-        name = function.get("name")
-        fields.must(isinstance(name, str), f"{path}.function.name", "a string", name)
-        fields.check_fields(function, fields.FUNCTION, f"{path}.function.")
-
-
-_MESSAGE: fields.Fields = {
-    "content": (
-        lambda value: isinstance(value, str) or fields.is_list_of(value, dict),
-        "a string or a list of parts",
-    ),
-    "tool_calls": (lambda value: fields.is_list_of(value, dict), "a list of objects"),
-}
-
-
-def _prompt(prompt: Json) -> str:
-    """The one prompt; clients that can send several send a list of one."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    fields.must(isinstance(prompt, list) and len(prompt) > 0, "prompt", "a string", prompt)
-    if fields.is_list_of(prompt, str):
-        raise fields.unsupported(
-            "prompt", f"has {len(prompt)} texts: send each in a request of its own, so that each is a call"
-        )
-    raise fields.unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
 
 
 def _text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:

@@ -1,7 +1,8 @@
 """What an API dialect is to the gateway; each API is a subclass of `Dialect`.
 
 A dialect honours a field, refuses it by name if it asks for a service that is not here, or ignores it if it only tunes
-a hosted service. What is ignored is noted, on the reply and in the log. All other fields go to the model server.
+a hosted service. What is ignored is noted, on the reply and in the log. All other fields go to the model server, which
+checks them; here only that is checked which the gateway, or what reads records, relies on.
 """
 
 from __future__ import annotations
@@ -9,28 +10,71 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Required
 from urllib.parse import quote
 
 import orjson
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from agl_core.server.answered import Answered, Message
-from agl_core.server.dialects import fields
 from agl_core.server.errors import ApiError, openai_error
-from agl_core.server.reply import Reply
+from agl_core.server.reply import Reply, loads
 from agl_core.types import Json, Sampling
 from agl_core.wire.headers import HEADER_IGNORED
 
 _MAX_NOTE = 1000
 """Characters of the header that says what was ignored."""
+_MAX_WRITABLE_DEPTH = 250
+"""Levels of nesting that orjson writes in any case."""
+_PIECE = 80
+"""Characters per streamed piece of text."""
 OWN_FIELDS = frozenset(
     {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
 )
 """Fields of a chat completion that the gateway sets itself."""
 _STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
-_PIECE = 80
-"""Characters per streamed piece of text."""
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Body(TypedDict, total=False):
+    """The fields of any API that the gateway itself reads; null is absent."""
+
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+
+    model: str | None
+    stream: bool | None
+    stream_options: dict[str, Any] | None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None
+    seed: int | None
+    max_tokens: _Count | None
+    max_completion_tokens: _Count | None
+    max_output_tokens: _Count | None
+    n: Annotated[int, Field(ge=1, le=128)] | None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None
+    return_token_ids: bool | None
+
+
+class _Message(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+
+    role: Required[str]
+    content: str | list[dict[str, Any]] | None
+    tool_calls: list[dict[str, Any]] | None
+
+
+class _Chat(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+
+    messages: Required[Annotated[list[_Message], Field(min_length=1)]]
+    tools: list[dict[str, Any]] | None
+
+
+_BODY, _CHAT = TypeAdapter(_Body), TypeAdapter(_Chat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,13 +101,15 @@ class ModelRequest:
 
     def named(self, deployment: str | None, models: Collection[str]) -> ModelRequest:
         """The same with a model: that of its path, or the only one that is served. ApiError 400 without any."""
-        only = next(iter(models)) if len(models) == 1 else None
-        return replace(self, model=deployment or only or fields.need(self.body, "model"))
+        model = deployment or (next(iter(models)) if len(models) == 1 else None)
+        if model is None:
+            raise wrong("model", "is missing", code="missing_required_parameter")
+        return replace(self, model=model)
 
     def notes(self, reply: Reply) -> dict[str, str]:
         """Headers for the reply that say what was ignored, here and by the model server."""
         own = quote(", ".join(sorted(self.ignored)), safe=", ")  # A name may be anything, and a header may not.
-        notes = ", ".join(filter(None, (own, reply.ignored)))[:_MAX_NOTE]
+        notes = ", ".join(filter(None, (own, reply.raw.ignored)))[:_MAX_NOTE]
         return {HEADER_IGNORED: notes} if notes else {}
 
 
@@ -89,9 +135,8 @@ class Dialect(ABC):
     """What the ids of its replies begin with."""
     counts = False
     """Whether it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
-    checked: ClassVar[fields.Fields]
-    """Fields whose types are checked here; the others are the model server's affair."""
-    refused: ClassVar[fields.Refusals] = {}
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Fields of other APIs, or that need a provider's own servers: refused unless they ask for nothing."""
     rewritten: ClassVar[frozenset[str]] = frozenset()
     """Fields that are recorded as a chat completion has them."""
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -101,58 +146,84 @@ class Dialect(ABC):
     _own: ClassVar[frozenset[str]]
 
     def __init_subclass__(cls) -> None:
-        cls._own = cls.rewritten | cls.ignored | cls.kept | cls.refused.keys() | OWN_FIELDS
+        cls._own = cls.rewritten | cls.ignored | cls.kept | cls.refused | OWN_FIELDS
 
     def parse(self, raw: bytes, answered: Answered) -> ModelRequest:
         """Check a request body and translate it; ApiError 400 names the field that is wrong.
 
         `answered` has the replies of the attempt so far: an echo of one becomes the upstream's own message again.
         """
-        body = fields.json_object(raw)
-        fields.check_fields(body, self.checked)
-        fields.check_refused(body, self.refused)
+        try:
+            return self._parse(_json_object(raw), answered)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            raise wrong(".".join(map(str, problem["loc"])), f"will not do: {problem['msg']}") from error
+        except KeyError as error:
+            raise wrong(str(error.args[0]), "is missing", code="missing_required_parameter") from error
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ApiError(400, f"This is no request of the API {self.api}: {error}.", code="invalid_type") from error
+
+    def _parse(self, body: dict[str, Any], answered: Answered) -> ModelRequest:
+        _BODY.validate_python(body)
+        for name in self.refused & body.keys():
+            if body[name]:
+                raise unsupported(name, f"is not served here in {self.api}: leave it out")
         if body.get("prompt_logprobs") is not None and body.get("stream"):
-            raise fields.unsupported("prompt_logprobs", "is for replies that are not streamed")
+            raise unsupported("prompt_logprobs", "is for replies that are not streamed")
         ignored = {name for name in self.ignored if body.get(name) not in (None, "disabled")}
         translation = self.translate(body, answered, ignored)
         passed = {name: value for name, value in body.items() if name not in self._own}
-        chat = fields.without_none({**passed, **translation.fields})
+        chat = without_none({**passed, **translation.fields})
+        _CHAT.validate_python(chat)
+        unrewritten = {name: value for name, value in body.items() if name not in self.rewritten}
         options = body.get("stream_options") or {}
         return ModelRequest(
             body=body,
             chat=chat,
-            recorded={
-                **{name: value for name, value in body.items() if name not in self.rewritten},
-                **chat,
-                **translation.recorded,
-            },
+            recorded={**unrewritten, **chat, **translation.recorded},
             model=body.get("model") or "",
             stream=bool(body.get("stream")),
             logprobs=translation.logprobs,
-            requested=Sampling(
-                body.get("temperature"),
-                body.get("top_p"),
-                translation.max_tokens,
-                body.get("seed") if "seed" in self.checked else None,
-            ),
+            requested=Sampling(body.get("temperature"), body.get("top_p"), translation.max_tokens, body.get("seed")),
             conversation=translation.conversation,
-            ignored={*ignored, *(f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS)},
+            ignored={*ignored, *(f"stream_options.{name}" for name in options.keys() - _STREAM_OPTIONS)},
         )
 
     @abstractmethod
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
-        """The fields of a body that chat completions name or write differently; adds to what is `ignored`."""
+        """The fields of a body that chat completions name or write differently; adds to what is `ignored`.
+
+        A KeyError names what is missing; other standard errors say that the body is not of this API.
+        """
 
     @abstractmethod
-    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
-        """The reply as this API's clients expect it, streamed if they asked for it; no extras of agl are in it.
-
-        `answered` has the reply, and keeps what its client may fetch later.
-        """
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
+        """The reply as this API's clients expect it, streamed if they asked for it; no extras of agl are in it."""
 
     def refuse(self, error: ApiError) -> Response:
         """The error in this API's shape."""
         return openai_error(error)
+
+
+def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:
+    """The refusal of a value."""
+    return ApiError(400, f"'{param}' {problem}.", param=param, code=code)
+
+
+def unsupported(param: str, problem: str) -> ApiError:
+    """The refusal of what the API allows and agl cannot do."""
+    return wrong(param, problem, code="unsupported_parameter")
+
+
+def without_none(values: Mapping[str, Json]) -> dict[str, Json]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def joined_parts(parts: list[dict[str, Any]]) -> Json:
+    """Parts as a chat message has them; one that is text, or none, becomes a text."""
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def rendered(body: Mapping[str, Json]) -> Response:
@@ -178,3 +249,17 @@ def event_stream(events: Iterable[Mapping[str, Json]]) -> Response:
 
 def _stream(parts: Iterable[bytes]) -> Response:
     return Response(b"".join(parts), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
+    """A request body as a dict; ApiError 400 if it is none."""
+    try:
+        body = loads(raw)
+        if raw.count(b"{") + raw.count(b"[") > _MAX_WRITABLE_DEPTH:
+            orjson.dumps(body)  # What is nested more deeply than this can write could not be passed on.
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
+        problem = f"The request body is not valid JSON, or is nested too deeply: {error}."
+        raise ApiError(400, problem, code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
+    return body

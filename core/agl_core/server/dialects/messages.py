@@ -12,20 +12,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from agl_core.server.answered import Answered, Message
-from agl_core.server.dialects import fields
-from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, event_stream, pieces, rendered
+from agl_core.server.dialects.dialect import (
+    Dialect,
+    ModelRequest,
+    Translation,
+    event_stream,
+    joined_parts,
+    pieces,
+    rendered,
+    unsupported,
+    without_none,
+    wrong,
+)
 from agl_core.server.errors import ApiError
-from agl_core.server.reply import Reply, reasoning_of
+from agl_core.server.reply import Reply, loads, reasoning_of
 from agl_core.types import FinishReason, Json
-
-_Blocks: TypeAlias = list[tuple[str, dict[str, Any]]]
-"""Blocks of a message's content, each with its path."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {
@@ -46,14 +53,14 @@ _ERRORS = {
 _UNPARSED = "INVALID_JSON"
 """The key under which the text of arguments that are no JSON object stands, as Anthropic's documentation has it."""
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
-_STRING, _LINE = {"type": "string"}, {"type": "integer", "minimum": 0}
+_STRING = {"type": "string"}
 _FILE_FIELDS = {
     "path": _STRING,
     "view_range": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
     "file_text": _STRING,
     "old_str": _STRING,
     "new_str": _STRING,
-    "insert_line": _LINE,
+    "insert_line": {"type": "integer", "minimum": 0},
     "insert_text": _STRING,
 }
 _CLIENT_TOOL = re.compile(r"(bash|text_editor|memory)_\d{8}")
@@ -92,35 +99,10 @@ class Messages(Dialect):
     """
 
     id_prefix = "msg_"
-    checked: ClassVar[fields.Fields] = {
-        **fields.COMMON,
-        "max_tokens": fields.integer(1),
-        "messages": fields.a(list, "a list of messages"),
-        "system": fields.a((str, list), "a string or a list of text blocks"),
-        "temperature": fields.number(0, 1),
-        "top_p": fields.number(0, 1),
-        "top_k": fields.integer(0),
-        "stop_sequences": fields.TEXTS,
-        "tools": fields.TOOLS,
-        "tool_choice": fields.a(dict, "an object with a 'type'"),
-        "output_config": fields.OBJECT,
-    }
-    refused: ClassVar[fields.Refusals] = {
-        **{
-            name: ((), f"is no field of the Messages API; use {instead}")
-            for name, instead in {
-                "max_completion_tokens": "'max_tokens'",
-                "n": "one request for each message",
-                "response_format": "'output_config': {'format': …}",
-                "stop": "'stop_sequences'",
-            }.items()
-        },
-        **{
-            name: (("", [], {}, False), "needs Anthropic's own servers. Leave it out")
-            for name in ("container", "mcp_servers", "prefill")
-        },
-        **fields.NOT_RETURNED,
-    }
+    refused = frozenset(
+        {"max_completion_tokens", "n", "response_format", "stop", "container", "mcp_servers", "prefill"}
+        | {"return_token_ids", "prompt_logprobs"}
+    )
     rewritten = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"})
     ignored = frozenset(
         {"billing_policy", "compaction", "context_management", "diagnostics", "fallback_credit_token", "fallbacks"}
@@ -135,20 +117,27 @@ class Messages(Dialect):
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
         if body.get("thread"):
             # Anthropic's tool runner asks for one, and after this very code it sends whole conversations instead.
-            raise fields.wrong(
-                "thread", "is not served: send the whole conversation", code="thread_unsupported_request"
+            raise wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
+        limit = 1 if self.counts else body["max_tokens"]
+        system = body.get("system")
+        messages: list[Message] = []
+        if system:
+            parts = system if isinstance(system, str) else joined_parts(_parts(system, set()))
+            messages.append({"role": "system", "content": parts})
+        for message in body["messages"]:
+            messages += _read_message(message["role"], message["content"], answered, ignored)
+        if messages and messages[-1]["role"] == "assistant":
+            raise unsupported(
+                "messages",
+                "ends with the assistant's: agl does not continue a reply that was begun (prefill), since those tokens "
+                "would not be the model's",
             )
-        limit = 1 if self.counts else fields.need(body, "max_tokens")
-        messages = [*_read_system(body.get("system")), *_read_messages(body, answered, ignored)]
         choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
-        fields.check_fields(choice, {"disable_parallel_tool_use": fields.FLAG}, "tool_choice.")
-        fields.check_fields(output, {"format": fields.OBJECT, "effort": fields.TEXT}, "output_config.")
         ignored.update(f"output_config.{name}" for name in output if name not in ("format", "effort"))
-        tools = fields.objects(body.get("tools") or [], "tools")
         chat: dict[str, Json] = {
             # Chat completions do not know the `status` of a tool's result.
             "messages": [{k: v for k, v in m.items() if k != "status"} if m["role"] == "tool" else m for m in messages],
-            "tools": [_read_tool(path, tool, ignored) for path, tool in tools] or None,
+            "tools": [_read_tool(tool, ignored) for tool in body.get("tools") or ()] or None,
             "tool_choice": _tool_choice(choice),
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "stop": body.get("stop_sequences") or None,
@@ -157,7 +146,7 @@ class Messages(Dialect):
         }
         return Translation(chat, limit, recorded={"messages": messages})
 
-    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
         if self.counts:
             return rendered({"input_tokens": reply.usage.prompt})
         message = _message(request, reply)
@@ -175,25 +164,19 @@ class Messages(Dialect):
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Json:
-    kind: Any = choice.get("type")
     if not choice:
         return None
-    if kind == "tool":
-        return {"type": "function", "function": {"name": fields.need_text(choice, "name", "tool_choice.")}}
-    fields.must(isinstance(kind, str) and kind in _CHOICES, "tool_choice.type", "'auto', 'any', 'tool' or 'none'", kind)
-    return _CHOICES[str(kind)]
+    if choice["type"] == "tool":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return _CHOICES[choice["type"]]
 
 
 def _response_format(wanted: Mapping[str, Any] | None) -> Json:
     if wanted is None:
         return None
-    if wanted.get("type") != "json_schema":
-        raise fields.wrong(
-            "output_config.format.type", f"must be 'json_schema', not {fields.shown(wanted.get('type'))}"
-        )
-    schema = fields.need(wanted, "schema", "output_config.format.")
-    fields.must(isinstance(schema, dict), "output_config.format.schema", "an object", schema)
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
+    if wanted["type"] != "json_schema":
+        raise unsupported("output_config.format.type", "must be 'json_schema'")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"], "strict": True}}
 
 
 def _message(request: ModelRequest, reply: Reply) -> dict[str, Json]:
@@ -263,71 +246,64 @@ def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
             yield {"type": f"{kind}_delta", kind: piece}
 
 
-def _read_system(system: Json) -> list[Message]:
-    """The system message, if there is one."""
-    if system is None:
-        return []
-    if isinstance(system, str):
-        return [{"role": "system", "content": system}]
-    blocks = fields.objects(system, "system")
-    return [{"role": "system", "content": _content(_parts(blocks, set()))}] if blocks else []
-
-
-def _read_messages(body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> list[Message]:
-    """The chat messages; ApiError 400 names the block that cannot be translated.
-
-    The result of a tool has a `status` where the agent says whether it `is_error`.
-    """
-    entries = fields.objects(fields.need(body, "messages"), "messages")
-    if not entries:
-        raise fields.wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
+def _read_message(role: str, content: Any, answered: Answered, ignored: set[str]) -> list[Message]:
+    """The chat messages of one message; the result of a tool has a `status` where the agent says if it `is_error`."""
+    blocks = [_text(content)] if isinstance(content, str) else content
+    if role == "assistant":
+        return [_read_reply(blocks, answered, ignored)]
+    if role not in ("user", "system"):
+        raise wrong("messages.role", "must be 'user', 'assistant' or 'system'")
     messages: list[Message] = []
-    for path, message in entries:
-        role, content = message.get("role"), fields.need(message, "content", f"{path}.")
-        if role not in ("user", "assistant", "system"):
-            raise fields.wrong(f"{path}.role", f"must be 'user', 'assistant' or 'system', not {fields.shown(role)}")
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        blocks = fields.objects(content, f"{path}.content")
-        messages += (
-            [_read_reply(blocks, answered, ignored)] if role == "assistant" else _read_input(role, blocks, ignored)
-        )
-    if messages and messages[-1]["role"] == "assistant":
-        raise fields.unsupported(
-            entries[-1][0],
-            "is the assistant's: agl does not continue a reply that was begun (prefill), since those tokens would not "
-            "be the model's. End with a user message",
-        )
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] != "tool_result":
+            parts += _parts([block], ignored)
+            continue
+        if parts:
+            messages.append({"role": role, "content": joined_parts(parts)})
+            parts = []
+        messages.append(_tool_result(block, ignored))
+    if parts or not blocks:
+        messages.append({"role": role, "content": joined_parts(parts)})
     return messages
 
 
-def _read_tool(path: str, tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
-    """One entry of `tools`; a tool that Anthropic runs is refused.
+def _tool_result(block: Mapping[str, Any], ignored: set[str]) -> Message:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        content = joined_parts(_parts(content, ignored))
+    message = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+    failed = block.get("is_error")
+    return message if failed is None else {**message, "status": "error" if failed else "success"}
 
-    A tool that Anthropic defines and the agent runs gets a schema here: hosted models know it by its type alone.
-    """
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        matched = _CLIENT_TOOL.fullmatch(kind) if isinstance(kind, str) else None
-        if matched is None:
-            raise fields.unsupported(
-                f"{path}.type",
-                f"is {fields.shown(kind)}: agl can pass on the agent's own tools, and of Anthropic's bash, text editor "
-                "and memory",
-            )
-        description, schema = _CLIENT_TOOLS[matched[1]]
-        tool = {**tool, "description": description, "input_schema": schema}
-    schema = fields.need(tool, "input_schema", f"{path}.")
-    fields.must(isinstance(schema, dict), f"{path}.input_schema", "an object", schema)
-    fields.check_fields(tool, fields.FUNCTION, f"{path}.")
-    ignored.update(f"tools.{name}" for name, value in tool.items() if value is not None and name not in _TOOL_FIELDS)
-    function = {
-        "name": fields.need_text(tool, "name", f"{path}."),
-        "description": tool.get("description"),
-        "parameters": schema,
-        "strict": tool.get("strict"),
-    }
-    return {"type": "function", "function": fields.without_none(function)}
+
+def _read_reply(blocks: list[dict[str, Any]], answered: Answered, ignored: set[str]) -> Message:
+    texts, reasoning, calls = [], [], []
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(block["text"])
+            case "thinking":
+                reasoning.append(block["thinking"])
+            case "tool_use":
+                function = {"name": block["name"], "arguments": _arguments(block["input"])}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+            case "redacted_thinking":  # Another server's, and encrypted: no model here can read it.
+                ignored.add("redacted_thinking")
+            case kind:
+                raise unsupported("messages", f"has a block of type {kind!r}, which agl cannot pass on")
+    message: dict[str, Json] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return answered.own(message)
+
+
+def _arguments(written: Mapping[str, Any]) -> str:
+    """A tool's input as chat completions have it, a text."""
+    unparsed = written.get(_UNPARSED) if len(written) == 1 else None
+    return unparsed if isinstance(unparsed, str) else json.dumps(written, ensure_ascii=False)
 
 
 def _tool_input(arguments: str) -> dict[str, Any]:
@@ -337,115 +313,64 @@ def _tool_input(arguments: str) -> dict[str, Any]:
     ({'city': 'Bern'}, {'INVALID_JSON': '{"city'})
     """
     try:
-        value = fields.loads(arguments)
+        value = loads(arguments)
         orjson.dumps(value)  # it may be nested too deeply to be written
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return {_UNPARSED: arguments}
     return value if isinstance(value, dict) else {_UNPARSED: arguments}
 
 
-def _read_input(role: str, blocks: _Blocks, ignored: set[str]) -> Iterator[Message]:
-    """A message of the user or the system."""
-    parts: list[dict[str, Any]] = []
-    for path, block in blocks:
-        if block.get("type") != "tool_result":
-            parts += _parts([(path, block)], ignored)
-            continue
-        if parts:
-            yield {"role": role, "content": _content(parts)}
-            parts = []
-        yield _tool_result(path, block, ignored)
-    if parts or not blocks:
-        yield {"role": role, "content": _content(parts)}
+def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
+    """One entry of `tools`; a tool that Anthropic runs is refused.
+
+    A tool that Anthropic defines and the agent runs gets a schema here: hosted models know it by its type alone.
+    """
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        matched = _CLIENT_TOOL.fullmatch(kind)
+        if matched is None:
+            raise unsupported("tools", f"has one of type {kind!r}, which needs Anthropic's own servers")
+        description, schema = _CLIENT_TOOLS[matched[1]]
+        tool = {**tool, "description": description, "input_schema": schema}
+    ignored.update(f"tools.{name}" for name, value in tool.items() if value is not None and name not in _TOOL_FIELDS)
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": tool["input_schema"],
+        "strict": tool.get("strict"),
+    }
+    return {"type": "function", "function": without_none(function)}
 
 
-def _tool_result(path: str, block: Mapping[str, Any], ignored: set[str]) -> Message:
-    call_id, content = fields.need_text(block, "tool_use_id", f"{path}."), block.get("content")
-    if content is None:
-        content = ""
-    elif not isinstance(content, str):
-        content = _content(_parts(fields.objects(content, f"{path}.content"), ignored))
-    message = {"role": "tool", "tool_call_id": call_id, "content": content}
-    failed = block.get("is_error")
-    if failed is None:
-        return message
-    fields.must(isinstance(failed, bool), f"{path}.is_error", "true or false", failed)
-    return {**message, "status": "error" if failed else "success"}
-
-
-def _read_reply(blocks: _Blocks, answered: Answered, ignored: set[str]) -> Message:
-    texts, reasoning, calls = [], [], []
-    for path, block in blocks:
-        match block.get("type"):
-            case "text":
-                texts.append(fields.need_text(block, "text", f"{path}."))
-            case "thinking":
-                reasoning.append(fields.need_text(block, "thinking", f"{path}."))
-            case "tool_use":
-                calls.append(_tool_use(path, block))
-            case "redacted_thinking":  # Another server's, and encrypted: no model here can read it.
-                ignored.add("redacted_thinking")
-            case kind:
-                raise fields.unsupported(
-                    f"{path}.type",
-                    f"is {fields.shown(kind)}: agl can pass on text, thinking and tool_use of an assistant",
-                )
-    message: dict[str, Json] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
-    if reasoning:
-        message["reasoning_content"] = "".join(reasoning)
-    if calls:
-        message["tool_calls"] = calls
-    return answered.own(message)
-
-
-def _tool_use(path: str, block: Mapping[str, Any]) -> dict[str, Json]:
-    arguments = fields.need(block, "input", f"{path}.")
-    fields.must(isinstance(arguments, dict), f"{path}.input", "an object", arguments)
-    unparsed = arguments.get(_UNPARSED) if len(arguments) == 1 else None
-    text = unparsed if isinstance(unparsed, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": fields.need_text(block, "name", f"{path}."), "arguments": text}
-    return {"id": fields.need_text(block, "id", f"{path}."), "type": "function", "function": function}
-
-
-def _parts(blocks: _Blocks, ignored: set[str]) -> list[dict[str, Any]]:
+def _parts(blocks: list[dict[str, Any]], ignored: set[str]) -> list[dict[str, Any]]:
     """Blocks of a user's message, of a tool's result or of the system prompt as parts of a chat message."""
     parts: list[dict[str, Any]] = []
-    for path, block in blocks:
+    for block in blocks:
         source: Any = block.get("source")
-        origin = source.get("type") if isinstance(source, dict) else None
         if block.get("citations"):
             ignored.add("citations")
-        match block.get("type"), origin:
+        match block["type"], source.get("type") if isinstance(source, dict) else None:
             case "text", _:
-                parts.append(_text(fields.need_text(block, "text", f"{path}.")))
+                parts.append(_text(block["text"]))
             case "tool_reference", _:  # The tool is among the request's tools.
-                parts.append(_text(fields.need_text(block, "tool_name", f"{path}.")))
+                parts.append(_text(block["tool_name"]))
             case "search_result", _:
-                content = fields.objects(block.get("content"), f"{path}.content")
-                parts += [*_texts(path, block, "title", "source"), *_parts(content, ignored)]
+                parts += [*_texts(block, "title", "source"), *_parts(block["content"], ignored)]
             case "image", "url":
-                url = fields.need_text(source, "url", f"{path}.source.")
-                parts.append({"type": "image_url", "image_url": {"url": url}})
+                parts.append({"type": "image_url", "image_url": {"url": source["url"]}})
             case "image", "base64":
-                parts.append({"type": "image_url", "image_url": {"url": _data_url(path, source)}})
+                parts.append({"type": "image_url", "image_url": {"url": _data_url(source)}})
             case "document", "text":
-                data = fields.need_text(source, "data", f"{path}.source.")
-                parts += [*_texts(path, block, "title", "context"), _text(data)]
+                parts += [*_texts(block, "title", "context"), _text(source["data"])]
             case "document", "content":
-                content = fields.need(source, "content", f"{path}.source.")
-                blocks_inside = fields.objects(
-                    [_text(content)] if isinstance(content, str) else content, f"{path}.source.content"
-                )
-                parts += [*_texts(path, block, "title", "context"), *_parts(blocks_inside, ignored)]
+                content = source["content"]
+                inside = [_text(content)] if isinstance(content, str) else content
+                parts += [*_texts(block, "title", "context"), *_parts(inside, ignored)]
             case "document", "base64":
-                file = {"filename": block.get("title") or "document.pdf", "file_data": _data_url(path, source)}
-                parts += [*_texts(path, block, "context"), {"type": "file", "file": file}]
+                file = {"filename": block.get("title") or "document.pdf", "file_data": _data_url(source)}
+                parts += [*_texts(block, "context"), {"type": "file", "file": file}]
             case kind, _:
-                raise fields.unsupported(
-                    f"{path}.type",
-                    f"is {fields.shown(kind)}: agl can pass on text, images (base64 or url), documents (text, content "
-                    "or base64), and results of searches and of the agent's own tools",
-                )
+                raise unsupported("messages", f"has a block of type {kind!r}, which agl cannot pass on")
     return parts
 
 
@@ -453,18 +378,10 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _texts(path: str, block: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
+def _texts(block: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
     """What a block says about its content."""
-    return [_text(fields.need_text(block, name, f"{path}.")) for name in names if block.get(name) is not None]
+    return [_text(block[name]) for name in names if block.get(name) is not None]
 
 
-def _data_url(path: str, source: Mapping[str, Any]) -> str:
-    kind, data = (fields.need_text(source, name, f"{path}.source.") for name in ("media_type", "data"))
-    return f"data:{kind};base64,{data}"
-
-
-def _content(parts: list[dict[str, Any]]) -> Json:
-    """Parts as a chat message has them; one that is text, or none, becomes a text."""
-    if not parts:
-        return ""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+def _data_url(source: Mapping[str, Any]) -> str:
+    return f"data:{source['media_type']};base64,{source['data']}"

@@ -8,16 +8,26 @@ reasoning, or shortens a conversation that is too long, so what asks for that is
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.responses import Response
 
 from agl_core.server.answered import NOT_KEPT, Answered, Message
-from agl_core.server.dialects import fields
-from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, event_stream, pieces, rendered
-from agl_core.server.dialects.responses_input import item_id, read_input
+from agl_core.server.dialects.dialect import (
+    Dialect,
+    ModelRequest,
+    Translation,
+    event_stream,
+    joined_parts,
+    pieces,
+    rendered,
+    unsupported,
+    without_none,
+    wrong,
+)
 from agl_core.server.reply import Reply, called, reasoning_of
 from agl_core.types import FinishReason, Json
 
@@ -35,45 +45,20 @@ _INCOMPLETE = {
 }
 _NOT_YET = ("usage", "incomplete_details")
 """Fields that are null until the response has ended."""
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Where the parts that are text have it."""
+_ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})(?:_([0-9]+))?")
+"""Kind, reply and number of an item; a reply of a session is named after it."""
 
 
 class Responses(Dialect):
     """`POST /v1/responses`, and `/v1/responses/input_tokens`, which `counts`."""
 
     id_prefix = "resp_"
-    checked: ClassVar[fields.Fields] = {
-        **fields.COMMON,
-        **fields.SAMPLING,
-        **fields.TOOL_USE,
-        "input": fields.a((str, list), "a string or a list of items"),
-        "instructions": fields.TEXT,
-        "max_output_tokens": fields.integer(1),
-        "max_tool_calls": fields.integer(1),
-        "previous_response_id": fields.TEXT,
-        "store": fields.FLAG,
-        "include": fields.TEXTS,
-        "text": fields.OBJECT,
-        "reasoning": fields.OBJECT,
-        "tools": fields.TOOLS,
-    }
-    refused: ClassVar[fields.Refusals] = {
-        **{
-            name: ((), f"is no field of the Responses API; use {instead}")
-            for name, instead in {
-                "messages": "'input'",
-                "max_tokens": "'max_output_tokens'",
-                "max_completion_tokens": "'max_output_tokens'",
-                "response_format": "'text': {'format': …}",
-                "logprobs": f"'include': ['{_LOGPROBS}']",
-                "n": "one request for each response",
-            }.items()
-        },
-        **dict.fromkeys(
-            ("background", "conversation", "image", "moderation", "prompt"),
-            ((False,), "needs OpenAI's own servers. Leave it out"),
-        ),
-        **fields.NOT_RETURNED,
-    }
+    refused = frozenset(
+        {"messages", "max_tokens", "max_completion_tokens", "response_format", "logprobs", "n", "background"}
+        | {"conversation", "image", "moderation", "prompt", "return_token_ids", "prompt_logprobs"}
+    )
     rewritten = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
     ignored = frozenset({"access_programs", "context_management", "max_tool_calls", "truncation"})
     """OpenAI's limit of tool calls is of those that it makes itself."""
@@ -84,28 +69,22 @@ class Responses(Dialect):
         self.api = "responses/input_tokens" if counts else "responses"
 
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
-        for index, entry in enumerate(body.get("include") or ()):
-            if entry not in (_LOGPROBS, _ENCRYPTED):
-                raise fields.unsupported(
-                    f"include[{index}]", f"is {fields.shown(entry)}: agl can include {_LOGPROBS} only. Leave it out"
-                )
-        messages = [*_earlier(body, answered), *read_input(fields.need(body, "input"), answered, ignored)]
-        if not messages:
-            raise fields.wrong(
-                "input", "must be a string or a list with at least one item", code="missing_required_parameter"
-            )
+        include = body.get("include") or ()
+        if other := {*include} - {_LOGPROBS, _ENCRYPTED}:
+            raise unsupported("include", f"asks for {', '.join(sorted(other))}, which agl does not have")
+        messages = [
+            *_earlier(body.get("previous_response_id"), answered),
+            *_read_input(body["input"], answered, ignored),
+        ]
         instructions = body.get("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
         text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
-        fields.check_fields(text, {"format": fields.OBJECT, "verbosity": fields.TEXT}, "text.")
-        fields.check_fields(reasoning, {"effort": fields.TEXT}, "reasoning.")
-        logprobs = bool(body.get("top_logprobs")) or _LOGPROBS in (body.get("include") or ())
-        tools = fields.objects(body.get("tools") or [], "tools")
+        logprobs = bool(body.get("top_logprobs")) or _LOGPROBS in include
         chat: dict[str, Json] = {
-            "messages": [*system, *messages],
-            "tools": [_tool(path, tool) for path, tool in tools] or None,
+            "messages": [*system, *messages] if messages else [],
+            "tools": [_tool(tool) for tool in body.get("tools") or ()] or None,
             "tool_choice": _tool_choice(body.get("tool_choice")),
-            "response_format": _response_format(text.get("format")),
+            "response_format": _response_format(text.get("format") or {}),
             "verbosity": text.get("verbosity"),
             "reasoning_effort": reasoning.get("effort"),
             "logprobs": True if logprobs else None,
@@ -118,21 +97,20 @@ class Responses(Dialect):
             conversation=None if body.get("store") is False else messages,
         )
 
-    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
         if self.counts:
             return rendered({"object": "response.input_tokens", "input_tokens": reply.usage.prompt})
         response = _response(request, reply)
         return event_stream(_stream_events(response)) if request.stream else rendered(response)
 
 
-def _earlier(body: Mapping[str, Any], answered: Answered) -> Sequence[Message]:
+def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
     """The conversation that `previous_response_id` continues, without its instructions."""
-    previous = body.get("previous_response_id")
     if previous is None:
         return ()
     conversation = answered.conversation(previous)
     if conversation is None:
-        raise fields.wrong(
+        raise wrong(
             "previous_response_id",
             f"names {previous!r}, which this attempt cannot continue. {NOT_KEPT} Send the whole input instead",
             code="previous_response_not_found",
@@ -140,42 +118,30 @@ def _earlier(body: Mapping[str, Any], answered: Answered) -> Sequence[Message]:
     return conversation
 
 
-def _tool(path: str, tool: Mapping[str, Any]) -> dict[str, Json]:
+def _tool(tool: Mapping[str, Any]) -> dict[str, Json]:
     """A tool as chat completions describe it; a hosted one as it is: the model server may have it."""
-    kind = fields.need_text(tool, "type", f"{path}.")
+    kind = tool["type"]
     if kind not in ("function", "custom"):
         return dict(tool)
-    fields.need_text(tool, "name", f"{path}.")
     described = {k: v for k, v in tool.items() if k != "type" and v is not None}
-    if kind == "function":
-        fields.check_fields(tool, fields.FUNCTION, f"{path}.")
-    elif isinstance(format := described.get("format"), dict) and format.get("type") == "grammar":
+    if kind == "custom" and isinstance(format := described.get("format"), dict) and format.get("type") == "grammar":
         described["format"] = {"type": "grammar", "grammar": {k: v for k, v in format.items() if k != "type"}}
     return {"type": kind, kind: described}
 
 
 def _tool_choice(choice: Json) -> Json:
-    if not isinstance(choice, dict):
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
         return choice
-    kind = fields.need_text(choice, "type", "tool_choice.")
-    if kind not in ("function", "custom"):
-        return choice
-    return {"type": kind, kind: {"name": fields.need_text(choice, "name", "tool_choice.")}}
+    return {"type": choice["type"], choice["type"]: {"name": choice["name"]}}
 
 
-def _response_format(wanted: Json) -> Json:
-    if wanted is None or wanted.get("type") == "text":
-        return None
+def _response_format(wanted: Mapping[str, Any]) -> Json:
     kind = wanted.get("type")
-    if kind == "json_object":
-        return {"type": kind}
-    if kind != "json_schema":
-        raise fields.wrong(
-            "text.format.type", f"must be 'text', 'json_object' or 'json_schema', not {fields.shown(kind)}"
-        )
-    fields.need_text(wanted, "name", "text.format.")
-    fields.must(isinstance(wanted.get("schema"), dict), "text.format.schema", "an object", wanted.get("schema"))
-    return {"type": kind, kind: {k: v for k, v in wanted.items() if k != "type" and v is not None}}
+    if kind in (None, "text"):
+        return None
+    if kind == "json_schema":
+        return {"type": kind, kind: {k: v for k, v in wanted.items() if k != "type" and v is not None}}
+    return dict(wanted)
 
 
 def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
@@ -223,7 +189,7 @@ def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> li
     items: list[dict[str, Json]] = []
     if reasoning:
         text = {"type": "reasoning_text", "text": reasoning}
-        own_id = item_id("rs", reply.id)
+        own_id = _item_id("rs", reply.id)
         sealed = {"encrypted_content": own_id} if encrypted else {}  # Clients send it back; memory has what it means.
         items.append({"id": own_id, "type": "reasoning", "summary": [], "content": [text], "status": status, **sealed})
     if content or not calls:
@@ -231,7 +197,7 @@ def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> li
         part = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": sampled}
         items.append(
             {
-                "id": item_id("msg", reply.id),
+                "id": _item_id("msg", reply.id),
                 "type": "message",
                 "role": "assistant",
                 "status": status,
@@ -240,7 +206,7 @@ def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> li
         )
     for number, call in enumerate(calls):
         is_custom = call.get("type") == "custom"
-        own_id = item_id("ctc" if is_custom else "fc", reply.id, number)
+        own_id = _item_id("ctc" if is_custom else "fc", reply.id, number)
         kind = "custom_tool_call" if is_custom else "function_call"
         name, passed = called(call)
         item: dict[str, Json] = {"id": own_id, "type": kind, "call_id": call.get("id") or own_id, "name": name}
@@ -320,3 +286,143 @@ def _of_event(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
 
 def _brief(logprob: Mapping[str, Json]) -> dict[str, Json]:
     return {"token": logprob["token"], "logprob": logprob["logprob"]}
+
+
+def _item_id(kind: str, reply_id: str, number: int | None = None) -> str:
+    """The id of an output item, which names the reply that it is part of.
+
+    >>> _item_id("fc", "resp_00", 1)
+    'fc_00_1'
+    """
+    _, _, unique = reply_id.rpartition("_")
+    return f"{kind}_{unique}" if number is None else f"{kind}_{unique}_{number}"
+
+
+def _read_input(items: Any, answered: Answered, ignored: set[str]) -> list[Message]:
+    """The chat messages that `input` stands for; what is left out is added to `ignored`.
+
+    The items of one reply (reasoning, text, function calls) are one chat message, however they come back: without ids,
+    or with each call's output behind the call.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    reader = _Reader(answered, ignored)
+    for item in items:
+        reader.read(item)
+    return reader.finish()
+
+
+class _Reader:
+    """Puts items together, in order."""
+
+    def __init__(self, answered: Answered, ignored: set[str]) -> None:
+        self._answered, self._ignored = answered, ignored
+        self._messages: list[dict[str, Any]] = []
+        self._reply: dict[str, Any] | None = None
+        """The last assistant message; it may still grow."""
+        self._reply_id: str | None = None
+        """The reply that it echoes, if its items name one."""
+
+    def read(self, item: Mapping[str, Any]) -> None:
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        match kind:
+            case "message":
+                self._read_message(item)
+            case "function_call" | "custom_tool_call":
+                own_kind, written = ("function", "arguments") if kind == "function_call" else ("custom", "input")
+                tool = {"name": item["name"], written: item[written]}
+                call = {"id": item["call_id"], "type": own_kind, own_kind: tool}
+                self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
+                content = _content(item["output"])
+                self._messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            case "reasoning" if item.get("content"):
+                reasoning = "".join(part["text"] for part in item["content"])
+                self._assistant("reasoning_content", item)["reasoning_content"] = reasoning
+            case "reasoning":
+                sealed = {**item, "id": item.get("encrypted_content")}  # Clients that keep nothing leave ids out.
+                if not (self._refer(item) or self._refer(sealed)):  # No model here can read another server's.
+                    self._ignored.add("input.reasoning")
+            case "item_reference":
+                if not self._refer(item):
+                    problem = f"refers to {item['id']!r}, which is not kept. {NOT_KEPT} Send the item itself"
+                    raise wrong("input", problem, code="item_not_found")
+            case _:
+                raise unsupported("input", f"has an item of type {kind!r}, which agl cannot pass on")
+
+    def finish(self) -> list[Message]:
+        return [self._finished(message) if message["role"] == "assistant" else message for message in self._messages]
+
+    def _finished(self, message: dict[str, Any]) -> Message:
+        content = message.get("content") or (None if message.get("tool_calls") else "")
+        return self._answered.own({**message, "content": content})
+
+    def _read_message(self, item: Mapping[str, Any]) -> None:
+        role, content = item["role"], _content(item["content"])
+        if role != "assistant":
+            self._messages.append({"role": role, "content": content})
+            return
+        if not isinstance(content, str) and all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+        self._assistant("content", item)["content"] = content
+
+    def _refer(self, item: Mapping[str, Any]) -> bool:
+        """Take a part of a kept reply, by its item's id alone; False if it is not kept."""
+        matched = _ITEM_ID.fullmatch(item["id"]) if isinstance(item.get("id"), str) else None
+        own = self._answered.message(f"resp_{matched[2]}") if matched else None
+        if matched is None or own is None:
+            return False
+        if matched[1] in ("fc", "ctc"):
+            calls: Any = own.get("tool_calls") or ()
+            called = calls[int(matched[3]) : int(matched[3]) + 1] if matched[3] else ()
+            if called:
+                self._assistant("tool_calls", item).setdefault("tool_calls", []).extend(called)
+            return bool(called)
+        part, value = {
+            "msg": ("content", own.get("content")),
+            "rs": ("reasoning_content", reasoning_of(own)),
+        }[matched[1]]
+        if value is not None:
+            self._assistant(part, item)[part] = value
+        return value is not None
+
+    def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
+        """The assistant message that an item is part of: the last one, or a new one."""
+        reply_id = self._reply_id_of(item)
+        last = self._reply
+        if last is not None and (part == "tool_calls" or part not in last):
+            if reply_id is not None and reply_id == self._reply_id:
+                return last
+            one_unknown = reply_id is None or self._reply_id is None
+            in_order = part == "tool_calls" or (part == "content" and "tool_calls" not in last)
+            if self._messages[-1] is last and one_unknown and in_order:
+                self._reply_id = self._reply_id or reply_id
+                return last
+        self._reply, self._reply_id = {"role": "assistant"}, reply_id
+        self._messages.append(self._reply)
+        return self._reply
+
+    def _reply_id_of(self, item: Mapping[str, Any]) -> str | None:
+        own = item.get("id")
+        matched = _ITEM_ID.fullmatch(own) if isinstance(own, str) else None
+        if matched:
+            return f"resp_{matched[2]}"
+        call_id = item.get("call_id")
+        return self._answered.reply_of(call_id) if isinstance(call_id, str) else None
+
+
+def _content(content: Any) -> Json:
+    """A text, or a list of parts as chat completions have them."""
+    return content if isinstance(content, str) else joined_parts([_part(part) for part in content])
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    if kind in _TEXTS:
+        return {"type": "text", "text": part[_TEXTS[kind]]}
+    if kind == "input_image" and part.get("image_url") is not None:
+        image = {"url": part["image_url"], "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": without_none(image)}
+    raise unsupported("input", f"has a part of type {kind!r}: agl can pass on text, and images by 'image_url'")

@@ -81,32 +81,3 @@ async def test_what_is_asked_is_passed_on(stack: Stack) -> None:
     assert (body["stop"], body["user"], body["presence_penalty"], body["invented"]) == ("END", "me", 0.5, 1)
     assert body["messages"] == [{"role": "user", "content": "x"}]
     assert not {"prompt", *nothing} & set(body)
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [1, 2, 3]}, "prompt"),
-    ({"prompt": ["a", 3]}, "prompt"),
-    ({"echo": True}, "echo"),
-    ({"suffix": "x"}, "suffix"),
-    ({"best_of": 3}, "best_of"),
-    ({"max_completion_tokens": 5}, "max_completion_tokens"),
-    ({"messages": []}, "messages"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"logprobs": 6}, "logprobs"),
-]
-
-
-async def test_what_is_wrong_is_named(stack: Stack) -> None:
-    url = f"{stack.url(await stack.lease())}/completions"
-    responses = await post_each(stack, url, ({**GOOD, **change} for change, _ in WRONG))
-    for (change, param), response in zip(WRONG, responses, strict=True):
-        error = response.json()["error"]
-        assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), change
-        assert f"'{param}'" in error["message"]
-    assert stack.upstream.received == []
-    names = {param for _, param in WRONG} - {*GOOD}
-    (response,) = await post_each(stack, url, [{**GOOD, **dict.fromkeys(names)}])
-    assert response.status_code == 200, response.text

@@ -172,10 +172,10 @@ async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it
             for value in ("x", {"type": "x"}, [{"type": "x"}], 1):
                 stack.upstream.received.clear()
                 (response,) = await post_each(stack, f"{url}/{route}", [{**asked, name: value}])
-                if response.status_code == 200:
+                if stack.upstream.received:
                     assert stack.upstream.received[0].body.keys() <= known, name
                 else:
-                    assert (response.status_code, f"'{name}" in response.text) == (400, True), response.text
+                    assert response.status_code == 400, response.text
 
 
 @pytest.mark.parametrize(
