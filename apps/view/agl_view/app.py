@@ -20,7 +20,6 @@ from agl_view.pages.compare import compare_page, task_page
 from agl_view.pages.health import health_page
 from agl_view.pages.run import run_page
 from agl_view.pages.talk import talk_page
-from agl_view.pages.trial import try_page
 from agl_view.security import TALK, Guard
 
 
@@ -59,7 +58,6 @@ def make_app(
             Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
             Route(f"{run_path}/groups/{{id:path}}", pages.group),
             Route(f"{run_path}/call", pages.call),
-            Route(f"{run_path}/try", page_of(try_page)),
             Route(f"{run_path}{TALK}", page_of(talk_page), methods=["GET", "POST"]),
             Mount("/static", StaticFiles(packages=[("agl_view", "static")])),
         ],

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError, nearest
 from agl_core.reading.runs import find_store
 from agl_core.store.interface import Store
-
-Made = TypeVar("Made")
 
 
 class RunFolders:
@@ -19,7 +16,7 @@ class RunFolders:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [path.resolve() for path in paths]
-        self._made: dict[tuple[Path, Callable[[Path], Any]], tuple[int, Any]] = {}
+        self._stores: dict[Path, tuple[int, Callable[[bool], Store]]] = {}
 
     def named(self) -> dict[str, Path]:
         """The runs, the newest first, by their names in addresses; of two folders of one name, the second is `NAME~2`.
@@ -48,16 +45,11 @@ class RunFolders:
         return runs[name]
 
     def open_store(self, folder: Path) -> Store:
-        """As `agl_core.reading.runs.open_store`, without looking for its plugin each time."""
-        return self.read(folder, find_store)(True)
-
-    def read(self, folder: Path, how: Callable[[Path], Made]) -> Made:
-        """What `how` makes of the run's configuration, once for each version of that file."""
+        """As `agl_core.reading.runs.open_store`: its plugin is looked for once for each version of the configuration."""
         try:
             written = (folder / CONFIG_FILE).stat().st_mtime_ns
-        except OSError:  # It was removed meanwhile, and `how` says so.
+        except OSError:  # It was removed meanwhile, and `find_store` says so.
             written = 0
-        if (folder, how) not in self._made or self._made[folder, how][0] != written:
-            self._made[folder, how] = written, how(folder)
-        made: Made = self._made[folder, how][1]
-        return made
+        if folder not in self._stores or self._stores[folder][0] != written:
+            self._stores[folder] = written, find_store(folder)
+        return self._stores[folder][1](True)

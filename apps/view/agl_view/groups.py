@@ -22,9 +22,6 @@ from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord
 
-_SAMPLE = 40
-"""Rollouts that are looked into to know which agents, policies and tools there are."""
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -79,38 +76,25 @@ class GroupList:
     """The number of rollouts that were looked at: the newest ones."""
     is_all: bool
     """Whether these are all of this step and mode."""
-    agents: Sequence[str]
-    """Agents that made calls in them; like policies and tools, those of some of the rollouts."""
-    policies: Sequence[str]
-    tools: Sequence[str]
-    drops: Sequence[str]
-    """Reasons for which their transitions were dropped."""
 
 
 async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
     """The groups with rollouts that match, among the newest `limit` rollouts of the step and mode."""
     newest = await store.rollouts(step=query.step, mode=query.mode, newest=limit + 1)
     is_all, newest = len(newest) <= limit, newest[-limit:]
-    keys = counted_attempts(newest)
     entries = await entries_of(store, newest)
-    records = by_rollout(await store.training_records(keys))
+    records = by_rollout(await store.training_records(counted_attempts(newest)))
     ids = await matching(store, query, entries)
     by_group: dict[tuple[str, str, int], list[Member]] = {}
     for entry in entries:
         rollout = entry.rollout
         member = Member(entry, _advantage(records.get(rollout.id, ())), rollout.id in ids)
         by_group.setdefault((rollout.group, rollout.run, rollout.restart), []).append(member)
-    sample = keys[:: max(1, len(keys) // _SAMPLE)]
-    calls, tools = await store.calls(sample), await store.tool_results(sample)
     return GroupList(
         [Group.of(members) for members in by_group.values() if any(member.matches for member in members)],
         matching=len(ids),
         total=len(newest),
         is_all=is_all,
-        agents=sorted({call.agent for call in calls if call.agent} | ({query.agent} if query.agent else set())),
-        policies=sorted({call.policy for call in calls} | ({query.policy} if query.policy else set())),
-        tools=sorted({result.tool for result in tools} | ({query.tool} if query.tool else set())),
-        drops=sorted({str(record.dropped) for of_one in records.values() for record in of_one if record.dropped}),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.types import Attempt, Call, Ending, ToolResult
+from agl_core.types import Attempt, Call, Ending
 
 from .viewed_runs import HERE, HOSTILE, Folder, Parsed, rollout, said
 
@@ -295,26 +295,6 @@ def test_pages_of_a_run_follow_it_while_another_process_writes_it(runs: Folder) 
     assert all('data-changed="/runs/calc/changed"' in page for page in running)
     assert "running 1 / 4 steps" in said(running[0])
     assert not any("data-changed" in page for page in finished)
-
-
-def test_spans_are_a_tree(runs: Folder) -> None:
-    spans = {"s1-g0-m0-c0": "crew", "s1-g0-m0-c1": "tool"}
-    records = [
-        replace(record, parent_span=spans[record.id])
-        if isinstance(record, Call)
-        else replace(record, span="tool", parent_span="crew")
-        if isinstance(record, ToolResult)
-        else record
-        for record in rollout("s1-g0-m0", answer="42", reward=1.0, advantage=0.5)
-    ]
-    runs.make("calc", *records)
-
-    page = said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
-
-    tree = "invoke_agent solver chat solver asks default turn 0 execute_tool look 0.5 s chat solver asks default turn 1"
-    assert tree in page
-    runs.trained("other")
-    assert "who called what" not in runs.page("/runs/other/rollouts/s1-g0-m0")
 
 
 def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:

@@ -1,4 +1,4 @@
-"""Pages about several runs, and about other rewards of one: over HTTP, as a browser asks."""
+"""Pages about several runs: over HTTP, as a browser asks."""
 
 from __future__ import annotations
 
@@ -53,33 +53,16 @@ def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
     assert "a=x" in runs.page("/compare?a=calc@x&b=calc@1", 400)
 
 
-def test_other_rewards_are_tried_and_nothing_is_written(runs: Folder) -> None:
-    folder = runs.trained()
-    before = {file: file.read_bytes() for file in folder.iterdir()}
-
-    assert "Change something" in runs.page("/runs/calc/try")
-    page = said(runs.page("/runs/calc/try?trusted=yes&weight.right=0.5&step=1&settings=rewards.right.field%3Danswer"))
-    wrong = runs.page("/runs/calc/try?trusted=yes&settings=rewards.right.nope%3D1")
-
-    assert "rollouts that change3 of 4" in page
-    assert "2 → 0.5" in page
-    assert "nope" in wrong
-    assert {file: file.read_bytes() for file in folder.iterdir()} == before
-
-
-def test_no_code_of_a_run_runs_until_it_is_trusted(runs: Folder) -> None:
+def test_no_code_of_a_run_runs(runs: Folder) -> None:
     folder = runs.trained()
     (folder / "plugin.py").write_text("from pathlib import Path\nPath(__file__).with_name('it-ran').touch()\n")
     config = folder / "config.toml"
     config.write_text(f'plugins = ["{folder}/plugin.py"]\n{config.read_text()}')
-    pages = ("", "/rollouts", "/rollouts/s1-g0-m0", "/health", "/try", "/try?weight.right=0.5")
 
-    shown = [runs.page(f"/runs/calc{page}") for page in pages]
+    for page in ("", "/rollouts", "/rollouts/s1-g0-m0", "/groups/s1-g0-m0", "/health"):
+        runs.page(f"/runs/calc{page}")
 
     assert not (folder / "it-ran").exists()
-    assert "Tick that you trust it" in shown[-1]
-    assert "rollouts that change" in runs.page("/runs/calc/try?weight.right=0.5&trusted=yes")
-    assert (folder / "it-ran").exists()
 
 
 def test_one_task_of_two_runs_is_side_by_side(runs: Folder) -> None:

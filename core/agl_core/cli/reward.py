@@ -66,7 +66,6 @@ def try_(
 
     No agent and no engine runs, and nothing is written. The rules score the recorded calls, tool results and results;
     what the agent itself reported stays as recorded. Credit sees each rollout with its whole group, as in training.
-    The advantage is that of GRPO: credit minus the group's mean, divided by its deviation.
     Evaluations, and what was recorded without training, get rewards and no credit.
     A star marks what changes. A reward rule that fails is named, and ends the command with status 2.
 
@@ -123,7 +122,7 @@ def _print_rollout(screen: Screen, change: RolloutChange) -> None:
     rows = table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("turn", no_wrap=True)
     rows.add_column("agent, tools, rewards", overflow="fold")
-    for column in ("reward", "credit", "advantage"):
+    for column in ("reward", "credit"):
         rows.add_column(column, no_wrap=True)
 
     def row(turn: str, text: str, *changes: Change) -> None:
@@ -134,8 +133,8 @@ def _print_rollout(screen: Screen, change: RolloutChange) -> None:
         agent = one_line(transition.agent or "unnamed agent", 60)
         results = transition.tool_results
         tools = ", ".join(f"{one_line(r.tool, 40)} {status_text(r)} ({said_by(r)})" for r in results)
-        of_training = (transition.credit, transition.advantage) if change.mode.trains else ()
-        row(str(transition.turn), f"{agent}: {tools}" if tools else agent, transition.reward, *of_training)
+        credit = [transition.credit] if change.mode.trains else []
+        row(str(transition.turn), f"{agent}: {tools}" if tools else agent, transition.reward, *credit)
         for part in transition.rewards:
             row("", f"  {one_line(part.name, 80)} (by {one_line(part.source, 40)})", part)
     rows.add_section()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from agl_core.config import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import BatchPlan, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.reading.explained import GroupCredit, superseded
+from agl_core.reading.explained import superseded
 from agl_core.reading.importing import import_file
 from agl_core.reading.rollouts import entries_of
 from agl_core.reading.runs import find_run, has_store, is_capture, open_store
@@ -79,12 +78,10 @@ class TransitionChange:
     reward: Change
     """The sum of its intermediate rewards."""
     credit: Change
-    advantage: Change
-    """GRPO's: credit minus the mean of its group, divided by the deviation; 0 where these are equal."""
 
     @property
     def changed(self) -> bool:
-        return any(change.changed for change in (self.reward, self.credit, self.advantage, *self.rewards))
+        return any(change.changed for change in (self.reward, self.credit, *self.rewards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +164,7 @@ async def try_run(
     before = {key: value for record in recorded.values() for key, value in record.credit.items()}
     after = _credited(loaded, of_groups)
     credit = {key: Change(before.get(key), after.get(key)) for key in {**before, **after}}
-    before_advantages, after_advantages = _advantages(before, of_groups), _advantages(after, of_groups)
-    advantage = {key: Change(before_advantages.get(key), after_advantages.get(key)) for key in credit}
-    changes = [_rollout_change(episodes[r.id], recorded[r.id], credit, advantage) for r in chosen if r.id in episodes]
+    changes = [_rollout_change(episodes[r.id], recorded[r.id], credit) for r in chosen if r.id in episodes]
     mean = Change(_mean([c.terminal.before for c in changes]), _mean([c.terminal.after for c in changes]))
     return Trial(run, changes, mean, unfinished, failures)
 
@@ -229,16 +224,11 @@ async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[li
     """The episodes with their rewards, and the errors of rules, equal ones once."""
     rules, endings = scoring_rules(loaded), loaded.config.train.endings
     scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
-    first: dict[str, Exception] = {}
-    times: Counter[str] = Counter()
+    alike: dict[str, str] = {}
     for error in (error for _, errors in scored for error in errors):
         text = f"{type(error).__name__}: {error}"
-        first.setdefault(text, error)
-        times[text] += 1
-    failures = [
-        f"{error.__notes__[-1]} {text}" + (f" ({times[text]} times in all)" if times[text] > 1 else "")
-        for text, error in first.items()
-    ]
+        alike.setdefault(text, f"{error.__notes__[-1]} {text}")
+    failures = list(alike.values())
     return [episode for episode, _ in scored], failures
 
 
@@ -256,25 +246,6 @@ def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict
     for batch in prepared.batches.values():
         credit |= dict(zip(batch.keys, batch.values_N.tolist(), strict=True))
     return credit
-
-
-def _advantages(
-    credit: Mapping[TransitionKey, Value], groups: Sequence[Sequence[Episode]]
-) -> dict[TransitionKey, float]:
-    """The advantages that follow from the credit of these groups; policies are compared each on its own."""
-    advantages: dict[TransitionKey, float] = {}
-    for group in groups:
-        by_policy: dict[str, dict[TransitionKey, float]] = {}
-        for transition in (t for episode in group for t in episode.transitions):
-            if isinstance(value := credit.get(transition.key), float):
-                by_policy.setdefault(transition.policy, {})[transition.key] = value
-        for policy, values in by_policy.items():
-            of_rollouts: dict[str, list[float]] = {}
-            for key, value in values.items():
-                of_rollouts.setdefault(key.rollout, []).append(value)
-            of = GroupCredit.of(0, policy, of_rollouts)
-            advantages |= {key: (v - of.mean) / of.std if of.std else 0.0 for key, v in values.items()}
-    return advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +274,7 @@ async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Rec
     return recorded
 
 
-def _rollout_change(
-    episode: Episode,
-    recorded: _Recorded,
-    credit: Mapping[TransitionKey, Change],
-    advantage: Mapping[TransitionKey, Change],
-) -> RolloutChange:
+def _rollout_change(episode: Episode, recorded: _Recorded, credit: Mapping[TransitionKey, Change]) -> RolloutChange:
     now: Value = episode.terminal if episode.dropped is None else f"dropped: {episode.dropped.value}"
     terminal = Change(now if recorded.terminal is None and isinstance(now, str) else recorded.terminal, now)
     rewards = _reward_changes(*([r for r in all_ if r.call is None] for all_ in (recorded.rewards, episode.rewards)))
@@ -321,16 +287,12 @@ def _rollout_change(
                 *(t.turn, t.agent, t.key.call, t.key.choice, t.tool_results),
                 rewards=_reward_changes(before, t.rewards),
                 reward=Change(sum(reward.value for reward in before), t.reward),
-                credit=credit.get(t.key, _NONE),
-                advantage=advantage.get(t.key, _NONE),
+                credit=credit.get(t.key, Change(None, None)),
             )
         )
     changed = any([terminal.changed, *(r.changed for r in rewards), *(t.changed for t in transitions)])
     of_rollout = episode.rollout, episode.task.id, episode.mode, episode.ending
     return RolloutChange(*of_rollout, changed, terminal, rewards, transitions)
-
-
-_NONE = Change(None, None)
 
 
 def _reward_changes(before: Sequence[Reward], after: Sequence[Reward]) -> list[RewardChange]:

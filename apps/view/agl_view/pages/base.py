@@ -27,7 +27,6 @@ from agl_core.types.names import RolloutState
 from agl_view import charts
 from agl_view.folders import RunFolders
 from agl_view.groups import GroupReport, find_groups, read_group
-from agl_view.spans import span_tree
 from agl_view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -155,9 +154,7 @@ class Pages:
             request,
             "rollout.html",
             report=report,
-            attempts=[
-                (each, said_in(each), each.terminal(report.weights), span_tree(each)) for each in report.attempts
-            ],
+            attempts=[(each, said_in(each), each.terminal(report.weights)) for each in report.attempts],
             strips=[(g, _strip(g, report.rollout.id)) for g in report.groups if report.rollout.id in g.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),
