@@ -45,7 +45,7 @@ class RunFolders:
         return runs[name]
 
     def open_store(self, folder: Path) -> Store:
-        """As `agl_core.reading.runs.open_store`: its plugin is looked for once for each version of the configuration."""
+        """As `reading.runs.open_store`: its plugin is looked for once for each version of the configuration."""
         try:
             written = (folder / CONFIG_FILE).stat().st_mtime_ns
         except OSError:  # It was removed meanwhile, and `find_store` says so.
