@@ -15,49 +15,27 @@ run's folder or seed, or state of its own, is registered by a hook instead (`agl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from agl_core import kinds
 from agl_core.errors import PluginError
-from agl_core.kinds import AnyKind, Capability, Register
+from agl_core.kinds import Capability, Kind, Register
 from agl_core.plugins import DECORATED
-from agl_core.protocols import Adapter, Algorithm, GroupRewardRule, RewardValue
+from agl_core.protocols import Adapter, GroupRewardRule
 from agl_core.types import CreditKind, Identity, Task
 
-RewardFunction = TypeVar("RewardFunction", bound=Callable[..., RewardValue | Awaitable[RewardValue]])
-GroupRewardFunction = TypeVar(
-    "GroupRewardFunction", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]]
-)
-CreditFunction = TypeVar("CreditFunction", bound=Callable[..., list[list[float]]])
-AlgorithmClass = TypeVar("AlgorithmClass", bound=Callable[..., Algorithm])
-AttachFunction: TypeAlias = Callable[[], Callable[[], Identity | None] | None]
-TaskListFunction = TypeVar("TaskListFunction", bound=Callable[..., Iterable[Task]])
-TaskFunction = TypeVar("TaskFunction", bound=Callable[..., Task])
-LogFunction = TypeVar("LogFunction", bound=Callable[..., None])
-
-
-def options_of(thing: Callable[..., Any]) -> type[BaseModel]:
-    """The settings of a function or class: its keyword-only parameters, their annotations and defaults."""
-    fields: dict[str, Any] = {
-        parameter.name: (
-            Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation,
-            Field(... if parameter.default is inspect.Parameter.empty else parameter.default),
-        )
-        for parameter in inspect.signature(thing, eval_str=True).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    return create_model(f"{thing.__name__}_options", __config__=ConfigDict(extra="forbid"), **fields)
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def component(
     function: Any,
-    kind: AnyKind,
+    kind: Kind,
     name: str | None = None,
     make: Callable[..., Any] = partial,
     options: type[BaseModel] | None = None,
@@ -71,13 +49,12 @@ def component(
 
     def decorate(thing: Any) -> Any:
         def build(options: BaseModel, *context: Any) -> Any:
-            return make(
-                thing, *context, **{setting: getattr(options, setting) for setting in type(options).model_fields}
-            )
+            settings = {name: getattr(options, name) for name in type(options).model_fields}
+            return make(thing, *context, **settings)
 
         def bring(register: Register) -> None:
             # Only now: annotations of settings may name what the module defines below the function.
-            builder, settings = (build, options_of(thing)) if options is None else (thing, options)
+            builder, settings = (build, _options_of(thing)) if options is None else (thing, options)
             register(kind, name or thing.__name__, builder, options=settings, doc=inspect.getdoc(thing), **declared)
 
         setattr(thing, DECORATED, bring)
@@ -86,10 +63,23 @@ def component(
     return decorate if function is None else decorate(function)
 
 
+def _options_of(thing: Callable[..., Any]) -> type[BaseModel]:
+    """The settings of a function or class: its keyword-only parameters, their annotations and defaults."""
+    fields: dict[str, Any] = {
+        parameter.name: (
+            Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation,
+            Field(... if parameter.default is inspect.Parameter.empty else parameter.default),
+        )
+        for parameter in inspect.signature(thing, eval_str=True).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    return create_model(f"{thing.__name__}_options", __config__=ConfigDict(extra="forbid"), **fields)
+
+
 @overload
-def reward_rule(function: RewardFunction) -> RewardFunction: ...
+def reward_rule(function: Decorated) -> Decorated: ...
 @overload
-def reward_rule(*, name: str | None = None, isolated: bool = False) -> Callable[[RewardFunction], RewardFunction]: ...
+def reward_rule(*, name: str | None = None, isolated: bool = False) -> Callable[[Decorated], Decorated]: ...
 def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool = False) -> Any:
     """Make `function(episode, *, settings…)` a reward rule; it may be async.
 
@@ -100,18 +90,7 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     `isolated`: a run calls it in a process without keys, files of the run or network, with limits of time and memory
     (docs/security.md). It must be a function of a module, and not async.
     """
-    if not isolated:
-        return component(function, kinds.REWARD, name)
-
-    def decorate(function: Any) -> Any:
-        if "<locals>" in function.__qualname__ or inspect.iscoroutinefunction(function):
-            raise PluginError(
-                f"The isolated reward rule '{function.__name__}' cannot be called in another process. Make it a "
-                "function of its module, not one inside another function, and not async."
-            )
-        return component(function, kinds.REWARD, name, _isolated)
-
-    return decorate
+    return component(function, kinds.REWARD, name, _isolated if isolated else partial)
 
 
 def _isolated(function: Callable[..., Any], **settings: Any) -> Any:
@@ -120,17 +99,17 @@ def _isolated(function: Callable[..., Any], **settings: Any) -> Any:
     return IsolatedFunction(function, settings)
 
 
-def group_reward_rule(function: GroupRewardFunction) -> GroupRewardFunction:
+def group_reward_rule(function: Decorated) -> Decorated:
     """Make `function(episodes, *, settings…)` a reward rule that sees all episodes of a group; it may be async.
 
     It returns a list with what a reward rule returns, one for each episode in their order. It gets the episodes that
     the other rules had rewards for, not those that were dropped or have a fixed reward for their ending.
     """
 
-    def make(function: GroupRewardFunction, **settings: Any) -> GroupRewardRule:
+    def make(function: Decorated, **settings: Any) -> GroupRewardRule:
         return GroupRewardRule(partial(function, **settings))
 
-    decorated: GroupRewardFunction = component(function, kinds.REWARD, None, make, needs={Capability.GROUPS})
+    decorated: Decorated = component(function, kinds.REWARD, None, make, needs={Capability.GROUPS})
     return decorated
 
 
@@ -140,7 +119,7 @@ def credit_rule(
     name: str | None = None,
     needs: Iterable[Capability] = (),
     provides: Iterable[Capability] = (),
-) -> Callable[[CreditFunction], CreditFunction]:
+) -> Callable[[Decorated], Decorated]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
     It gets one group of episodes and yields one value per transition. `kind` says what the values are:
@@ -148,7 +127,7 @@ def credit_rule(
     needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
     `Capability.TOOL_RESULTS`.
     """
-    decorate: Callable[[CreditFunction], CreditFunction] = component(
+    decorate: Callable[[Decorated], Decorated] = component(
         None, kinds.CREDIT, name, yields=kind, needs=tuple(needs), provides=tuple(provides)
     )
     return decorate
@@ -160,20 +139,18 @@ def algorithm(
     options: type[BaseModel] | None = None,
     takes: CreditKind | Callable[[Any], CreditKind] | None = CreditKind.RETURN,
     needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (Capability.TOKEN_IDS,),
-) -> Callable[[AlgorithmClass], AlgorithmClass]:
+) -> Callable[[Decorated], Decorated]:
     """Make a class an algorithm; its keyword-only parameters are the settings.
 
     With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
     credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
     """
-    decorate: Callable[[AlgorithmClass], AlgorithmClass] = component(
-        None,
-        kinds.ALGORITHM,
-        name,
-        lambda algorithm, **settings: algorithm(**settings),
-        options,
-        takes=takes,
-        needs=needs,
+
+    def make(algorithm: Callable[..., Any], **settings: Any) -> Any:
+        return algorithm(**settings)
+
+    decorate: Callable[[Decorated], Decorated] = component(
+        None, kinds.ALGORITHM, name, make, options, takes=takes, needs=needs
     )
     return decorate
 
@@ -183,12 +160,12 @@ class _FunctionAdapter:
     """An adapter of one function."""
 
     framework: str
-    attach: AttachFunction
+    attach: Callable[[], Callable[[], Identity | None] | None]
 
 
 def adapter(
     framework: str, *, name: str | None = None, status_rules: Sequence[Any] = ()
-) -> Callable[[AttachFunction], Adapter]:
+) -> Callable[[Callable[[], Callable[[], Identity | None] | None]], Adapter]:
     """Make `function()` an adapter, which `agl_core.attach` takes too: it installs the framework's hooks.
 
     It is called when the module `framework` is imported. Where the framework has no hook around a call, it may return a
@@ -196,14 +173,12 @@ def adapter(
     words in which the framework tells a model that a tool failed.
     """
 
-    def decorate(function: AttachFunction) -> Adapter:
+    def decorate(function: Callable[[], Callable[[], Identity | None] | None]) -> Adapter:
         attached = _FunctionAdapter(framework, function)
 
         def bring(register: Register) -> None:
-            doc = inspect.getdoc(function)
-            register(
-                kinds.ADAPTER, name or function.__name__, lambda options: attached, doc=doc, status_rules=status_rules
-            )
+            own_name, doc = name or function.__name__, inspect.getdoc(function)
+            register(kinds.ADAPTER, own_name, lambda options: attached, doc=doc, status_rules=status_rules)
 
         setattr(attached, DECORATED, bring)
         return attached
@@ -212,9 +187,9 @@ def adapter(
 
 
 @overload
-def task_source(function: TaskListFunction) -> TaskListFunction: ...
+def task_source(function: Decorated) -> Decorated: ...
 @overload
-def task_source(*, name: str) -> Callable[[TaskListFunction], TaskListFunction]: ...
+def task_source(*, name: str) -> Callable[[Decorated], Decorated]: ...
 def task_source(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(*, settings…) -> Iterable[Task]` a task source; it is called once and lists all tasks.
 
@@ -223,9 +198,7 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
     return component(function, kinds.TASK_SOURCE, name, _listed)
 
 
-def endless_task_source(
-    *, name: str | None = None, held_out: int | None = None
-) -> Callable[[TaskFunction], TaskFunction]:
+def endless_task_source(*, name: str | None = None, held_out: int | None = None) -> Callable[[Decorated], Decorated]:
     """Make `function(index, seed, *, settings…) -> Task` a task source; it is called for each task that is needed.
 
     It must make the same task of the same index and seed, always. `seed` is the run's, so that each run trains on tasks
@@ -234,20 +207,15 @@ def endless_task_source(
     relative to the configuration file.
     """
 
-    def make(function: TaskFunction, folder: Path, seed: int, **settings: Any) -> _Tasks:
-        if held_out is None or settings["split"] == "train":
-            return _Tasks(None, partial(_drawn, function, seed, settings))
-        return _Tasks(held_out, partial(_drawn, function, 0, settings))
+    def make(function: Callable[..., Any], folder: Path, seed: int, **settings: Any) -> _Tasks:
+        is_endless = held_out is None or settings["split"] == "train"
 
-    def decorate(function: TaskFunction) -> TaskFunction:
-        if held_out is not None and "split" not in inspect.signature(function).parameters:
-            raise PluginError(
-                f"The task source '{function.__name__}' has held-out tasks, but no setting that says which are wanted. "
-                "Give the function the keyword-only parameter 'split'."
-            )
-        decorated: TaskFunction = component(function, kinds.TASK_SOURCE, name, make)
-        return decorated
+        def task(index: int) -> Task:
+            return _checked(function.__name__, function(index, seed if is_endless else 0, **settings))
 
+        return _Tasks(None if is_endless else held_out, task)
+
+    decorate: Callable[[Decorated], Decorated] = component(None, kinds.TASK_SOURCE, name, make)
     return decorate
 
 
@@ -257,36 +225,26 @@ class _Tasks:
     task: Callable[[int], Task]
 
 
-def _listed(function: Callable[..., Iterable[Task]], folder: Path, seed: int, **settings: Any) -> _Tasks:
-    tasks = tuple(function(**settings))
-    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
-    if wrong or not tasks:
-        what = f"a {wrong[0]}" if wrong else "nothing"
-        raise PluginError(
-            f"The task source '{function.__name__}' listed {what}. It must list one agl_core.Task or more."
-        )
-    if len({task.id for task in tasks}) < len(tasks):
-        raise PluginError(f"The task source '{function.__name__}' listed two tasks with one id. Each needs its own.")
+def _listed(function: Callable[..., Iterable[Any]], folder: Path, seed: int, **settings: Any) -> _Tasks:
+    tasks = tuple(_checked(function.__name__, task) for task in function(**settings))
+    if not tasks or len({task.id for task in tasks}) < len(tasks):
+        raise PluginError(f"The task source '{function.__name__}' must list tasks, each with an id of its own.")
     return _Tasks(len(tasks), tasks.__getitem__)
 
 
-def _drawn(function: Callable[..., Any], seed: int, settings: Mapping[str, Any], index: int) -> Task:
-    task = function(index, seed, **settings)
-    if isinstance(task, Task):
-        return task
-    raise PluginError(
-        f"The task source '{function.__name__}' made a {type(task).__name__} for index {index}. "
-        "It must make an agl_core.Task."
-    )
+def _checked(source: str, task: Any) -> Task:
+    if not isinstance(task, Task):
+        raise PluginError(f"The task source '{source}' made a {type(task).__name__}. It must make an agl_core.Task.")
+    return task
 
 
-def tracker(function: LogFunction) -> LogFunction:
+def tracker(function: Decorated) -> Decorated:
     """Make `function(step, metrics, *, settings…)` a tracker; it is called with the metrics of each step."""
 
-    def make(function: LogFunction, run_dir: Path, **settings: Any) -> _CalledTracker:
+    def make(function: Decorated, run_dir: Path, **settings: Any) -> _CalledTracker:
         return _CalledTracker(partial(function, **settings))
 
-    decorated: LogFunction = component(function, kinds.TRACKER, None, make)
+    decorated: Decorated = component(function, kinds.TRACKER, None, make)
     return decorated
 
 

@@ -1,7 +1,7 @@
 """Everything a plugin can be or do. Implement the hooks that you need, with `@agl_core.hookimpl`.
 
-Those from `rollout_started` on follow a run (`agl_core.run_hooks`): what one of them raises is logged, and the run goes
-on. docs/plugins.md has an example of each hook, and of each kind of component.
+Those from `rollout_started` on follow a run: what one of them raises is logged, and the run goes on.
+docs/plugins.md has an example of each hook, and of each kind of component.
 """
 
 from __future__ import annotations

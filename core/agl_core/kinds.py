@@ -1,33 +1,15 @@
-"""The kinds of components: what builds one of each, and what a plugin says about it."""
+"""The kinds of components, what a plugin says about one, and `register`, which it calls for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Protocol, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict
 
-from agl_core.protocols import (
-    Adapter,
-    Algorithm,
-    Buffer,
-    CreditRule,
-    Engine,
-    EngineContext,
-    GroupRewardRule,
-    RewardRule,
-    TaskSource,
-    Tracker,
-)
-from agl_core.store.interface import Store
 from agl_core.types import CreditKind
-
-Context = ParamSpec("Context")
-Product = TypeVar("Product")
-Options = TypeVar("Options", bound=BaseModel)
 
 
 class Capability(StrEnum):
@@ -53,8 +35,8 @@ class Capability(StrEnum):
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Context, Product]):
-    """A kind of component: `build(options, *Context) -> Product` makes one."""
+class Kind:
+    """A kind of component: its builder gets the settings, and makes one (`agl_core.protocols` has the interfaces)."""
 
     word: str
     """The word for it in configurations and messages."""
@@ -65,26 +47,24 @@ class Kind(Generic[Context, Product]):
         return self.word
 
 
-ADAPTER = Kind[[], Adapter]("adapter", frozenset({"status_rules"}))
-ALGORITHM = Kind[[], Algorithm]("algorithm", frozenset({"takes"}))
-BUFFER = Kind[[], Buffer]("buffer")
-CREDIT = Kind[[], CreditRule]("credit", frozenset({"yields", "provides"}))
-ENGINE = Kind[[EngineContext], Engine]("engine", frozenset({"provides"}))
-REWARD = Kind[[], RewardRule | GroupRewardRule]("reward", frozenset({"provides"}))
-SECTION = Kind[[], BaseModel]("section")
+ADAPTER = Kind("adapter", frozenset({"status_rules"}))
+ALGORITHM = Kind("algorithm", frozenset({"takes"}))
+BUFFER = Kind("buffer")
+CREDIT = Kind("credit", frozenset({"yields", "provides"}))
+ENGINE = Kind("engine", frozenset({"provides"}))
+"""Its builder also gets the run's `EngineContext`."""
+REWARD = Kind("reward", frozenset({"provides"}))
+SECTION = Kind("section")
 """A table of a run's file by the component's name, for a plugin of its own; its options are the keys."""
-STORE = Kind[[Path, bool], Store]("store")
-"""Its builder gets the run's folder, and whether the store is only read."""
-TASK_SOURCE = Kind[[Path, int], TaskSource]("task source")
-"""Its builder gets the folder that paths are relative to, and the run's seed."""
-TRACKER = Kind[[Path], Tracker]("tracker")
-"""Its builder gets the run's folder."""
+STORE = Kind("store")
+"""Its builder also gets the run's folder, and whether the store is only read."""
+TASK_SOURCE = Kind("task source")
+"""Its builder also gets the folder that paths are relative to, and the run's seed."""
+TRACKER = Kind("tracker")
+"""Its builder also gets the run's folder."""
 
-AnyKind: TypeAlias = Kind[..., Any]
-"""Plugins may have kinds of their own, which tables in a `SECTION` of theirs name."""
-KINDS: tuple[AnyKind, ...] = (
-    *(ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, SECTION),
-)
+KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, SECTION)
+"""agl's own. Plugins may have kinds of their own, which tables in a `SECTION` of theirs name."""
 
 
 class NoOptions(BaseModel):
@@ -113,25 +93,15 @@ class Declared(TypedDict, total=False):
 class Register(Protocol):
     """What `register_components` is called with; call it for each component.
 
-    `options` is a pydantic model of the settings, which the builder gets.
+    `options` is a pydantic model of the settings, which `build` gets first.
     """
 
-    @overload
     def __call__(
         self,
-        kind: Kind[Context, Product],
+        kind: Kind,
         name: str,
-        build: Callable[Concatenate[NoOptions, Context], Product],
-        **declared: Unpack[Declared],
-    ) -> None: ...
-
-    @overload
-    def __call__(
-        self,
-        kind: Kind[Context, Product],
-        name: str,
-        build: Callable[Concatenate[Options, Context], Product],
+        build: Callable[..., Any],
         *,
-        options: type[Options],
+        options: type[BaseModel] = NoOptions,
         **declared: Unpack[Declared],
     ) -> None: ...

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Unpack
 
 import pluggy
@@ -18,12 +20,12 @@ from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import KINDS, AnyKind, Capability, Declared, NoOptions, Register
+from agl_core.kinds import KINDS, Capability, Declared, Kind, NoOptions
 from agl_core.protocols import RunPages
-from agl_core.run_hooks import RunHooks
-from agl_core.types import CreditKind
+from agl_core.types import Attempt, CreditKind, DropReason, Episode, Rollout
 
-ENTRY_POINT_GROUP = "agl"
+logger = logging.getLogger(__name__)
+
 DECORATED = "__agl_plugin__"
 """The attribute of a decorated function or class that registers the component made of it."""
 
@@ -61,7 +63,7 @@ class BrokenPlugin:
 class Component:
     """One thing that a plugin brought, with what it declares (`agl_core.kinds.Declared`)."""
 
-    kind: AnyKind
+    kind: Kind
     name: str
     build: Callable[..., Any]
     """Makes it from its settings, and from what `agl_core.kinds` names beside them for its kind."""
@@ -84,15 +86,13 @@ class Plugins:
         self._manager = pluggy.PluginManager("agl")
         self._manager.add_hookspecs(hooks)
         self._origins: dict[Any, str] = {}
-        self.hook = RunHooks(self._manager, self._origins.__getitem__)
+        self.hook = RunHooks(self._manager, self._origins)
         """Calls the hooks that follow a run."""
-        self._decorated: dict[Callable[[Register], None], Any] = {}
-        """What decorators made in the plugins, with the first plugin that has it."""
-        self._installed: dict[Any, str] = {}
-        """The names of the plugins that were found by entry point."""
-        self._broken: dict[tuple[str, str], BrokenPlugin] = {}
-        self._components: list[Component] | None = None
-        """What the plugins brought, once they were asked."""
+        self.broken: list[BrokenPlugin] = []
+        """The installed plugins that failed when they were imported, or asked what they bring."""
+        self._components: list[Component] = []
+        self._decorated: set[Any] = set()
+        """What decorators made, each once: a plugin may import what another one has."""
 
     @classmethod
     def load(cls, files: Sequence[Path] = ()) -> Plugins:
@@ -102,26 +102,18 @@ class Plugins:
         is a PluginError, because it was asked for.
         """
         plugins = cls()
-        for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        for entry in importlib.metadata.entry_points(group="agl"):
             origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
             try:
-                plugin = entry.load()
-                plugins.register(plugin, origin)
+                plugins.register(entry.load(), origin)
             except Exception as error:
-                plugins._broke(entry.name, origin, error)
-            else:
-                plugins._installed[plugin] = entry.name
+                plugins.broken.append(BrokenPlugin(entry.name, origin, _described(error.__cause__ or error)))
         for file in files:
             plugins.register(import_file(file), str(file))
         return plugins
 
-    @property
-    def broken(self) -> tuple[BrokenPlugin, ...]:
-        """The installed plugins that failed so far: when imported, or when asked what they bring."""
-        return tuple(self._broken.values())
-
     def register(self, plugin: object, origin: str) -> None:
-        """Add a module or object whose methods are hook implementations."""
+        """Add a module or object whose methods are hook implementations. PluginError if it cannot be used."""
         version = getattr(plugin, "AGL_API_VERSION", hooks.API_VERSION)
         if version != hooks.API_VERSION:
             raise PluginError(
@@ -133,27 +125,58 @@ class Plugins:
         self._manager.register(plugin)
         try:
             self._manager.check_pending()
-        except pluggy.PluginValidationError as error:
+            components = list(self._brought(plugin, origin))
+        except Exception as error:
             self._manager.unregister(plugin)
-            raise PluginError(f"The plugin from {origin} implements an unknown hook: {error}") from error
+            raise PluginError(f"The plugin {origin} cannot be used: {_described(error)}") from error
+        self._components += components
         self._origins[plugin] = origin
-        for thing in vars(plugin).values() if isinstance(plugin, ModuleType) else ():
-            if bring := getattr(thing, "__dict__", {}).get(DECORATED):
-                self._decorated.setdefault(bring, plugin)
-        self._components = None
 
-    def components(self, kind: AnyKind) -> dict[str, Component]:
+    def _brought(self, plugin: object, origin: str) -> list[Component]:
+        components = []
+
+        def register(kind: Kind, name: str, build: Callable[..., Any], **declared: Any) -> None:
+            components.append(_component(kind, name, build, origin, **declared))
+
+        for hook in self._manager.hook.register_components.get_hookimpls():
+            if hook.plugin is plugin:
+                hook.function(register)
+        for thing in vars(plugin).values() if isinstance(plugin, ModuleType) else ():
+            bring = getattr(thing, "__dict__", {}).get(DECORATED)
+            if bring is not None and bring not in self._decorated:
+                self._decorated.add(bring)
+                bring(register)
+        return components
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of components: agl's own, and those that plugins have beside them."""
+        return tuple(dict.fromkeys((*KINDS, *(component.kind for component in self._components))))
+
+    def components(self, kind: Kind) -> dict[str, Component]:
         """What all plugins brought of one kind, by name."""
         components: dict[str, Component] = {}
-        for component in self._all_components():
-            if component.kind is kind:
-                first = components.setdefault(component.name, component)
-                if first is not component:
-                    raise PluginError(
-                        f"Two plugins bring the {kind} '{component.name}': {first.origin} and {component.origin}. "
-                        f"Rename one or uninstall it."
-                    )
+        for component in self._components:
+            if component.kind == kind and (first := components.setdefault(component.name, component)) is not component:
+                raise PluginError(
+                    f"Two plugins bring the {kind} '{component.name}': {first.origin} and {component.origin}. "
+                    f"Rename one or uninstall it."
+                )
         return components
+
+    def component(self, kind: Kind, name: str, where: str) -> Component:
+        """One component; `where` is the place in the configuration that asks for it."""
+        known = self.components(kind)
+        if name not in known:
+            raise PluginError(f"{where}: {self.unknown(kind, name)}")
+        return known[name]
+
+    def unknown(self, kind: Kind, name: str) -> str:
+        """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
+        elsewhere = [f"It may be in a plugin that is broken. {plugin}" for plugin in self.broken] or [
+            "It may be in a package that is not installed here, or in a file that `plugins` does not name."
+        ]
+        return " ".join((f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}", *elsewhere))
 
     def show_run(
         self, run: Path, host: str, port: int, operator_key: str | None
@@ -164,59 +187,74 @@ class Plugins:
         )
         return pages
 
-    @property
-    def kinds(self) -> tuple[AnyKind, ...]:
-        """The kinds of components: agl's own, and those that plugins have beside them."""
-        return tuple(dict.fromkeys((*KINDS, *(component.kind for component in self._all_components()))))
 
-    def component(self, kind: AnyKind, name: str, where: str) -> Component:
-        """One component; `where` is the place in the configuration that asks for it."""
-        known = self.components(kind)
-        if name not in known:
-            raise PluginError(f"{where}: {self.unknown(kind, name)}")
-        return known[name]
+class RunHooks:
+    """Calls each hook that follows a run in all plugins, in the order in which they were registered.
 
-    def unknown(self, kind: AnyKind, name: str) -> str:
-        """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
-        message = f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}"
-        if self.broken:
-            return " ".join((message, *(f"It may be in a plugin that is broken. {plugin}" for plugin in self.broken)))
-        return (
-            f"{message} It may be in a package that is not installed here, or in a file that `plugins` does not name."
-        )
+    An exception in one is logged with the plugin's name and counted; the others are called all the same.
+    """
 
-    def _all_components(self) -> list[Component]:
-        if self._components is None:
-            implementations = self._manager.hook.register_components.get_hookimpls()
-            sources: list[tuple[Any, Any]] = [(each.function, each.plugin) for each in implementations]
-            sources += self._decorated.items()
-            self._components = [component for source in sources for component in self._brought(*source)]
-        return self._components
+    def __init__(self, manager: pluggy.PluginManager, origins: Mapping[Any, str]) -> None:
+        self._manager, self._origins = manager, origins
+        self.failures: Counter[tuple[str, str]] = Counter()
+        """By plugin and hook, how often it failed."""
 
-    def _brought(self, bring: Callable[[Register], None], plugin: Any) -> list[Component]:
-        components = []
+    def rollout_started(self, rollout: Rollout, attempt: int) -> None:
+        """A worker took a rollout."""
+        self._call("rollout_started", rollout=rollout, attempt=attempt)
 
-        def register(kind: AnyKind, name: str, build: Callable[..., Any], **declared: Any) -> None:
-            components.append(_component(kind, name, build, self._origins[plugin], **declared))
+    def rollout_finished(self, rollout: Rollout, attempt: Attempt) -> None:
+        """An attempt ended."""
+        self._call("rollout_finished", rollout=rollout, attempt=attempt)
 
-        with self._blaming(plugin):
-            bring(register)
-        return components
+    def policy_updated(self, policy: str, version: int, metrics: Mapping[str, Any]) -> None:
+        """A policy was updated."""
+        self._call("policy_updated", policy=policy, version=version, metrics=MappingProxyType(dict(metrics)))
+
+    def episode_built(self, episode: Episode) -> Episode:
+        """The episode as the plugins leave it; each gets what the one before it returned."""
+        for hook in self._implementations("episode_built"):
+            with self._guard(hook):
+                episode = _left(episode, hook.function(*(episode for _ in hook.argnames)))
+        return episode
+
+    def _call(self, name: str, **arguments: object) -> None:
+        for hook in self._implementations(name):
+            with self._guard(hook):
+                hook.function(**{name: arguments[name] for name in hook.argnames})
+
+    def _implementations(self, name: str) -> list[pluggy.HookImpl]:
+        """In the order of registration, but for those that ask to be first or last."""
+        implementations = getattr(self._manager.hook, name).get_hookimpls()
+        return sorted(implementations, key=lambda hook: hook.trylast - hook.tryfirst)
 
     @contextmanager
-    def _blaming(self, plugin: Any) -> Iterator[None]:
-        """A plugin that fails when asked what it brings is broken; PluginError if it is a file of the user's."""
+    def _guard(self, hook: pluggy.HookImpl) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if plugin not in self._installed:
-                raise PluginError(
-                    f"The plugin {self._origins[plugin]} failed when asked what it brings: {_described(error)}"
-                ) from error
-            self._broke(self._installed[plugin], self._origins[plugin], error)
+            failed = self._origins[hook.plugin], hook.function.__name__
+            self.failures[failed] += 1
+            if self.failures[failed] == 1:
+                logger.warning(
+                    "The plugin %s failed in %s: %r. The run goes on without it; further failures are only counted.",
+                    *failed,
+                    error,
+                    exc_info=error,
+                )
 
-    def _broke(self, name: str, origin: str, error: Exception) -> None:
-        self._broken.setdefault((origin, name), BrokenPlugin(name, origin, _described(error)))
+
+def _left(before: Episode, episode: object) -> Episode:
+    """What a plugin left of an episode, with the reason for which it dropped it, if it did."""
+    if episode is None:
+        return before
+    if not isinstance(episode, Episode):
+        raise TypeError(f"episode_built returned {type(episode).__name__}; it must return an Episode or None")
+    if (episode.rollout, episode.attempt, episode.group) != (before.rollout, before.attempt, before.group):
+        raise ValueError(f"episode_built returned an episode of {episode.rollout} for one of {before.rollout}")
+    dropped = episode.dropped not in (None, before.dropped)
+    emptied = bool(before.transitions) and not episode.transitions and episode.dropped is None
+    return replace(episode, dropped=DropReason.PLUGIN) if dropped or emptied else episode
 
 
 def add_to_path(folder: Path) -> None:
@@ -227,24 +265,23 @@ def add_to_path(folder: Path) -> None:
     """
     path = str(folder.resolve())
     if path not in sys.path:
-        installed = (place for place, each in enumerate(sys.path) if each.endswith(("site-packages", "dist-packages")))
+        installed = (n for n, entry in enumerate(sys.path) if entry.endswith(("site-packages", "dist-packages")))
         sys.path.insert(next(installed, 0), path)
 
 
 def import_file(file: Path) -> ModuleType:
     """Import a user's own plugin file; its folder is importable from it."""
-    if not file.is_file():
+    if not file.is_file() or file.suffix != ".py":
         raise PluginError(
-            f"The plugin file {file} does not exist. Paths are relative to the configuration file, or to its `folder`."
+            f"There is no Python file {file}. Paths are relative to the configuration file, or to its `folder`."
         )
     add_to_path(file.parent)
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) == str(file.resolve()):
         return sys.modules[file.stem]
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    if spec is None or spec.loader is None:
-        raise PluginError(f"The plugin file {file} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -253,12 +290,12 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
 def _component(
-    kind: AnyKind,
+    kind: Kind,
     name: str,
     build: Callable[..., Any],
     origin: str,
@@ -266,10 +303,10 @@ def _component(
     **declared: Unpack[Declared],
 ) -> Component:
     """A component, from what `register` was called with. TypeError for what its kind cannot declare."""
-    said = {key for key, value in declared.items() if value}
-    if wrong := ", ".join(sorted(said - kind.declares - {"doc", "needs"})):
+    stated = {key for key, value in declared.items() if value}
+    if wrong := ", ".join(sorted(stated - kind.declares - {"doc", "needs"})):
         raise TypeError(f"{kind} '{name}' cannot declare {wrong}")
-    if "yields" in kind.declares - said:
+    if "yields" in kind.declares - stated:
         raise TypeError(f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD")
     needs, takes, yields = declared.get("needs", ()), declared.get("takes"), declared.get("yields", ())
     return Component(

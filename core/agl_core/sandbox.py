@@ -7,6 +7,7 @@ it can waste its own seconds and memory, and spoil its own value; nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -17,10 +18,9 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,8 @@ async def run_sandboxed(
     reads: Iterable[Path] = (),
     prepare: Sequence[Any] | None = None,
     max_reply: int = _MAX_REPLY,
-    **keywords: Any,
 ) -> Any:
-    """What `function(*arguments, **keywords)` returns in a fork of a process that has imported it; a JSON value.
+    """What `function(*arguments)` returns in a fork of a process that has imported it; a JSON value.
 
     The function is one of a module, and so are functions among its arguments, which can be pickled. It may take
     `seconds`, read the files `reads`, and return `max_reply` bytes of JSON. `prepare` is a function of a module and its
@@ -66,23 +65,30 @@ async def run_sandboxed(
         "seconds": seconds,
         "reads": [str(each.absolute()) for each in reads],
         "prepare": prepare and [_named(prepare[0]), *prepare[1:]],
-        "most": max_reply,
     }
-    messages = [json.dumps(request).encode(), pickle.dumps((arguments, keywords))]
+    messages = [json.dumps(request).encode(), pickle.dumps(arguments)]
     data = b"".join(len(each).to_bytes(8, "big") + each for each in messages)
-    how, _, what = (await _exchanged(data)).partition(b"\n")
-    match how:
-        case b"done":
-            return _value(what)
-        case b"failed":
-            raise SandboxError(what.decode(errors="replace"))
-        case b"time":
-            raise SandboxLimitError(f"it took longer than {seconds:g} seconds")
-        case b"size":
-            raise SandboxLimitError(f"it returned more than {max_reply} bytes")
-        case b"ended":
-            raise SandboxLimitError(f"its process ended before it had a value ({_status(what.decode())})")
-    raise SandboxError("the process that should have called it was killed from outside")
+    loop, reply = asyncio.get_running_loop(), bytearray()
+    with await asyncio.to_thread(_connected) as ours:  # Once it is closed, the evaluation is ended.
+        ours.setblocking(False)
+        with contextlib.suppress(ConnectionError):
+            await loop.sock_sendall(ours, data)
+            await loop.sock_recv(ours, 1)  # It has begun; waiting for its turn does not count.
+            try:
+                async with asyncio.timeout(seconds):
+                    while len(reply) <= max_reply and (chunk := await loop.sock_recv(ours, 1 << 16)):
+                        reply += chunk
+            except TimeoutError:
+                raise SandboxLimitError(f"it took longer than {seconds:g} seconds") from None
+    if len(reply) > max_reply:
+        raise SandboxLimitError(f"it returned more than {max_reply} bytes")
+    line, newline, status = bytes(reply).rpartition(b"\n")
+    if newline:
+        return _value(line)
+    if not status:
+        raise SandboxError("the process that should have called it was killed from outside")
+    name = signal.Signals(-int(status)).name if status.startswith(b"-") else status.decode(errors="replace")
+    raise SandboxLimitError(f"its process ended before it had a value ({name})")
 
 
 class IsolatedRule(ABC):
@@ -136,71 +142,42 @@ def _value(reply: bytes) -> Any:
     return value
 
 
-def _status(code: str) -> str:
-    return signal.Signals(-int(code)).name if code.startswith("-") else code
-
-
 def _named(function: Callable[..., Any]) -> tuple[str, str | None, str]:
     """What finds the function in another process."""
     return function.__module__, getattr(sys.modules[function.__module__], "__file__", None), function.__qualname__
 
 
-async def _exchanged(data: bytes) -> bytes:
-    """The answer to a request; empty if the process that should give it is gone."""
-    loop = asyncio.get_running_loop()
-    ours = await asyncio.to_thread(_connected)
-    reply = bytearray()
-    with ours:
-        ours.setblocking(False)
-        try:
-            await loop.sock_sendall(ours, data)
-            while chunk := await loop.sock_recv(ours, 1 << 16):
-                reply += chunk
-        except ConnectionError:
-            pass
-    return bytes(reply)
-
-
 def _connected() -> socket.socket:
     """A connection to the template process, which is started if there is none."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, _STARTING:
         for _ in range(2):
+            control, process = _template(os.getpid())
             try:
-                with _STARTING:
-                    template = _template(os.getpid())
-                socket.send_fds(template.control, [b"\n"], [theirs.fileno()])
+                socket.send_fds(control, [b"\n"], [theirs.fileno()])
                 break
             except ConnectionError:  # It was killed.
+                process.wait()
                 _template.cache_clear()
     return ours
 
 
 @cache
-def _template(owner: int) -> _Template:
-    """That of this process; a fork of it has to start its own."""
-    return _Template()
+def _template(owner: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A running `sandbox_process.py` and the way to it, of this process: a fork of it has to start its own.
 
-
-class _Template:
-    """A running `sandbox_process.py`, which ends with this process."""
-
-    def __init__(self) -> None:
-        self.control, theirs = socket.socketpair()
-        kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-I", str(_PROGRAM), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # Threads do not survive a fork.
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is meant for the run.
-            )
-        weakref.finalize(self, partial(_end, self.control, process))
-
-
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()
-    process.wait()
+    It ends when the way to it is closed, as it is with this process.
+    """
+    control, theirs = socket.socketpair()
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(_PROGRAM), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # Threads do not survive a fork.
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is meant for the run.
+        )
+    return control, process

@@ -1,10 +1,10 @@
 """The program of the process that evaluates a function on text that nobody trusts, for `agl_core.sandbox`.
 
-    trainer ──socket──▶ template (has imported the function) ──fork──▶ supervisor ──fork──▶ evaluator (sandboxed)
+    trainer ──socket──▶ template (has imported the function) ──fork──▶ evaluator (sandboxed) ──▶ trainer
 
 The template imports what is asked for once, and never sees a model's text: each evaluation is a fork of it, so nothing
-that one evaluation changes is there for the next. The supervisor holds the arguments as bytes, ends the evaluator when
-its time is up, and answers. The evaluator alone unpacks the arguments and calls the function.
+that one evaluation changes is there for the next. The evaluator alone reads the arguments from the trainer's socket,
+calls the function, and answers there. Its time is up when the trainer closes the socket: then the template kills it.
 
 The template starts with an environment of its own and uses only the standard library, so it holds no key of the run.
 What the evaluator may do is limited by the kernel (`_enter_sandbox`), from whose limits no code in it can step back.
@@ -30,19 +30,16 @@ import socket
 import struct
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 AT_ONCE = 4
 """Evaluations that run at a time; others wait, and their time does not count yet."""
 _MEMORY = 1 << 30
 """Bytes that an evaluation may ask for, beside what the template has."""
-_START_PATIENCE = 60.0
-"""Seconds for a fork to begin, which are not counted."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
@@ -51,33 +48,45 @@ _PR_SET_NO_NEW_PRIVS = 38
 def main() -> None:
     """`python -I sandbox_process.py FD`: serve evaluations asked for over that socket, until its other end is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    running: set[int] = set()
+    running: dict[int, tuple[socket.socket, Path]] = {}
+    ended, end = socket.socketpair()
+    ended.setblocking(False)
+    end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(end.fileno())
     with tempfile.TemporaryDirectory(prefix="agl-sandbox-") as folders:
         while True:
-            _, files, _, _ = socket.recv_fds(control, 1, 1)
-            if not files:
-                break
-            with socket.socket(fileno=files[0]) as client:
-                while (ended := _ended(wait=len(running) >= AT_ONCE)) is not None:
-                    running.discard(ended)
+            poll = select.poll()
+            poll.register(ended, select.POLLIN)
+            poll.register(control, select.POLLIN if len(running) < AT_ONCE else 0)
+            for client, _ in running.values():
+                poll.register(client, 0)  # Nothing more comes from it; but it may hang up.
+            ready = {file for file, _ in poll.poll()}
+            with contextlib.suppress(BlockingIOError):
+                ended.recv(1 << 10)
+            for pid, (client, folder) in list(running.items()):
+                if client.fileno() in ready:
+                    os.kill(pid, signal.SIGKILL)
+                if _finish(pid, client, folder, wait=client.fileno() in ready):
+                    del running[pid]
+            if control.fileno() in ready:
+                _, files, _, _ = socket.recv_fds(control, 1, 1)
+                if not files:
+                    break
+                client = socket.socket(fileno=files[0])
+                folder = Path(tempfile.mkdtemp(dir=folders))
                 with contextlib.suppress(ConnectionError, EOFError):  # The caller has gone.
-                    running.add(_begin(client, control, Path(folders)))
-        for pid in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        while _ended(wait=True) is not None:
-            pass
+                    if evaluator := _begin(client, folder):
+                        running[evaluator] = client, folder
+                        continue
+                client.close()
+        for pid, (client, folder) in running.items():
+            os.kill(pid, signal.SIGKILL)
+            _finish(pid, client, folder, wait=True)
 
 
-def _ended(*, wait: bool) -> int | None:
-    """A supervisor that has ended; None if there is none, or no other."""
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(-1, 0 if wait else os.WNOHANG)[0] or None
-    return None
-
-
-def _begin(client: socket.socket, control: socket.socket, folders: Path) -> int:
-    """Start an evaluation; the supervisor's pid."""
+def _begin(client: socket.socket, folder: Path) -> int | None:
+    """Start an evaluation; None if what it needs cannot be imported."""
     request = json.loads(_received(client))
     sys.path[:] = request["path"]
     try:
@@ -87,15 +96,28 @@ def _begin(client: socket.socket, control: socket.socket, folders: Path) -> int:
             _function(*prepare)(*arguments)
     except Exception as error:
         failure = "".join(traceback.format_exception_only(error)).strip()
-        pid = _fork()
-        if pid == 0:  # Sending may block, which the template must not.
-            _leave(lambda: client.sendall(_answer("failed", f"it cannot be imported: {failure}".encode())))
+        client.sendall(b"\n" + json.dumps(["error", f"it cannot be imported: {failure}"]).encode() + b"\n")
+        return None
+    with warnings.catch_warnings():  # Python 3.12 warns of native threads; their libraries handle forks themselves.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        pid = os.fork()
+    if pid:
         return pid
-    pid = _fork()
-    if pid == 0:
-        control.close()
-        _leave(lambda: _supervise(client, function, request, folders / str(os.getpid())))
-    return pid
+    try:
+        _evaluate(function, client, folder, request)
+    finally:
+        os._exit(0)
+
+
+def _finish(pid: int, client: socket.socket, folder: Path, *, wait: bool) -> bool:
+    """Whether an evaluation has ended; then the caller is told how."""
+    ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+    if ended:
+        with contextlib.suppress(OSError):
+            client.send(str(os.waitstatus_to_exitcode(status)).encode(), socket.MSG_DONTWAIT)
+        client.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return bool(ended)
 
 
 def _received(client: socket.socket) -> bytes:
@@ -131,77 +153,25 @@ def _function(module_name: str, file: str | None, name: str) -> Callable[..., An
     return found  # type: ignore[no-any-return]
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():  # Python 3.12 warns of native threads; their libraries handle forks themselves.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return os.fork()
-
-
-def _leave(last: Callable[[], object]) -> NoReturn:
-    """Do this in a forked process, and end it."""
-    try:
-        _end_with_parent()
-        last()
-    finally:
-        os._exit(0)
-
-
-def _answer(how: str, what: bytes = b"") -> bytes:
-    return how.encode() + b"\n" + what
-
-
-def _supervise(client: socket.socket, function: Callable[..., Any], request: dict[str, Any], folder: Path) -> None:
-    """Run one evaluation, and answer with how it ended: `done` and what it wrote, or why it did not get there."""
-    arguments = _received(client)
-    folder.mkdir()
-    reading, writing = os.pipe()
-    pid = _fork()
-    if pid == 0:
-        _leave(lambda: _evaluate(function, arguments, writing, folder, request))
-    os.close(writing)
-    deadline = time.monotonic() + _START_PATIENCE
-    how, written, has_begun = "done", bytearray(), False
-    either = select.poll()
-    either.register(reading, select.POLLIN)
-    either.register(client, 0)  # Nothing more comes from it; but it may hang up.
-    while True:
-        ready = [file for file, _ in either.poll(max(0.0, deadline - time.monotonic()) * 1000)]
-        if not ready or client.fileno() in ready:
-            how = "time"
-            break
-        chunk = os.read(reading, 1 << 16)
-        if not chunk:
-            break
-        if not has_begun:
-            has_begun, deadline = True, time.monotonic() + request["seconds"]
-        written += chunk
-        if len(written) > request["most"]:
-            how = "size"
-            break
-    os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    shutil.rmtree(folder, ignore_errors=True)
-    if how == "done" and not written.strip():
-        how = "time" if status == -signal.SIGXCPU else "ended"
-    client.sendall(_answer(how, bytes(written) if how == "done" else str(status).encode()))
-
-
-def _evaluate(
-    function: Callable[..., Any], arguments: bytes, result: int, folder: Path, request: dict[str, Any]
-) -> None:
+def _evaluate(function: Callable[..., Any], client: socket.socket, folder: Path, request: dict[str, Any]) -> None:
     """What the evaluator does: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
     reply: list[Any]
+    result = client.fileno()
     try:
-        _enter_sandbox(result, folder, request["seconds"], request["reads"])
-        positional, keywords = pickle.loads(arguments)
+        arguments = _received(client)
         os.write(result, b"\n")
-        reply = ["value", function(*positional, **keywords)]
+        _enter_sandbox(result, folder, request["seconds"], request["reads"])
+        reply = ["value", function(*pickle.loads(arguments))]
     except BaseException as error:
         reply = ["error", "".join(traceback.format_exception_only(error)).strip()]
     try:
         data = json.dumps(reply).encode()
     except (TypeError, ValueError) as error:
         data = json.dumps(["error", f"it returned what is no JSON value: {error}"]).encode()
+    data += b"\n"
     while data:
         data = data[os.write(result, data) :]
 
@@ -257,11 +227,6 @@ def _prctl(option: int, value: int, address: int = 0) -> None:
     numbers = map(ctypes.c_ulong, (value, address, 0, 0))
     if _library().prctl(option, *numbers) != 0:
         raise OSError(ctypes.get_errno(), f"this kernel refuses prctl {option}")
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _drop_capabilities() -> None:

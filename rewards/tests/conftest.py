@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agl_core import kinds
-from agl_core.kinds import AnyKind
+from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import (
@@ -30,7 +30,7 @@ class Episodes:
     def __init__(self) -> None:
         self._plugins = Plugins.load()
 
-    def rule(self, kind: AnyKind, name: str, **settings: Any) -> Any:
+    def rule(self, kind: Kind, name: str, **settings: Any) -> Any:
         """A registered rule, built from its settings."""
         component = self._plugins.component(kind, name, "[test]")
         return component.build(component.options.model_validate(settings))

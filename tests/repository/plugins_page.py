@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from agl_core import kinds
-from agl_core.kinds import AnyKind
+from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.types import (
     Attempt,
@@ -76,7 +76,7 @@ def configurations() -> list[str]:
 def exercise(plugins: Plugins) -> None:
     """Try each of the page's components; AssertionError for one that does not do what the page says."""
 
-    def made(kind: AnyKind, name: str, *context: Any, **settings: Any) -> Any:
+    def made(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
         component = plugins.component(kind, name, "the page")
         assert component.doc, f"{kind} {name} has no description"
         return component.build(component.options(**settings), *context)

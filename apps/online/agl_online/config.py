@@ -12,7 +12,7 @@ from agl_core.config.check import corrects_staleness, needing
 from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import FOLDER_NAME, PluginTable, Section
 from agl_core.errors import CapabilityError, ConfigError
-from agl_core.kinds import AnyKind, Capability
+from agl_core.kinds import Capability, Kind
 from agl_core.types import Mode
 from agl_online.kinds import REDACTOR, RELEASE_CHECK
 
@@ -20,7 +20,7 @@ from agl_online.kinds import REDACTOR, RELEASE_CHECK
 class RedactorSection(PluginTable):
     """The settings of a redactor of your own."""
 
-    kind: ClassVar[AnyKind] = REDACTOR
+    kind: ClassVar[Kind] = REDACTOR
 
 
 class OnlineSection(Section):
@@ -91,7 +91,7 @@ class OnlineSection(Section):
 class ReleaseCheckSection(PluginTable):
     """The settings of a check of your own."""
 
-    kind: ClassVar[AnyKind] = RELEASE_CHECK
+    kind: ClassVar[Kind] = RELEASE_CHECK
 
 
 class GateSection(Section):

@@ -33,8 +33,8 @@ class Release:
 ReleaseCheck: TypeAlias = Callable[[Release], str | Awaitable[str | None] | None]
 """Says what speaks against serving a version; None: nothing."""
 
-REDACTOR = Kind[[], Redactor]("redactor")
-RELEASE_CHECK = Kind[[], ReleaseCheck]("release check")
+REDACTOR = Kind("redactor")
+RELEASE_CHECK = Kind("release check")
 
 CheckFunction = TypeVar("CheckFunction", bound=Callable[..., str | Awaitable[str | None] | None])
 RedactFunction = TypeVar("RedactFunction", bound=Callable[..., str])

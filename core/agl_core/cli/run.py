@@ -27,11 +27,10 @@ from agl_core.config import CONFIG_FILE, load
 from agl_core.config.models import GatewaySection
 from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError
-from agl_core.plugins import Plugins
+from agl_core.plugins import Plugins, RunHooks
 from agl_core.protocols import Engine, Upstream
 from agl_core.reading.runs import is_capture, open_store
 from agl_core.reading.words import one_line
-from agl_core.run_hooks import RunHooks
 from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store

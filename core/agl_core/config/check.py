@@ -9,7 +9,7 @@ from agl_core import kinds
 from agl_core.config.load import LoadedConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
-from agl_core.kinds import AnyKind, Capability
+from agl_core.kinds import Capability, Kind
 from agl_core.plugins import Component
 from agl_core.types import CreditKind
 
@@ -184,7 +184,7 @@ def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
             )
 
 
-def _others(loaded: LoadedConfig, kind: AnyKind, does: str, able: Callable[[Component], bool]) -> str:
+def _others(loaded: LoadedConfig, kind: Kind, does: str, able: Callable[[Component], bool]) -> str:
     found = sorted(name for name, each in loaded.plugins.components(kind).items() if able(each))
     named = "a credit rule" if kind is kinds.CREDIT else f"an {kind}"
     if not found:

@@ -17,16 +17,16 @@ from agl_core.config.problems import Report
 from agl_core.config.resolve import Choices, Chosen, PolicyPlan, below, resolve
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
-from agl_core.kinds import AnyKind
+from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 
 CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
-STORED: tuple[AnyKind, ...] = (kinds.STORE,)
+STORED: tuple[Kind, ...] = (kinds.STORE,)
 """What reading a run's records needs."""
-SERVED: tuple[AnyKind, ...] = (kinds.STORE, kinds.SECTION)
+SERVED: tuple[Kind, ...] = (kinds.STORE, kinds.SECTION)
 """What a server without training needs."""
-SCORED: tuple[AnyKind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
+SCORED: tuple[Kind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
 """What rewards and credit of recorded rollouts need."""
 
 Key: TypeAlias = tuple[str, ...]
@@ -86,7 +86,7 @@ class LoadedConfig:
     def buffer(self) -> Chosen:
         return self._one(kinds.BUFFER)
 
-    def _one(self, kind: AnyKind) -> Chosen:
+    def _one(self, kind: Kind) -> Chosen:
         chosen = self.choices.single[kind.word]
         if chosen is None:
             raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind.word).name)}")
@@ -112,7 +112,7 @@ def load(
     overrides: Sequence[str] = (),
     seed: int | None = None,
     *,
-    needs: Collection[AnyKind] = kinds.KINDS,
+    needs: Collection[Kind] = kinds.KINDS,
     plugins: Plugins | None = None,
 ) -> LoadedConfig:
     """Read a run's configuration.

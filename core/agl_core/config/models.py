@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from agl_core.config.policies import PolicySection
 from agl_core.config.sections import FOLDER_NAME, PluginChoice, PluginTable, Section, is_among
-from agl_core.kinds import REWARD, TASK_SOURCE, AnyKind
+from agl_core.kinds import REWARD, TASK_SOURCE, Kind
 from agl_core.types import AlarmName, Ending, Mode
 
 
@@ -56,7 +56,7 @@ class AgentSection(Section):
 class TaskSection(PluginTable):
     """One set of tasks: the plugin that makes them, and its settings."""
 
-    kind: ClassVar[AnyKind] = TASK_SOURCE
+    kind: ClassVar[Kind] = TASK_SOURCE
     named_by: ClassVar[str] = "source"
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
@@ -243,7 +243,7 @@ class GatewaySection(Section):
 class RewardSection(PluginTable):
     """One reward rule; its settings are beside these keys."""
 
-    kind: ClassVar[AnyKind] = REWARD
+    kind: ClassVar[Kind] = REWARD
     named_by: ClassVar[str] = "rule"
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")

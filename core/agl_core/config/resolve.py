@@ -16,7 +16,7 @@ from agl_core.config.policies import PolicySection
 from agl_core.config.problems import Place, Report, names_at
 from agl_core.config.sections import PluginChoice, PluginTable
 from agl_core.errors import nearest
-from agl_core.kinds import AnyKind, Capability
+from agl_core.kinds import Capability, Kind
 from agl_core.plugins import Component, Plugins
 from agl_core.types import CreditKind
 
@@ -92,7 +92,7 @@ class Choices:
 
 
 def resolve(
-    config: RunConfig, plugins: Plugins, folder: Path, report: Report, needs: Collection[AnyKind]
+    config: RunConfig, plugins: Plugins, folder: Path, report: Report, needs: Collection[Kind]
 ) -> tuple[RunConfig, Choices]:
     """The configuration with every setting filled in, and what it chose.
 
@@ -132,15 +132,15 @@ class _Resolver:
     of plugins that are not installed.
     """
 
-    def __init__(self, plugins: Plugins, folder: Path, report: Report, needs: Collection[AnyKind]) -> None:
+    def __init__(self, plugins: Plugins, folder: Path, report: Report, needs: Collection[Kind]) -> None:
         self._plugins, self._folder, self._needed, self._needs = plugins, folder, report, needs
 
-    def _report(self, kind: AnyKind) -> Report:
+    def _report(self, kind: Kind) -> Report:
         """Where problems with components of a kind go: nowhere, if none is needed."""
         is_needed = kind in self._needs or (kind not in kinds.KINDS and kinds.SECTION in self._needs)
         return self._needed if is_needed else Report(Path())
 
-    def choice(self, kind: AnyKind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
+    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
         known = self._plugins.components(kind)
         tables = {key_inside: value for key_inside, value in section.tables.items() if isinstance(value, dict)}
@@ -171,7 +171,7 @@ class _Resolver:
         return resolved, plans
 
     def _own(
-        self, kind: AnyKind, place: Place, section: PluginChoice | None, of_run: Chosen | None
+        self, kind: Kind, place: Place, section: PluginChoice | None, of_run: Chosen | None
     ) -> tuple[PluginChoice | None, Chosen | None]:
         """A policy's own choice, else the run's; the kinds are called as the tables are."""
         return (None, of_run) if section is None else self.choice(kind, (*place, kind.word), section)
@@ -238,7 +238,7 @@ class _Resolver:
 
     def _chosen(
         self,
-        kind: AnyKind,
+        kind: Kind,
         name: str,
         settings: Mapping[str, Any],
         place: Place,
@@ -261,7 +261,7 @@ class _Resolver:
             return None
         return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
 
-    def _unknown(self, kind: AnyKind, name: str, place: Place) -> None:
+    def _unknown(self, kind: Kind, name: str, place: Place) -> None:
         self._report(kind).add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
 
 

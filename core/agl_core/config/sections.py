@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agl_core.kinds import AnyKind
+from agl_core.kinds import Kind
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A model's name on the Hugging Face hub, as a whole match."""
@@ -47,7 +47,7 @@ class OpenSection(BaseModel):
 class PluginTable(OpenSection):
     """A table that names a component by its own name, or by one of its keys; the settings are beside that."""
 
-    kind: ClassVar[AnyKind]
+    kind: ClassVar[Kind]
     named_by: ClassVar[str | None] = None
     """The key that can name the component instead of the table's own name."""
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from agl_core.errors import StoreError
-from agl_core.run_hooks import RunHooks
+from agl_core.plugins import RunHooks
 from agl_core.server.attempt import (
     ActiveAttempt,
     AttemptState,

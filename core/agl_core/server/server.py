@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
+from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
-from agl_core.run_hooks import RunHooks
 from agl_core.server.api import document, refused, worker_routes
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway import Counters, Gateway

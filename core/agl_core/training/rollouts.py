@@ -17,8 +17,8 @@ from agl_core.config import LoadedConfig
 from agl_core.errors import PluginError, StoreRefusedError
 from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE, reported
+from agl_core.plugins import RunHooks
 from agl_core.protocols import RecordedTasks, TaskSource
-from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.training.metrics import Phase
 from agl_core.training.stall import HEALTH_INTERVAL, StallWatch

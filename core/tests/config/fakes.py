@@ -79,7 +79,7 @@ def brevity(episode: Any, *, limit: int = 200) -> float:
     return float(len(str(episode.result)) <= limit)
 
 
-FLOWER = kinds.Kind[[], Any]("flower")
+FLOWER = kinds.Kind("flower")
 """A kind of the plugin's own."""
 
 
@@ -89,7 +89,7 @@ class RoseOptions(Strict):
 
 
 class BedSection(PluginTable):
-    kind: ClassVar[kinds.AnyKind] = FLOWER
+    kind: ClassVar[kinds.Kind] = FLOWER
     named_by: ClassVar[str] = "flower"
 
     flower: str | None = Field(None, description="What grows there.")

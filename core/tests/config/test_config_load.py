@@ -346,7 +346,7 @@ def test_a_missing_file_and_bad_toml(loaded: Load, folder: Path) -> None:
 
 
 def test_a_missing_plugin_file(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
-    with pytest.raises(PluginError, match=f"{folder}/gone.py does not exist"):
+    with pytest.raises(PluginError, match=f"no Python file {folder}/gone.py"):
         loaded(change(minimal, "plugins", ["gone.py"]))
 
 

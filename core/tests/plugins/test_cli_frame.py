@@ -151,7 +151,7 @@ def test_an_error_is_one_paragraph_and_status_2(agl: Agl) -> None:
     result = agl("plugins", "nowhere.py")
 
     assert result.returncode == 2
-    assert result.stderr.startswith("Error: The plugin file nowhere.py does not exist.")
+    assert result.stderr.startswith("Error: There is no Python file nowhere.py.")
     assert "Traceback" not in result.stderr
 
 

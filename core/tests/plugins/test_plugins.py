@@ -124,13 +124,9 @@ def test_an_unknown_component_gets_the_nearest_name() -> None:
         (kinds.ENGINE, {"colour": "red"}, "engine 'mine' cannot declare colour"),
     ],
 )
-def test_what_a_kind_cannot_declare_or_has_to_is_said(
-    kind: kinds.AnyKind, declared: dict[str, Any], message: str
-) -> None:
-    plugins = bringing(Bringing(kind, "mine", build_engine, **declared))
-
-    with pytest.raises(PluginError, match=rf"plugin0\.py failed when asked what it brings: TypeError: .*{message}"):
-        plugins.components(kind)
+def test_what_a_kind_cannot_declare_or_has_to_is_said(kind: kinds.Kind, declared: dict[str, Any], message: str) -> None:
+    with pytest.raises(PluginError, match=rf"plugin0\.py cannot be used: TypeError: .*{message}"):
+        bringing(Bringing(kind, "mine", build_engine, **declared))
 
 
 def test_a_plugin_for_another_api_version_is_refused() -> None:
@@ -180,8 +176,8 @@ def test_a_broken_installed_plugin_is_named_and_stops_nothing() -> None:
     plugins = Plugins.load()
     engines = plugins.components(kinds.ENGINE)
 
-    assert {"early", "whole"} <= set(engines)
-    assert "late" not in engines
+    assert "whole" in engines
+    assert {"early", "late"}.isdisjoint(engines)
     broken = {plugin.name: (plugin.origin, plugin.error) for plugin in plugins.broken}
     assert broken == {
         "gone": ("agl-gone 1.2", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
@@ -202,14 +198,14 @@ def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
         def register_engine(self, register: Register) -> None: ...
 
     plugins = Plugins()
-    with pytest.raises(PluginError, match=r"from here implements an unknown hook: .*register_engine"):
+    with pytest.raises(PluginError, match=r"plugin here cannot be used: .*register_engine"):
         plugins.register(Misspelt(), "here")
     plugins.register(Bringing(kinds.ENGINE, "mine", build_engine), "here")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError"), ("import nowhere_to_be_found", "ModuleNotFoundError")],
+    [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError")],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "broken.py"
@@ -220,12 +216,11 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert "broken" not in sys.modules
 
 
-def test_a_file_that_is_not_there_or_no_python(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"gone\.py does not exist. Paths are relative to the configuration file"):
-        Plugins.load([tmp_path / "gone.py"])
+@pytest.mark.parametrize("name", ["gone.py", "notes.txt"])
+def test_a_file_that_is_not_there_or_no_python(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(PluginError, match=r"notes\.txt is not a Python file"):
-        Plugins.load([tmp_path / "notes.txt"])
+    with pytest.raises(PluginError, match=rf"no Python file .*{name}\. Paths are relative to the configuration file"):
+        Plugins.load([tmp_path / name])
 
 
 async def test_an_engine_says_by_name_what_it_does_not_support() -> None:

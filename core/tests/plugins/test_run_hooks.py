@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from agl_core import hookimpl
-from agl_core.plugins import Plugins
-from agl_core.run_hooks import RunHooks
+from agl_core.plugins import Plugins, RunHooks
 from agl_core.testing import episodes as make
 from agl_core.types import DropReason, Episode
 
