@@ -272,7 +272,7 @@ class Engine(ABC):
     token to its last.
 
     **Updates.** `update` builds the algorithm that it names: from the installed plugins and the files of the context,
-    with the options as its settings (`agl_core.engines.child`). The engine asks what was built for what it needs:
+    with the options as its settings (`agl_core.training.child`). The engine asks what was built for what it needs:
     epochs, minibatches, a critic, a reference. It does not read the options, whose names
     are the algorithm's own. An engine may serve one algorithm only, that of `PolicySpec.algorithm`.
     Transitions that cannot be trained on are left out, each with a `DropReason`
@@ -294,7 +294,7 @@ class Engine(ABC):
     **The end.** `stop` ends all processes, and may be called again and after a failed start. Whatever is asked after it
     is an EngineError. An engine does not outlive its run, however that ended.
 
-    An engine in a process of its own derives from `agl_core.engines.host.ProcessEngine`.
+    An engine in a process of its own derives from `agl_core.training.host.ProcessEngine`.
     """
 
     @abstractmethod

@@ -18,7 +18,6 @@ FLOORS = [
     {"capture"},
     {"store"},
     {"learning"},
-    {"engines"},
     {"server"},
     {"client"},
     {"worker"},

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from agl_core.config import LoadedConfig
-from agl_core.engines.updates import UpdateRequest
 from agl_core.errors import EngineError
+from agl_core.training.child import UpdateRequest
 from agl_core.training.server import new_run_dir
 from agl_core.training.session import engine_context
 from agl_torch.process import Policies

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from agl_core.engines.host import ProcessEngine
+from agl_core.training.host import ProcessEngine
 from agl_torch.plugin import TorchOptions
 
 KILLED = -9

@@ -24,12 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from agl_algorithms.interface import Algorithm
 from agl_core.config.policies import OptimizerSection
-from agl_core.engines.child import Host, find_algorithm
-from agl_core.engines.updates import UpdateRequest
 from agl_core.errors import EngineError, nearest
 from agl_core.memory import peak_rss_bytes
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
+from agl_core.training.child import Host, UpdateRequest, find_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, merge, save_policy
 from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
@@ -205,7 +204,7 @@ def _make_sampler(loaded: LoadedModel, options: TorchOptions, share: float, *, d
 
 
 class ServedPolicies:
-    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.engines.child.FullyServed`.
+    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.training.child.Served`.
 
     Used from one thread, which is not the one that samples: what is loaded keeps nothing from being answered.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from agl_core.config.defaults import LARGEST
-from agl_core.engines.updates import UpdateRequest, decode_result, encode_result
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.training.child import UpdateRequest
 from agl_torch.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies
@@ -103,28 +102,6 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
     after = weights_of(policy.loaded.model)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert policies.versions == {"default": 1}
-
-
-def test_an_update_request_crosses_whole() -> None:
-    batch = make_batch(None, noise=0.1)
-    batch = replace(batch, weight_N=np.linspace(0, 2, len(batch)), step=7)
-    sent = UpdateRequest("default", "grpo", {"clip": 0.1}, batch)
-    found = UpdateRequest.decode(sent.encode())
-    assert (found.policy, found.algorithm, found.options) == (sent.policy, sent.algorithm, sent.options)
-    assert (found.batch.kind, found.batch.keys, found.batch.step) == (sent.batch.kind, sent.batch.keys, 7)
-    arrays = {each.name for each in fields(batch)} - {"kind", "keys", "step"}
-    for name in arrays:
-        mine, theirs = getattr(found.batch, name), getattr(sent.batch, name)
-        assert mine.dtype == theirs.dtype
-        assert np.array_equal(mine, theirs)
-
-
-def test_a_result_crosses_exactly() -> None:
-    result = UpdateResult(3, {"loss": 0.1 + 0.2}, np.array([1 / 3, 0.0]), np.array([1e-300, 1.0]), (None, "too_long"))
-    found = decode_result(encode_result(result))
-    assert (found.version, found.metrics, found.dropped) == (result.version, result.metrics, result.dropped)
-    assert np.array_equal(found.advantage_N, result.advantage_N)
-    assert np.array_equal(found.weight_N, result.weight_N)
 
 
 @pytest.mark.parametrize(("lora", "times"), [(None, 1), (LORA, 10)])

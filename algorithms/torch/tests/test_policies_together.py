@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agl_core.engines.updates import UpdateRequest
 from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.training.child import UpdateRequest
 from agl_torch.loading import LoadedModel
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies, Policy

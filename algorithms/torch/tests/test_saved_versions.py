@@ -13,9 +13,9 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from agl_core.engines.updates import UpdateRequest
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
+from agl_core.training.child import UpdateRequest
 from agl_torch.engine import TorchEngine
 from agl_torch.loading import fingerprint, load_model
 from agl_torch.plugin import TorchOptions

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from agl_core.engines.host import ProcessEngine
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
+from agl_core.training.host import ProcessEngine
 from agl_verl.options import VerlOptions
 
 PROCESS_LOST = (

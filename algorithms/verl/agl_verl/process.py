@@ -15,12 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core.engines.child import Host
-from agl_core.engines.updates import UpdateRequest
-from agl_core.engines.wire import in_one_line
 from agl_core.errors import AglError, EngineError
 from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.training.child import Host, UpdateRequest, in_one_line
 from agl_verl import checkpoint
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.composing import compose
@@ -51,7 +49,7 @@ def main() -> None:
 
 
 class Driver:
-    """veRL's trainer and what it stands on, started; see `agl_core.engines.child.Served`."""
+    """veRL's trainer and what it stands on, started; see `agl_core.training.child.Served`."""
 
     def __init__(self, options: VerlOptions, context: EngineContext, stage: Callable[[str], None]) -> None:
         stage("checking versions and settings")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
-from agl_core.engines.child import find_algorithm
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext
+from agl_core.training.child import find_algorithm
 from agl_verl.config.native import NativeOptions
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version as installed
@@ -10,7 +11,6 @@ from typing import Any, Literal
 
 from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import HUB_NAME
-from agl_core.engines.host import downloaded
 from agl_core.errors import ConfigError
 from agl_core.reading.metrics import read_metrics
 from agl_core.reading.words import one_line
@@ -72,6 +72,14 @@ def licence_of(weights: str) -> str | None:
     front = card.split("\n---", 1)[0] if card.startswith("---") else ""
     found = _LICENCE.search(front)
     return found[1] if found else None
+
+
+def downloaded(model: str) -> Path | None:
+    """The folder of a hub model's revision in huggingface_hub's cache, if any is there."""
+    home = os.environ.get("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    revisions = (cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    return next((file.parent for file in revisions), None)
 
 
 def _facts(version: Version, loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

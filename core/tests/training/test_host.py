@@ -8,19 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from agl_core.engines.host import ProcessEngine, check_models
 from agl_core.errors import CheckpointError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import Row, batch_of
+from agl_core.training.host import ProcessEngine
 
 from .host_child import Script
 
@@ -189,51 +187,6 @@ async def test_what_an_engine_lost_is_told_with_whatever_is_asked(engine: Any) -
             await asked()
 
 
-MODEL = "nobody/no-such-model"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub that has no model."""
-
-    paths: ClassVar[list[str]] = []
-
-    def do_HEAD(self) -> None:
-        self.paths.append(self.path)
-        self.send_response(404)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Keep the test's output clean."""
-
-
-async def test_a_model_that_is_out_of_reach_is_found_out_before_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    made = ScriptedEngine(Script(), EngineContext(tmp_path / "run", 3, {"default": PolicySpec(MODEL)}, False, (), "k"))
-    with pytest.raises(EngineError, match=rf"no folder '{MODEL}'.*{tmp_path}.*:1 does not answer.*HF_HUB_OFFLINE=1"):
-        await made.start()
-    assert not (tmp_path / "run").exists()
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
-        await asyncio.to_thread(check_models, [MODEL, MODEL])  # Whether it has the model is the engine's to find out.
-        monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
-        with pytest.raises(EngineError, match=r"is not asked, as HF_HUB_OFFLINE"):
-            await asyncio.to_thread(check_models, [MODEL])
-        await asyncio.to_thread(server.shutdown)
-    assert Hub.paths == [f"/{MODEL}/resolve/main/config.json"]
-
-    downloaded = tmp_path / "hub" / "models--nobody--no-such-model" / "snapshots" / "4f1c"
-    downloaded.mkdir(parents=True)
-    (downloaded / "config.json").write_text("{}")
-    check_models([str(tmp_path), MODEL])
-
-
 async def test_a_process_that_does_not_end_is_killed(context: EngineContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedEngine, "seconds_to_end", 0.2)
     monkeypatch.setenv("STUCK", "1")
@@ -250,7 +203,7 @@ def test_a_process_ends_with_its_run(context: EngineContext, tmp_path: Path) -> 
 import asyncio, os, signal
 from pathlib import Path
 from host_child import Script
-from agl_core.engines.host import ProcessEngine
+from agl_core.training.host import ProcessEngine
 from agl_core.protocols import EngineContext, PolicySpec
 
 class Engine(ProcessEngine):

@@ -12,9 +12,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from agl_core import errors
-from agl_core.engines.child import Host
-from agl_core.engines.updates import UpdateRequest
 from agl_core.protocols import Progress, UpdateResult
+from agl_core.training.child import Host, UpdateRequest
 
 
 class Script(BaseModel):

@@ -1,51 +1,41 @@
-"""The run's side of an engine: a child process that holds the weights, and pipes to it.
-
-Before it starts, models of the Hugging Face hub are looked for: the hub's own libraries try an unreachable hub again
-and again, for half a minute, in a process that took seconds to start. This asks once.
-"""
+"""The run's side of an engine: a child process that holds the weights, and pipes to it."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
+import pickle
 import signal
 import sys
 import time
 from abc import abstractmethod
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core import private
-from agl_core.config.sections import HUB_NAME
-from agl_core.engines import wire
-from agl_core.engines.updates import UpdateRequest, decode_result
-from agl_core.errors import EngineError
+from agl_core import errors, private
+from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
+from agl_core.training.child import HEADER, START, Options, UpdateRequest, message
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 
 LOG_NAME = "engine.log"
 LINES_SHOWN, LINES_SEARCHED = 12, 400
 """How many of the log's last lines an error shows, and how many are searched for a known reason."""
-_MAX_LINE = 2**30
-"""A result has numbers for every transition."""
-_HUB_TIMEOUT = httpx.Timeout(3.0)
 
 
-class ProcessEngine(Engine, Generic[wire.Options]):
+class ProcessEngine(Engine, Generic[Options]):
     """An engine in a process of its own; see `agl_core.protocols.Engine`. A subclass says what the process runs:
 
     class MyEngine(ProcessEngine[MyOptions]):
-        module = "my_engine.process"  # python -m my_engine.process; see agl_core.engines.child
+        module = "my_engine.process"  # python -m my_engine.process; see agl_core.training.child
 
         def remedy(self, lines, exit_code):
             return None
@@ -58,13 +48,13 @@ class ProcessEngine(Engine, Generic[wire.Options]):
     seconds_to_end: ClassVar[float] = 5.0
     """How long the process may take to end by itself before its process group is killed."""
 
-    def __init__(self, options: wire.Options, context: EngineContext) -> None:
+    def __init__(self, options: Options, context: EngineContext) -> None:
         self._options = options
         self._context = context
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._numbers = itertools.count(wire.START + 1)
-        self._answers: dict[int, asyncio.Queue[wire.Answer | None]] = {}
+        self._numbers = itertools.count(START)
+        self._answers: dict[int, asyncio.Queue[tuple[str, Any] | None]] = {}
         """Answers to commands under way, by number; None: there will be no more."""
         self._loss = ""
         """What the process said that it lost."""
@@ -101,72 +91,81 @@ class ProcessEngine(Engine, Generic[wire.Options]):
         """Start the process and wait until it serves. Raises an AglError with the reason if it does not."""
         if self._process is not None:
             raise EngineError("The engine was already started.")
-        await asyncio.to_thread(check_models, [policy.model for policy in self._context.policies.values()])
         self._began = self._stage_began = time.monotonic()
         try:
             await self._launch()
-            settings = wire.encode_settings(self._options, self._context)
-            try:
-                async with asyncio.timeout(self.seconds_to_start):
-                    ready = wire.Ready.model_validate(await self._exchange("start", wire.START, settings))
-            except TimeoutError as error:
-                raise self._too_slow() from error
+            files = tuple(_absolute(file) for file in self._context.plugin_files)
+            context = replace(self._context, run_dir=_absolute(self._context.run_dir), plugin_files=files)
+            settings = message((self._options.model_dump(mode="json"), context))
+            async with asyncio.timeout(self.seconds_to_start):
+                urls, context_length = await self._exchange("start", next(self._numbers), settings)
+        except TimeoutError as error:
+            await self.stop()
+            raise EngineError(
+                _sentences(
+                    f"The engine did not start in {self.seconds_to_start:g} s; it was {self._where}",
+                    self.remedy(self._log_lines(LINES_SEARCHED), None),
+                    "If it only needs longer, raise its start_timeout",
+                    self._end_of_log,
+                )
+            ) from error
         except BaseException:
             await self.stop()
             raise
         return Upstream(
-            urls=ready.urls,
+            urls=urls,
             models={name: name for name in self._context.policies},
             api_key=self._context.api_key,
-            context_length=ready.context_length or None,
+            context_length=context_length or None,
         )
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
         """Train on a batch; the new version is served, whole, when this returns."""
-        body = UpdateRequest(policy, algorithm, options, batch).encode()
-        return decode_result(await self._ask("update", body, progress))
+        request = UpdateRequest(policy, algorithm, options, batch)
+        result: UpdateResult = await self._ask("update", request, progress=progress)
+        return result
 
     async def save(self, folder: Path) -> None:
-        await self._ask("save", folder=folder)
+        await self._ask("save", _absolute(folder))
 
     async def load(self, folder: Path) -> None:
-        await self._ask("load", folder=folder)
+        await self._ask("load", _absolute(folder))
 
     async def versions(self) -> Mapping[str, int]:
-        versions: dict[str, int] = await self._ask("versions")
+        versions: Mapping[str, int] = await self._ask("versions")
         return versions
 
     async def stats(self) -> Mapping[str, float]:
-        stats: dict[str, float] = await self._ask("stats")
+        stats: Mapping[str, float] = await self._ask("stats")
         return stats
 
     async def _estimate(self, work: Workload) -> Needs:
         """What the process says that a run would take, for a subclass that supports `estimate`."""
-        return Needs(**await self._ask("estimate", json.dumps(asdict(work)).encode()))
+        needs: Needs = await self._ask("estimate", work)
+        return needs
 
-    async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
+    async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """What the process makes of recorded replies, for a subclass that supports `tokenize`."""
-        return wire.decode_tokens(await self._ask("tokenize", wire.encode_replies(replies), policy=policy))
+        tokenized: Sequence[TokenizedReply | None] = await self._ask("tokenize", policy, replies)
+        return tokenized
 
     async def _logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
         """What the process says of recorded replies, for a subclass that supports `logprobs`."""
-        body = UpdateRequest(policy, "", {}, batch).encode()
-        return np.array(await self._ask("logprobs", body), dtype=np.float64)
+        logprobs_R: NDArray[np.float64] = await self._ask("logprobs", policy, batch)
+        return logprobs_R
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
-        """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""
-        await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("publish", wire.SPEC.dump_json(spec), policy=name)
+        """Load a policy and serve it by this name, if the process can."""
+        await self._ask("publish", name, spec)
 
     async def withdraw(self, name: str) -> None:
-        await self._ask("withdraw", policy=name)
+        await self._ask("withdraw", name)
 
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
         """Write the model with its adapter merged into it."""
-        await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("merge", wire.SPEC.dump_json(spec), folder=folder)
+        await self._ask("merge", spec, _absolute(folder))
 
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""
@@ -196,7 +195,6 @@ class ProcessEngine(Engine, Generic[wire.Options]):
                 stdout=PIPE,
                 stderr=log,
                 env={**self.environment, **os.environ},
-                limit=_MAX_LINE,
                 start_new_session=True,  # Ctrl-C is for the run, which stops the engine when it is done with it.
             )
         finally:
@@ -206,30 +204,24 @@ class ProcessEngine(Engine, Generic[wire.Options]):
     async def _read(self, process: Process) -> None:
         """Hand out what the process says, until it says no more."""
         assert process.stdout is not None
-        while line := await process.stdout.readline():
-            answer = wire.Answer.decode(line)
-            if answer.number is None:
-                self._loss = answer.error or ""
-            elif answer.number in self._answers:  # Otherwise its caller has given up.
-                self._answers[answer.number].put_nowait(answer)
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                size = int.from_bytes(await process.stdout.readexactly(HEADER))
+                number, kind, value = pickle.loads(await process.stdout.readexactly(size))
+                if number is None:
+                    self._loss = value
+                elif number in self._answers:  # Otherwise its caller has given up.
+                    self._answers[number].put_nowait((kind, value))
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), self.seconds_to_end)
         for answers in self._answers.values():
             answers.put_nowait(None)
 
-    async def _ask(
-        self,
-        do: wire.Action,
-        body: bytes = b"",
-        progress: Progress | None = None,
-        folder: Path | None = None,
-        policy: str | None = None,
-    ) -> Any:
+    async def _ask(self, method: str, *arguments: Any, progress: Progress | None = None) -> Any:
         if self._process is None or self._stopped:
             raise EngineError("The engine is not running: call start() first, and nothing after stop().")
         number = next(self._numbers)
-        command = wire.Command(number=number, do=do, folder=folder, policy=policy)
-        return await self._exchange(do, number, command.encode(body), progress)
+        return await self._exchange(method, number, message((number, method, arguments)), progress)
 
     async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
         process, reading = self._process, self._reading
@@ -244,50 +236,37 @@ class ProcessEngine(Engine, Generic[wire.Options]):
             with suppress(ConnectionError):  # The end of the process says more than this.
                 await process.stdin.drain()
             while (answer := await answers.get()) is not None:
-                if answer.error is not None:
-                    raise self._failed(doing, answer)
-                if answer.stage is not None:
-                    self._begin(answer.stage)
-                elif answer.progress is None:
-                    return answer.value
-                elif progress is not None:
-                    progress(answer.progress)
+                match answer:
+                    case ("value", value):
+                        return value
+                    case ("error", (kind, text)):
+                        raise self._failed(doing, kind, text)
+                    case ("stage", stage):
+                        self._stage, self._stage_began = stage, time.monotonic()
+                        self._report(stage, self._stage_began - self._began)
+                    case ("progress", share) if progress is not None:
+                        progress(share)
             raise self._lost(doing)
         finally:
             del self._answers[number]
-
-    def _begin(self, stage: str) -> None:
-        self._stage, self._stage_began = stage, time.monotonic()
-        self._report(stage, self._stage_began - self._began)
 
     @property
     def _where(self) -> str:
         """In which stage the start is."""
         return f"{self._stage}, for {time.monotonic() - self._stage_began:.0f} s"
 
-    def _too_slow(self) -> EngineError:
-        return EngineError(
-            _sentences(
-                f"The engine did not start in {self.seconds_to_start:g} s; it was {self._where}",
-                self.remedy(self._log_lines(LINES_SEARCHED), None),
-                "If it only needs longer, raise its start_timeout",
-                self._end_of_log,
-            )
-        )
-
-    def _failed(self, doing: str, answer: wire.Answer) -> Exception:
+    def _failed(self, doing: str, kind: str | None, text: str) -> AglError:
         """The error that the process described: on purpose as the class it had there, any other with its remedy."""
-        assert answer.error is not None
         starts = doing == "start"
-        kind = answer.error_class
+        error_class: type[AglError] = getattr(errors, kind or "EngineError", EngineError)
         if kind is not None and not starts:
-            return kind(answer.error)
+            return error_class(text)
         what = "The engine did not start" if starts else f"The engine failed in '{doing}'"
         end = f"(log: {self._log})" if starts else f"{self._how_to_resume} (log: {self._log})"
-        remedy = self.remedy([answer.error], None)
+        remedy = self.remedy([text], None)
         if remedy is None and starts:
             remedy = self.remedy(self._log_lines(LINES_SEARCHED), None)
-        return (kind or EngineError)(_sentences(f"{what}: {answer.error}", remedy, end))
+        return error_class(_sentences(f"{what}: {text}", remedy, end))
 
     def _lost(self, doing: str) -> EngineError:
         assert self._process is not None
@@ -328,44 +307,6 @@ def _sentences(*parts: str | None) -> str:
     return " ".join([*(part if part.endswith((".", "?", "!")) else f"{part}." for part in before), last])
 
 
-def check_models(models: Iterable[str]) -> None:
-    """EngineError for a model that is neither a folder nor downloaded, while the hub does not answer or is not asked.
-
-    Whether an answering hub has the model is the engine's to find out: it may need credentials.
-    """
-    for model in dict.fromkeys(models):
-        is_of_the_hub = HUB_NAME.fullmatch(model) and not Path(model).exists()
-        reason = _why_out_of_reach(model) if is_of_the_hub and downloaded(model) is None else None
-        if reason is not None:
-            raise EngineError(
-                f"There is no folder '{model}', no model of that name in {_cache()}, and {reason}. Check the spelling "
-                f"and the network. Without a network: download the model elsewhere (hf download {model}), then name "
-                f"its folder, or copy it to this cache and set HF_HUB_OFFLINE=1."
-            )
-
-
-def _why_out_of_reach(model: str) -> str | None:
-    if any(
-        os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    ):
-        return "the Hugging Face hub is not asked, as HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    try:
-        httpx.head(f"{hub}/{model}/resolve/main/config.json", timeout=_HUB_TIMEOUT)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        return f"the Hugging Face hub at {hub} does not answer ({error})"
-    return None
-
-
-def downloaded(model: str) -> Path | None:
-    """The folder of a hub model's revision in the cache, if any is there; the engine finds out whether it is whole."""
-    revisions = (_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json")
-    return next((file.parent for file in revisions), None)
-
-
-def _cache() -> Path:
-    """Where huggingface_hub keeps models."""
-    user = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", f"{user}/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+def _absolute(path: Path) -> Path:
+    """The process may have another working directory."""
+    return path.absolute()

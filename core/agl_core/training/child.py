@@ -1,0 +1,222 @@
+"""The engine's process: what it needs to be started, asked and ended by `agl_core.training.host`. Its main function:
+
+    def main():
+        host = Host.connect(MyOptions)
+        with host.starting():
+            host.stage("loading the weights")
+            engine = MyEngine(host.options, host.context)
+        host.serve(engine)
+
+It writes its log to standard error, and ends when its standard input ends: it cannot outlive the run.
+
+Run and process send each other pickled tuples, each after its length: both are the user's own program. The first one
+has the options and the context; each other one is a command `(number, method, arguments)`. The process answers
+`(number, kind, value)`: any number of "stage" or "progress", then "value" or "error". An answer without a number says
+what the engine lost; the process ends after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from agl_core import kinds
+from agl_core.errors import AglError, ConfigError, EngineError
+from agl_core.plugins import Component, Plugins
+from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.types import Batch
+
+START = 0
+"""The number of the start: the answer says where the engine serves, or why it does not start."""
+HEADER = 8
+"""Bytes of the length before each message."""
+PROGRESS_STEP = 0.01
+"""Progress is reported when it grew by this share."""
+Options = TypeVar("Options", bound=BaseModel)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """A batch, the policy to train on it, and the algorithm."""
+
+    policy: str
+    algorithm: str
+    """Its name, as plugins register it."""
+    options: Mapping[str, Any]
+    """The algorithm's options."""
+    batch: Batch
+
+
+class Served(Protocol):
+    """What the process brings: an engine that serves already.
+
+    Methods come one after the other, on the main thread, and run to their end even if the run no longer waits for
+    them. `versions` and `stats` are asked meanwhile too, on other threads. `estimate`, `tokenize`, `logprobs`,
+    `publish`, `withdraw` and `merge` are optional; `agl_core.protocols.Engine` says what they do.
+    """
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """OpenAI-compatible base URLs, each ending in /v1."""
+
+    @property
+    def context_length(self) -> int:
+        """Of the policies' contexts the shortest; 0 if there is none yet."""
+
+    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def versions(self) -> Mapping[str, int]: ...
+
+    def stats(self) -> Mapping[str, float]: ...
+
+
+class Host(Generic[Options]):
+    """The run that started this process."""
+
+    def __init__(self, options: Options, context: EngineContext, answers: IO[bytes]) -> None:
+        self.options = options
+        self.context = context
+        self._answers = answers
+        self._writing = threading.Lock()
+        self._engine: Served | None = None
+        self._commands: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
+
+    @classmethod
+    def connect(cls, options: type[Options], at_end: Callable[[], None] | None = None) -> Host[Options]:
+        """Read the settings. `at_end` is called before this process ends because its standard input did.
+
+        Standard output is for answers alone: whatever a library prints goes to the log.
+        """
+        answers = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        # A reader of its own: Python closes sys.stdin at the end, which fails while a thread reads from it.
+        source = os.fdopen(0, "rb", closefd=False)
+        values, context = _read(source) or sys.exit(1)
+        host = cls(options.model_validate(values), context, answers)
+        threading.Thread(target=host._listen, args=(source, at_end), name="agl-host", daemon=True).start()
+        return host
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Tell the run of an error, and end."""
+        try:
+            yield
+        except Exception as error:
+            _log.exception("The engine cannot start.")
+            self._say(START, "error", described(error))
+            sys.exit(1)
+
+    def stage(self, name: str) -> None:
+        """Tell the run what the start does from now on, as in "loading the weights"."""
+        _log.info("Start: %s.", name)
+        self._say(START, "stage", name)
+
+    def serve(self, engine: Served) -> NoReturn:
+        """Say that the engine serves, and do what the run asks for."""
+        self._engine = engine
+        self._say(START, "value", (engine.urls, engine.context_length))
+        while True:
+            self._answer(*self._commands.get())
+
+    def lost(self, reason: str) -> NoReturn:
+        """Tell the run that the engine lost a part of itself, and end: what waits for that part may wait for ever."""
+        _log.error("%s", reason)
+        self._say(None, "error", reason)
+        os._exit(1)
+
+    def _listen(self, source: IO[bytes], at_end: Callable[[], None] | None) -> None:
+        while (command := _read(source)) is not None:
+            if command[1] in ("versions", "stats"):
+                threading.Thread(target=self._answer, args=command, daemon=True).start()
+            else:
+                self._commands.put(command)
+        try:
+            if at_end is not None:
+                at_end()
+        finally:
+            os._exit(0)
+
+    def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            function = getattr(self._engine, method, None)
+            if function is None:
+                raise EngineError(f"This engine does not support '{method}'.")
+            progress = (self._reporter(number),) if method == "update" else ()
+            self._say(number, "value", function(*arguments, *progress))
+        except Exception as error:
+            if not isinstance(error, AglError):
+                _log.exception("The engine failed in '%s'.", method)
+            self._say(number, "error", described(error))
+
+    def _reporter(self, number: int) -> Progress:
+        reported = 0.0
+
+        def report(share: float) -> None:
+            nonlocal reported
+            if share >= reported + PROGRESS_STEP or share == 1.0:
+                reported = share
+                self._say(number, "progress", share)
+
+        return report
+
+    def _say(self, number: int | None, kind: str, value: Any) -> None:
+        data = message((number, kind, value))
+        with self._writing:
+            self._answers.write(data)
+            self._answers.flush()
+
+
+def message(value: Any) -> bytes:
+    """What crosses, after its length."""
+    data = pickle.dumps(value)
+    return len(data).to_bytes(HEADER) + data
+
+
+def _read(source: IO[bytes]) -> Any:
+    """The next message; None at the end."""
+    size = int.from_bytes(source.read(HEADER))
+    return pickle.loads(source.read(size)) if size else None
+
+
+def described(error: Exception) -> tuple[str | None, str]:
+    """An error on purpose crosses as its class and its text, any other as one line: the run may not have its class."""
+    return (type(error).__name__, str(error)) if isinstance(error, AglError) else (None, in_one_line(error))
+
+
+def in_one_line(error: Exception) -> str:
+    """An error's class and the last line of its text.
+
+    >>> in_one_line(ValueError("a traceback of another process\\nno such luck"))
+    'ValueError: no such luck'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
+
+
+def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:
+    """What a plugin registered under the name, and the options as its settings; `component.build(settings)` builds it.
+
+    PluginError if no plugin brings it, ConfigError for options that it does not have.
+    """
+    component = plugins.component(kinds.ALGORITHM, name, "algorithm.name")
+    try:
+        return component, component.options.model_validate(dict(options))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{name}: {error}") from error
