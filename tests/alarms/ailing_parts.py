@@ -37,7 +37,6 @@ ILL_NUMBERS: Mapping[str, Mapping[str, float]] = {
     AlarmName.ENTROPY_EXPLOSION: {"entropy": 4.0},
     AlarmName.KL_RUNAWAY: {"kl_behaviour": 2.0},
     AlarmName.KL_REFERENCE_RUNAWAY: {"kl_reference": 9.0},
-    AlarmName.CLIP_FRACTION: {"clip_fraction": 0.6},
     AlarmName.GRADIENT_SPIKE: {"grad_norm": 50.0},
     AlarmName.LOGPROB_GAP: {"logprob_gap_max": 3.0},
 }

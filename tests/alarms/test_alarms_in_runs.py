@@ -84,7 +84,6 @@ async def test_an_alarm_is_raised_in_a_run_made_for_it(name: AlarmName, tmp_path
     step, alarm = raised[0]
     assert (step <= WELL) == (name in AT_ONCE), "it comes with the illness"
     assert alarm.seen
-    assert alarm.why
     assert alarm.remedy
     assert f"step {step}: {alarm.text}" in said.lines
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]

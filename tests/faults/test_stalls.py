@@ -12,7 +12,6 @@ import psutil
 from typer.testing import CliRunner
 
 from agl_core.cli import app
-from agl_core.types import Ending
 
 from .fault_run import TinyRun
 from .stall_agent import HELD
@@ -86,28 +85,3 @@ def test_a_tool_that_hangs_and_then_an_engine_that_is_stopped(tiny_run: Callable
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     finish(run)
-
-
-def test_what_a_stopped_engine_keeps_waiting_is_dropped_and_not_scored(
-    tiny_run: Callable[..., TinyRun], tmp_path: Path
-) -> None:
-    limits = {"workers.timeout": 8.0, "workers.attempts": 1, "train.patience": 0}
-    run = stalling(tiny_run, tmp_path / "not-there", workers=1, **limits)
-    run.begin("trainer")
-    run.until(lambda: (run.folder / "engine.pid").exists() and (run.folder / "engine.pid").read_text(), "an engine ran")
-    engine = psutil.Process(int((run.folder / "engine.pid").read_text()))
-    engine.send_signal(signal.SIGSTOP)
-    run.begin("worker 0")
-    try:
-        run.until(lambda: "are dropped: the machine kept them waiting" in run.trainer.log.read_text(), "some timed out")
-    finally:
-        os.kill(engine.pid, signal.SIGCONT)
-    finish(run)
-
-    assert stalls(run)
-    timed_out = [each for each in run.recorded().rollouts if each.ending is Ending.TIMED_OUT]
-    assert len(timed_out) >= 3
-    metrics = [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
-    assert sum(line.get("episodes_dropped/stalled", 0) for line in metrics) == len(timed_out)
-    found = CliRunner().invoke(app, ["rollouts", str(run.folder), "--ending", "timed_out", "--json"])
-    assert [each["rewards"] for each in orjson.loads(found.output)] == [[]] * len(timed_out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,5 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def benches(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> tuple[Bench, Bench]:
-    """Two, so that what is seen on one can be seen again on the other."""
-    return Bench(tmp_path_factory.mktemp("bench"), weights), Bench(tmp_path_factory.mktemp("again"), weights)
-
-
-@pytest.fixture(autouse=True)
-def _torch_as_it_was() -> Iterator[None]:
-    """Settings of the engine's process reach all of torch; here that process is the tests'."""
-    import torch
-
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+def bench(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), weights)

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 import agl_core
-import agl_online
 from agl_core import Capability, kinds
 from agl_core.builtin.buffers import Fifo
 from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import DrawContext, DrawnGroup, Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import Batch, Episode, Task
+from agl_core.types import Batch, Task
 
 SEEN = "seen.json"
 """What the engine writes into the run's folder when it is stopped."""
@@ -79,12 +78,6 @@ class ScriptedEngine(Engine):
         (self._context.run_dir / SEEN).write_text(json.dumps(self._seen))
 
 
-@agl_core.reward_rule
-def fading(episode: Episode) -> float:
-    """The later the step, the less."""
-    return 1 / (1 + episode.step)
-
-
 class Half(Fifo):
     """Trains on the first half of what it has."""
 
@@ -118,15 +111,3 @@ def register_components(register: Register) -> None:
     register(kinds.STORE, "another", build_store)
     register(kinds.BUFFER, "half", lambda options: Half())
     register(kinds.TASK_SOURCE, "counting", lambda options, folder, seed: Counting())
-
-
-@agl_online.release_check
-def even(release: agl_online.Release) -> str | None:
-    """Speaks against even steps."""
-    return "its step is even" if release.step % 2 == 0 else None
-
-
-@agl_online.redactor
-def shouted(text: str) -> str:
-    """Loud names."""
-    return text.replace("ada", "ADA")

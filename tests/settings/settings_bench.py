@@ -36,14 +36,8 @@ TASKS: Mapping[str, list[dict[str, Any]]] = {
     ],
     "other": [{"id": each, "input": {"answer": "5"}, "result": "5", "also": "4"} for each in "pqrs"],
     "fragile": [{"id": each, "input": {"answer": "5", "fails": "first-member"}, "result": "5"} for each in "ab"],
-    "unequal": [
-        {"id": "a", "input": {"answer": "5", "fails": "first-member"}, "result": "5"},
-        {"id": "b", "input": {"answer": "5", "fails": "first-member"}, "result": "6"},
-        {"id": "c", "input": {"answer": "5"}, "result": "5"},
-    ],
     "restarting": [{"id": each, "input": {"answer": "5", "fails": "first-attempt"}, "result": "5"} for each in "ab"],
     "slow": [{"id": "a", "input": {"answer": "5", "wait": 1.0}, "result": "5"}],
-    "renamed": [{"name": "z", "question": {"answer": "5"}, "id": "y", "input": {"answer": "6"}, "result": "5"}],
 }
 """Files of tasks beside the configuration."""
 

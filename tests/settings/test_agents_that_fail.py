@@ -41,9 +41,9 @@ def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[s
     return raised.value, observer.lines
 
 
-def test_one_that_always_raises(benches: tuple[Bench, Bench]) -> None:
+def test_one_that_always_raises(bench: Bench) -> None:
     error, lines = refused(
-        benches[0],
+        bench,
         "def look_up(city):\n    return {}[city]\n\nasync def solve(task):\n    return look_up('Ghent')\n",
     )
     assert isinstance(error, TrainingError)
@@ -56,8 +56,8 @@ def test_one_that_always_raises(benches: tuple[Bench, Bench]) -> None:
     assert sum("4 of 4 rollouts ended as crashed" in line for line in lines) == 1, "it goes on, and is told once"
 
 
-def test_one_that_never_calls_the_model(benches: tuple[Bench, Bench]) -> None:
-    error, lines = refused(benches[0], "async def solve(task):\n    return 1.0\n")
+def test_one_that_never_calls_the_model(bench: Bench) -> None:
+    error, lines = refused(bench, "async def solve(task):\n    return 1.0\n")
     assert isinstance(error, TrainingError)
     assert "all rollouts ended as no_call" in str(error)
     assert "OPENAI_BASE_URL" in next(line for line in lines if "step 0, evaluation" in line and "2 of 2" in line)
@@ -73,18 +73,16 @@ def test_one_that_never_calls_the_model(benches: tuple[Bench, Bench]) -> None:
     ],
     ids=["an import", "an exit", "more parameters", "no parameter"],
 )
-def test_one_that_cannot_be_called_is_found_out_before_the_engine_starts(
-    benches: tuple[Bench, Bench], agent: str, told: str
-) -> None:
-    error, lines = refused(benches[0], agent)
+def test_one_that_cannot_be_called_is_found_out_before_the_engine_starts(bench: Bench, agent: str, told: str) -> None:
+    error, lines = refused(bench, agent)
     assert isinstance(error, AgentError)
     with pytest.raises(AgentError, match=told):
         raise error
     assert "starting the engine" not in lines
 
 
-def test_tasks_that_cannot_be_made_are_found_out_before_the_engine_starts(benches: tuple[Bench, Bench]) -> None:
-    plugin = benches[0].folder / "broken_tasks.py"
+def test_tasks_that_cannot_be_made_are_found_out_before_the_engine_starts(bench: Bench) -> None:
+    plugin = bench.folder / "broken_tasks.py"
     plugin.write_text(
         "import agl_core\n"
         "class Broken:\n"
@@ -96,7 +94,7 @@ def test_tasks_that_cannot_be_made_are_found_out_before_the_engine_starts(benche
         "    register(agl_core.kinds.TASK_SOURCE, 'broken', lambda options, folder, seed: Broken())\n"
     )
     error, lines = refused(
-        benches[0],
+        bench,
         "async def solve(task):\n    return 1.0\n",
         **{"plugins": [scripted_parts.__file__, str(plugin)], "tasks.train": {"source": "broken"}},
     )
@@ -124,14 +122,12 @@ async def solve(task, context):
     ],
     ids=["crashed", "equal"],
 )
-def test_a_run_that_learned_nothing_says_so_and_why(
-    benches: tuple[Bench, Bench], end: str, status: int, state: str, told: str
-) -> None:
+def test_a_run_that_learned_nothing_says_so_and_why(bench: Bench, end: str, status: int, state: str, told: str) -> None:
     """Also where the engine says that it trained on every transition, each with an advantage of 0."""
-    folder = benches[0].folder
+    folder = bench.folder
     (folder / f"ending_{state}.py").write_text(f"{CALLING}    {end}\n")
     given = {"agent.entry": f"ending_{state}:solve", "name": state, "eval.every": 0, "trackers.tensorboard": False}
-    benches[0].load(given)
+    bench.load(given)
 
     ended = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
 
@@ -149,11 +145,11 @@ def test_a_run_that_learned_nothing_says_so_and_why(
 
 
 def test_a_training_begins_with_a_look_at_the_agent_and_one_that_fails_leaves_nothing(
-    benches: tuple[Bench, Bench],
+    bench: Bench,
 ) -> None:
-    folder = benches[0].folder
+    folder = bench.folder
     (folder / "looked_at.py").write_text(f"{CALLING}    raise KeyError('Ghent')\n")
-    benches[0].load({"agent.entry": "looked_at:solve", "name": "looked", "train.patience": 2, "eval.every": 0})
+    bench.load({"agent.entry": "looked_at:solve", "name": "looked", "train.patience": 2, "eval.every": 0})
     train = ["train", str(folder / "train.toml")]
 
     refused = CliRunner(env={"COLUMNS": "300"}).invoke(app, train)
@@ -173,9 +169,9 @@ def test_a_training_begins_with_a_look_at_the_agent_and_one_that_fails_leaves_no
     assert summary["rollouts"] == {"finished": 8}, "it is not trained on"
 
 
-def test_no_run_is_stopped_by_a_step_that_has_something(benches: tuple[Bench, Bench]) -> None:
+def test_no_run_is_stopped_by_a_step_that_has_something(bench: Bench) -> None:
     """Rollouts that crash in part, and are dropped, leave the others to learn from."""
-    loaded = benches[0].load(
+    loaded = bench.load(
         {
             "tasks.train.path": "fragile.jsonl",
             "train.group_size": 3,

@@ -23,14 +23,14 @@ from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
 
 from .settings_bench import Bench
 
-OF_THE_ENGINE = {"seen.json"}
+OF_THE_ENGINE = {"seen.json", "weights.json"}
 
 
 @pytest.fixture
-def run_dir(benches: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(WORKER_KEY, raising=False)
     monkeypatch.delenv(OPERATOR_KEY, raising=False)
-    return new_run_dir(benches[0].load())
+    return new_run_dir(bench.load())
 
 
 def files(folder: Path) -> list[Path]:
@@ -46,28 +46,28 @@ async def keys_of_a_session(bench: Bench, run_dir: Path) -> tuple[str, str]:
         return server.worker_key, server.keys.secret
 
 
-async def test_workers_of_the_same_user_find_it(benches: tuple[Bench, Bench], run_dir: Path) -> None:
-    first = await keys_of_a_session(benches[0], run_dir)
+async def test_workers_of_the_same_user_find_it(bench: Bench, run_dir: Path) -> None:
+    first = await keys_of_a_session(bench, run_dir)
     file = run_dir / SERVER_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert json.loads(file.read_text())["worker_key"] == first[0]
-    assert await keys_of_a_session(benches[0], run_dir) == first, "whoever holds a key can go on when a run is resumed"
+    assert await keys_of_a_session(bench, run_dir) == first, "whoever holds a key can go on when a run is resumed"
     others = {each.name: each.read_bytes() for each in files(run_dir) if each != file}
     assert {"config.toml", "store.sqlite"} <= others.keys()
     assert [name for name, content in others.items() if any(key.encode() in content for key in first)] == []
 
 
-async def test_what_a_run_writes_is_for_its_owner_alone(benches: tuple[Bench, Bench]) -> None:
+async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
     before = os.umask(0)
     try:
-        loaded = benches[0].load({"seed": 4, "train.checkpoint_every": 1, "workers.embedded": False})
+        loaded = bench.load({"seed": 4, "train.checkpoint_every": 1, "workers.embedded": False})
         folder = new_run_dir(loaded)
         async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Observer()):
             serving = modes(folder)
-        ran = await benches[0].run({"seed": 5})
+        ran = await bench.run({"seed": 5})
         ran.summary.write()
         after = modes(ran.folder)
-        mine = benches[0].folder / "mine"
+        mine = bench.folder / "mine"
         mine.touch()
     finally:
         os.umask(before)
@@ -83,19 +83,19 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_anything_starts(
-    benches: tuple[Bench, Bench], run_dir: Path
+    bench: Bench, run_dir: Path
 ) -> None:
-    loaded = benches[0].load({"server.host": "0.0.0.0"})
+    loaded = bench.load({"server.host": "0.0.0.0"})
     with pytest.raises(ServerError, match=r"0\.0\.0\.0.*AGL_WORKER_KEY"):
         await train(loaded, run_dir, Observer())
     assert not (run_dir / SERVER_FILE).exists()
     assert not (run_dir / "seen.json").exists(), "the engine was started"
 
 
-async def test_with_a_key_it_does(benches: tuple[Bench, Bench], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_a_key_it_does(bench: Bench, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKER_KEY, "chosen-by-me")
     monkeypatch.setenv(OPERATOR_KEY, "chosen-too")
-    loaded = benches[0].load({"server.host": "0.0.0.0", "workers.embedded": False})
+    loaded = bench.load({"server.host": "0.0.0.0", "workers.embedded": False})
     async with (
         local_server(loaded, run_dir) as server,
         open_session(loaded, run_dir, server, Observer()),
@@ -108,11 +108,9 @@ async def test_with_a_key_it_does(benches: tuple[Bench, Bench], run_dir: Path, m
     assert "chosen-by-me" not in json.dumps(told)
 
 
-async def test_what_clients_find_as_their_key_is_good_for_no_attempt(
-    benches: tuple[Bench, Bench], run_dir: Path
-) -> None:
+async def test_what_clients_find_as_their_key_is_good_for_no_attempt(bench: Bench, run_dir: Path) -> None:
     """In the trainer's process, whose environment agents share: a request gets its attempt's key by its stamp."""
-    loaded = benches[0].load()
+    loaded = bench.load()
     async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()):
         rollout = Rollout("s1-g0-m1", run_dir.name, 0, "g", Task("t", {"answer": 1, "wait": 60}), Mode.TRAIN, 1, 1)
         await server.queue.enqueue([rollout])
@@ -128,8 +126,8 @@ async def test_what_clients_find_as_their_key_is_good_for_no_attempt(
         await server.queue.cancel(["s1-g0-m1"])
 
 
-async def test_a_server_listens_where_the_one_before_did(benches: tuple[Bench, Bench], run_dir: Path) -> None:
-    loaded = benches[0].load()
+async def test_a_server_listens_where_the_one_before_did(bench: Bench, run_dir: Path) -> None:
+    loaded = bench.load()
     async with local_server(loaded, run_dir) as first:
         keys, url = first.keys, first.base_url
     async with local_server(loaded, run_dir) as second:

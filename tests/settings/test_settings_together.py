@@ -10,8 +10,7 @@ from .settings_bench import Bench
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce++", "ppo"])
-async def test_groups_of_one_where_nothing_compares_them(algorithm: str, benches: tuple[Bench, Bench]) -> None:
-    bench, _ = benches
+async def test_groups_of_one_where_nothing_compares_them(algorithm: str, bench: Bench) -> None:
     given = {"algorithm.name": algorithm, "train.group_size": 1}
     check(bench.load(given))
     state = (await bench.run(given)).summary.state
@@ -19,8 +18,7 @@ async def test_groups_of_one_where_nothing_compares_them(algorithm: str, benches
     assert state.dropped == {}
 
 
-async def test_every_policy_trains_by_its_own_algorithm_and_credit(benches: tuple[Bench, Bench]) -> None:
-    bench, _ = benches
+async def test_every_policy_trains_by_its_own_algorithm_and_credit(bench: Bench) -> None:
     model = {"path": str(bench.weights)}
     run = await bench.run(
         {
@@ -56,8 +54,7 @@ async def test_every_policy_trains_by_its_own_algorithm_and_credit(benches: tupl
     assert not any("update/loss" in line for line in trained)
 
 
-async def test_a_policy_without_trained_agents_is_never_updated(benches: tuple[Bench, Bench]) -> None:
-    bench, _ = benches
+async def test_a_policy_without_trained_agents_is_never_updated(bench: Bench) -> None:
     model = {"path": str(bench.weights)}
     run = await bench.run(
         {
@@ -75,7 +72,6 @@ async def test_a_policy_without_trained_agents_is_never_updated(benches: tuple[B
     assert run.summary.state.dropped == {"untrained_agent": run.summary.state.kept}
 
 
-async def test_one_policy_has_metrics_without_its_name(benches: tuple[Bench, Bench]) -> None:
-    bench, _ = benches
+async def test_one_policy_has_metrics_without_its_name(bench: Bench) -> None:
     lines = [line for line in (await bench.run({})).metrics if line["kind"] == "train"]
     assert [line["update/loss"] for line in lines] == [0.5, 0.5]

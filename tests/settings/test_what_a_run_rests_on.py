@@ -25,8 +25,6 @@ TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
         ({"rewards.exact_match.weight": 0.0}, False, True),
     ],
 )
-def test_what_it_may_rest_on(
-    benches: tuple[Bench, Bench], given: Mapping[str, Any], of_tool_results: bool, of_rewards: bool
-) -> None:
+def test_what_it_may_rest_on(bench: Bench, given: Mapping[str, Any], of_tool_results: bool, of_rewards: bool) -> None:
     checks = {asserted_tool_results: of_tool_results, asserted_rewards: of_rewards}
-    assert assertions_in(benches[0].load(given)) == [check for check, is_raised in checks.items() if is_raised]
+    assert assertions_in(bench.load(given)) == [check for check, is_raised in checks.items() if is_raised]

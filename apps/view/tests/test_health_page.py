@@ -5,7 +5,7 @@ from __future__ import annotations
 from .viewed_runs import HOSTILE, Folder, said
 
 NUMBERS = {"kind": "train", "restart": 0, "reward/mean": 0.5, "health/healthy": 6.0, "health/unhealthy": 2.0}
-ALARM = {"name": "truncated", "why": "It has no end.", "remedy": "Raise the limit.", "details": ""}
+ALARM = {"name": "truncated", "remedy": "Raise the limit.", "details": ""}
 
 
 def test_alarms_verdicts_and_reasons(runs: Folder) -> None:
@@ -25,7 +25,7 @@ def test_alarms_verdicts_and_reasons(runs: Folder) -> None:
     page = runs.page("/runs/calc/health")
     text = said(page)
     assert "truncated since step 1 0.4: <script>" in text
-    assert "Why it matters It has no end. What to do Raise the limit." in text
+    assert "What to do Raise the limit." in text
     assert "<script>alert" not in page
     assert "2 6 2 0" in text
     assert "unhealthy: truncated 2" in text

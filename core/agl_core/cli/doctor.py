@@ -195,7 +195,7 @@ def _run(run: Path) -> Findings:
         yield Finding("FAIL", "metrics", said, "remove it; a run is not resumed with such a line")
     for step, alarm in health.alarms:
         since = "since step" if health.holding.get(alarm.name) == step else "step"
-        yield Finding("note", f"alarm {alarm.name}, {since} {step}", alarm.seen, f"{alarm.why} {alarm.remedy}")
+        yield Finding("note", f"alarm {alarm.name}, {since} {step}", alarm.seen, alarm.remedy)
     if not health.alarms:
         steps = len(health.verdicts)
         yield Finding("ok", "alarms", f"none in {steps} steps" if steps else "no step was made yet")

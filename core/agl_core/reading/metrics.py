@@ -176,7 +176,7 @@ _MANY = 0.5
 
 def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
     if all(f"alarm/{AlarmName.NO_REWARD}" in step for step in steps):
-        remedy = paragraphs(no_reward)[2]
+        remedy = paragraphs(no_reward)[1]
         return f"no rule in [rewards] had anything to say, and no agent reported a reward. {remedy}"
     dropped = _counts(steps, "dropped/") + _counts(steps, "episodes_dropped/")
     del dropped[DropReason.GROUP_TOO_SMALL]  # It follows from other reasons.
@@ -191,7 +191,7 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
     seen = f" (mean reward {', '.join(dict.fromkeys(rewards[-3:]))})" if rewards else ""
     return (
         f"no group had contrast: all rewards that were compared were equal{seen}, so that every advantage was 0. "
-        f"{paragraphs(no_contrast)[2]}"
+        f"{paragraphs(no_contrast)[1]}"
     )
 
 

@@ -1,7 +1,7 @@
 """Alarms: what a person should know of a run, with why it matters and what to do.
 
 An alarm is a function of its name, which returns what it saw, or None. Its docstring, which docs/health.md shows, has
-three paragraphs: when the alarm is raised, why that matters, and what to do. Here are the alarms on the numbers of the
+two paragraphs: when the alarm is raised and why that matters, and what to do. Here are the alarms on the numbers of the
 steps; `failures` has those on the rollouts of a step, and `stall` that on a run in which nothing goes on.
 
 "First" are the first 5 steps of a run. An alarm says nothing as long as steps lack a number that it looks at.
@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import fmean, median
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from agl_core.config import RunConfig
 from agl_core.types import AlarmName
 
 Numbers: TypeAlias = Mapping[str, float]
@@ -42,8 +39,6 @@ class Alarm:
     name: AlarmName
     seen: str
     """What was seen, with its numbers."""
-    why: str
-    """Why it matters."""
     remedy: str
     """What to do."""
     details: str = ""
@@ -52,19 +47,17 @@ class Alarm:
     @classmethod
     def of(cls, check: Check, seen: str, *, remedy: str = "", details: str = "") -> Alarm:
         """The alarm of this function; `remedy` is for a cause that is known more exactly."""
-        _, why, general_remedy = paragraphs(check)
-        return cls(AlarmName(check.__name__), seen, why, remedy or general_remedy, details)
+        return cls(AlarmName(check.__name__), seen, remedy or paragraphs(check)[1], details)
 
     @property
     def text(self) -> str:
-        sentences = " ".join(part for part in (f"{self.seen}.", self.why, self.remedy, self.details) if part)
-        return f"alarm {self.name}: {sentences}"
+        return " ".join(part for part in (f"alarm {self.name}: {self.seen}.", self.remedy, self.details) if part)
 
 
-def paragraphs(check: Check) -> tuple[str, str, str]:
-    """When an alarm is raised, why that matters, and what to do; without its docstring (`python -OO`), nothing."""
-    when, why, remedy, *_ = [*(inspect.getdoc(check) or "").split("\n\n"), "", "", ""]
-    return when.replace("\n", " "), why.replace("\n", " "), remedy.replace("\n", " ")
+def paragraphs(check: Check) -> tuple[str, str]:
+    """When an alarm is raised, and what to do; without its docstring (`python -OO`), nothing."""
+    when, remedy, *_ = [*(inspect.getdoc(check) or "").split("\n\n"), "", ""]
+    return when.replace("\n", " "), remedy.replace("\n", " ")
 
 
 def on(*metrics: str) -> Callable[[NumberCheck], NumberCheck]:
@@ -80,9 +73,7 @@ def on(*metrics: str) -> Callable[[NumberCheck], NumberCheck]:
 @on("reward/mean", "reward/std", "rollouts")
 def reward_collapse(means: Values, stds: Values, rollouts: Values, limit: float = 0.5) -> str | None:
     """The mean reward of 3 steps is below that of the best 3 by `limit` of what the best are above the worst step (or
-    above 0), and by 4 standard errors.
-
-    The policy forgets what it had learned, and rarely recovers by itself.
+    above 0), and by 4 standard errors. The policy forgets what it had learned, and rarely recovers by itself.
 
     Go on from the best checkpoint (agl train --resume RUN/checkpoints/STEP) with a smaller learning rate, or with a KL
     term (algorithm.grpo.beta).
@@ -103,9 +94,8 @@ def reward_collapse(means: Values, stds: Values, rollouts: Values, limit: float 
 
 @on("update/entropy", "reward/mean")
 def entropy_collapse(entropies: Values, rewards: Values, limit: float = 0.1) -> str | None:
-    """The entropy of 5 steps is below `limit` of that of the first 5, and the mean reward is no higher.
-
-    The policy became certain without becoming better: it explores no more, and groups have no contrast.
+    """The entropy of 5 steps is below `limit` of that of the first 5, and the mean reward is no higher. The policy
+    became certain without becoming better: it explores no more, and groups have no contrast.
 
     Lower the learning rate, raise the sampling temperature, or go on from an earlier checkpoint.
     """
@@ -120,9 +110,8 @@ def entropy_collapse(entropies: Values, rewards: Values, limit: float = 0.1) -> 
 
 @on("update/entropy")
 def entropy_explosion(entropies: Values, limit: float = 3.0) -> str | None:
-    """The entropy of 3 steps is `limit` times that of the first 5, and above 1.
-
-    The policy drifts towards chance; its responses soon are gibberish.
+    """The entropy of 3 steps is `limit` times that of the first 5, and above 1. The policy drifts towards chance; its
+    responses soon are gibberish.
 
     Lower the learning rate, train fewer epochs on each batch, or go on from an earlier checkpoint.
     """
@@ -134,9 +123,8 @@ def entropy_explosion(entropies: Values, limit: float = 3.0) -> str | None:
 
 @on("update/kl_behaviour")
 def kl_runaway(divergences: Values, limit: float = 0.5) -> str | None:
-    """KL(behaviour ‖ current) is at least `limit`: median of 3 steps.
-
-    One update moves the policy far from the one that sampled the data, so that the data no longer fit it.
+    """KL(behaviour ‖ current) is at least `limit`: median of 3 steps. One update moves the policy far from the one that
+    sampled the data, so that the data no longer fit it.
 
     Lower the learning rate or the epochs of the algorithm; in asynchronous runs lower async.max_staleness.
     """
@@ -145,9 +133,8 @@ def kl_runaway(divergences: Values, limit: float = 0.5) -> str | None:
 
 @on("update/kl_reference")
 def kl_reference_runaway(divergences: Values, limit: float = 3.0) -> str | None:
-    """KL(current ‖ initial weights) is at least `limit`: median of 3 steps.
-
-    The policy is far from the initial weights: it loses what these could do, and may exploit the reward.
+    """KL(current ‖ initial weights) is at least `limit`: median of 3 steps. The policy is far from the initial weights:
+    it loses what these could do, and may exploit the reward.
 
     Read some rollouts with high rewards. Raise the KL term (algorithm.grpo.beta), or lower the learning rate.
     """
@@ -156,9 +143,8 @@ def kl_reference_runaway(divergences: Values, limit: float = 3.0) -> str | None:
 
 @on("groups/no_contrast")
 def no_contrast(shares: Values, limit: float = 0.95) -> str | None:
-    """At least `limit` of the groups have equal rewards: mean of 5 steps.
-
-    Where all rewards of a group are equal, its advantages are 0: these rollouts teach nothing.
+    """At least `limit` of the groups have equal rewards: mean of 5 steps. Where all rewards of a group are equal, its
+    advantages are 0: these rollouts teach nothing.
 
     If the reward is at its best, the run is done. Otherwise choose tasks of medium difficulty, make groups larger
     (train.group_size), or give rewards for parts of the way.
@@ -168,9 +154,8 @@ def no_contrast(shares: Values, limit: float = 0.95) -> str | None:
 
 @on("length/truncated")
 def truncated(shares: Values, limit: float = 0.2) -> str | None:
-    """At least `limit` of the responses reach the token limit: mean of 3 steps.
-
-    A truncated response has no end: its answer or its tool call is missing, and it is trained on all the same.
+    """At least `limit` of the responses reach the token limit: mean of 3 steps. A truncated response has no end: its
+    answer or its tool call is missing, and it is trained on all the same.
 
     Raise sampling.max_tokens, or reward shorter responses.
     """
@@ -179,9 +164,8 @@ def truncated(shares: Values, limit: float = 0.2) -> str | None:
 
 @on("calls/parse_errors", "rollouts", "rollout/turns")
 def parse_errors(errors: Values, rollouts: Values, turns: Values, limit: float = 0.2) -> str | None:
-    """At least `limit` of the responses have tool calls that do not parse: mean of 3 steps.
-
-    A tool call that does not parse is not run, and the agent goes on without its result.
+    """At least `limit` of the responses have tool calls that do not parse: mean of 3 steps. A tool call that does not
+    parse is not run, and the agent goes on without its result.
 
     Look at some (agl rollouts --verdict unhealthy). Check that the chat template and the model's tool format go
     together; a reward for well-formed calls helps.
@@ -192,9 +176,8 @@ def parse_errors(errors: Values, rollouts: Values, turns: Values, limit: float =
 
 @on("responses/repetitive")
 def repetition(shares: Values, limit: float = 0.1) -> str | None:
-    """At least `limit` of the responses end in a loop: mean of 3 steps.
-
-    Responses that loop are a sign of a policy that is trained too hard, or of a reward for length.
+    """At least `limit` of the responses end in a loop: mean of 3 steps. Responses that loop are a sign of a policy that
+    is trained too hard, or of a reward for length.
 
     Lower the learning rate, or go on from an earlier checkpoint; check what the reward says of long responses.
     """
@@ -203,9 +186,8 @@ def repetition(shares: Values, limit: float = 0.1) -> str | None:
 
 @on("responses/gibberish")
 def gibberish(shares: Values, limit: float = 0.1) -> str | None:
-    """At least `limit` of the responses are gibberish: mean of 3 steps.
-
-    Responses that are no text show weights that broke, or a server that samples with other weights.
+    """At least `limit` of the responses are gibberish: mean of 3 steps. Responses that are no text show weights that
+    broke, or a server that samples with other weights.
 
     Check the learning rate and update/logprob_gap_max, and go on from an earlier checkpoint.
     """
@@ -214,9 +196,8 @@ def gibberish(shares: Values, limit: float = 0.1) -> str | None:
 
 @on("tool_results/failed")
 def tool_errors(shares: Values, limit: float = 0.3) -> str | None:
-    """At least `limit` of the tool calls fail, and 0.2 more than in the first 5 steps: mean of 3 steps.
-
-    The agent learns from what failing tools say, and a service behind them may be down.
+    """At least `limit` of the tool calls fail, and 0.2 more than in the first 5 steps: mean of 3 steps. The agent
+    learns from what failing tools say, and a service behind them may be down.
 
     Read the errors (agl show ROLLOUT). If a service fails, fix it and go on from the checkpoint before; if the policy
     makes worse calls, reward calls that work.
@@ -224,22 +205,10 @@ def tool_errors(shares: Values, limit: float = 0.3) -> str | None:
     return _at_least(limit, shares, "{} of the tool calls fail", rise=0.2)
 
 
-@on("answers/question")
-def questions(shares: Values, limit: float = 0.3) -> str | None:
-    """At least `limit` of the answers are questions, and 0.2 more than in the first 5 steps: mean of 3 steps.
-
-    The policy asks instead of answering, perhaps because the reward likes it.
-
-    Read some of these rollouts, and check what the reward says of them.
-    """
-    return _at_least(limit, shares, "{} of the answers are questions", rise=0.2)
-
-
 @on("answers/empty")
 def empty_answers(shares: Values, limit: float = 0.2) -> str | None:
-    """At least `limit` of the answers are empty, and 0.1 more than in the first 5 steps: mean of 3 steps.
-
-    The policy says nothing: a reward that punishes wrong answers more than none teaches that.
+    """At least `limit` of the answers are empty, and 0.1 more than in the first 5 steps: mean of 3 steps. The policy
+    says nothing: a reward that punishes wrong answers more than none teaches that.
 
     Compare the reward of empty answers with that of wrong ones, and check the chat template's end token.
     """
@@ -248,9 +217,8 @@ def empty_answers(shares: Values, limit: float = 0.2) -> str | None:
 
 @on("calls/prefix_broken", "rollouts", "rollout/turns")
 def broken_prefixes(broken: Values, rollouts: Values, turns: Values, limit: float = 0.1) -> str | None:
-    """At least `limit` of the responses have a broken prefix before them: mean of 3 steps.
-
-    The policy sees its earlier replies with other tokens than it sampled, and prefixes are computed again.
+    """At least `limit` of the responses have a broken prefix before them: mean of 3 steps. The policy sees its earlier
+    replies with other tokens than it sampled, and prefixes are computed again.
 
     Have the agent send its replies back as it got them, without rewriting or trimming; see docs/bad-input.md.
     """
@@ -260,9 +228,8 @@ def broken_prefixes(broken: Values, rollouts: Values, turns: Values, limit: floa
 
 @on("dropped/stale", "transitions/kept", "transitions/dropped")
 def stale(too_old: Values, kept: Values, dropped: Values, limit: float = 0.2) -> str | None:
-    """At least `limit` of the transitions are too old to be trained on: mean of 3 steps.
-
-    Rollouts are run and then thrown away, because the policy has moved on meanwhile.
+    """At least `limit` of the transitions are too old to be trained on: mean of 3 steps. Rollouts are run and then
+    thrown away, because the policy has moved on meanwhile.
 
     Lower async.in_flight, raise async.max_staleness, or add workers.
     """
@@ -270,22 +237,10 @@ def stale(too_old: Values, kept: Values, dropped: Values, limit: float = 0.2) ->
     return _at_least(limit, _shares(too_old, all_transitions), "{} of the transitions are too old to be trained on")
 
 
-@on("update/clip_fraction")
-def clip_fraction(shares: Values, limit: float = 0.3) -> str | None:
-    """At least `limit` of the tokens are clipped: mean of 3 steps.
-
-    Where the ratio is clipped the gradient is 0: much of the batch no longer teaches anything.
-
-    Lower the learning rate, the epochs or the minibatches of the algorithm.
-    """
-    return _at_least(limit, shares, "{} of the tokens are clipped")
-
-
 @on("update/grad_norm")
 def gradient_spike(norms: Values, limit: float = 10.0) -> str | None:
-    """The gradient norm is at least `limit` times the median of the 10 steps before, and above 10.
-
-    One batch pulls the weights much harder than others; clipping hides its size, not its direction.
+    """The gradient norm is at least `limit` times the median of the 10 steps before, and above 10. One batch pulls the
+    weights much harder than others; clipping hides its size, not its direction.
 
     Look at the rollouts of this step. If spikes come again, lower the learning rate or the gradient's limit.
     """
@@ -297,9 +252,8 @@ def gradient_spike(norms: Values, limit: float = 10.0) -> str | None:
 
 @on("update/logprob_gap_max")
 def logprob_gap(gaps: Values, limit: float = 1.0) -> str | None:
-    """The largest difference of log-probabilities is at least `limit` nats: median of 3 steps.
-
-    The server that samples and the trainer disagree about the same tokens, so that ratios are wrong.
+    """The largest difference of log-probabilities is at least `limit` nats: median of 3 steps. The server that samples
+    and the trainer disagree about the same tokens, so that ratios are wrong.
 
     Check that both have the same weights, dtype and temperature, and switch on truncated importance weights.
     """
@@ -348,9 +302,6 @@ def _responses(rollouts: Values, turns: Values) -> Values:
     return [None if n is None or t is None else n * t for n, t in zip(rollouts, turns, strict=True)]
 
 
-_WATCHED = frozenset(chain.from_iterable(CHECKS.values()))
-
-
 @dataclass
 class Watch:
     """Looks at each step. An alarm that goes on is raised once.
@@ -368,12 +319,6 @@ class Watch:
     def __post_init__(self) -> None:
         latest = self.steps[-1] if self.steps else {}
         self.held = {key: value for key, value in latest.items() if key.startswith("alarm/")}
-        self.steps = [_watched(numbers) for numbers in self.steps]
-
-    @classmethod
-    def of_run(cls, config: RunConfig, steps: Iterable[Numbers]) -> Watch:
-        """The watch of a run with this configuration, which goes on after these steps."""
-        return cls(config.alarms, tuple(config.policies), [*steps])
 
     def wanted(self, alarms: Iterable[Alarm]) -> list[Alarm]:
         """Those of these alarms that the run has not switched off."""
@@ -381,27 +326,23 @@ class Watch:
 
     def look(self, numbers: Numbers, others: Iterable[Alarm] = ()) -> list[Alarm]:
         """The alarms after a step with these numbers that did not hold before it; `others` were raised elsewhere."""
-        self.steps.append(_watched(numbers))
+        self.steps.append(numbers)
         on_numbers = (Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
         alarms = self.wanted([*others, *on_numbers])
         before, self.held = self.held, {f"alarm/{alarm.name}": 1.0 for alarm in alarms}
         return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
 
     def _seen(self, check: Callable[..., str | None]) -> str | None:
+        """What an alarm says of the steps; if it looks at updates, of each policy on the steps that updated it."""
         limit = self.settings.get(AlarmName(check.__name__))
         settings = {"limit": limit} if limit else {}
         if len(self.policies) == 1 or not any(key.startswith("update/") for key in CHECKS[check]):
-            return check(*self._values(check), **settings)
-        by_policy = {policy: check(*self._values(check, f"{policy}/"), **settings) for policy in self.policies}
-        return "; ".join(f"policy {policy}: {seen}" for policy, seen in by_policy.items() if seen) or None
-
-    def _values(self, check: Check, policy: str = "") -> Iterable[Values]:
-        """The values of what an alarm looks at; with a policy, in the steps that updated it."""
-        updated = f"update/{policy}"
-        steps = [step for step in self.steps if not policy or any(key.startswith(updated) for key in step)]
-        return ([step.get(key.replace("update/", updated, 1)) for step in steps] for key in CHECKS[check])
-
-
-def _watched(numbers: Numbers) -> Numbers:
-    """Those of a step's metrics that alarms look at, of any policy: a long run is kept in memory."""
-    return {key: value for key, value in numbers.items() if re.sub("^update/.*/", "update/", key) in _WATCHED}
+            return check(*([step.get(key) for step in self.steps] for key in CHECKS[check]), **settings)
+        sentences = []
+        for policy in self.policies:
+            own = f"update/{policy}/"
+            steps = [step for step in self.steps if any(key.startswith(own) for key in step)]
+            keys = [key.replace("update/", own) for key in CHECKS[check]]
+            if seen := check(*([step.get(key) for step in steps] for key in keys), **settings):
+                sentences.append(f"policy {policy}: {seen}")
+        return "; ".join(sentences) or None

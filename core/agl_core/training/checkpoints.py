@@ -1,13 +1,11 @@
-"""The checkpoints of a run, complete or absent: the weights, what the run has done so far, a digest of every file."""
+"""The checkpoints of a run, complete or absent: the weights, and what the run has done so far."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,8 +22,8 @@ _log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 """Their folder in a run's."""
 HEADLINE_SET = "eval"
-_STATE, _SUMS, _PREFIX = "state.json", "SHA256SUMS", "step-"
-"""In each checkpoint its state, and a line for each file, which `sha256sum --check` reads; how its name begins."""
+_STATE, _PREFIX = "state.json", "step-"
+"""The state in each checkpoint; how a checkpoint's name begins."""
 _STABLE = "stable.json"
 """In a run's folder: of each policy the step of its stable version, and then those of others that are needed."""
 _MARKS = TypeAdapter(dict[str, list[int]])
@@ -136,13 +134,13 @@ class Checkpoints:
     def commit(self, part: Path, state: RunState) -> Path:
         """Make the written files the checkpoint of `state.step`, and remove checkpoints that are too old.
 
-        All of it is on the disk, not only in caches, before an older checkpoint is removed. This reads every file once.
+        All of it is on the disk, not only in caches, before an older checkpoint is removed.
         """
         target = self.path(state.step)
         with _writing(target):
             private.write(part / _STATE, orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2))
-            _seal(part)
-            _give_mode_of(self.folder.parent, part)
+            for path in (*part.rglob("*"), part):
+                _sync(path)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(part, target)
             _sync(self.folder)
@@ -226,14 +224,6 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _give_mode_of(run: Path, part: Path) -> None:
-    """Give a checkpoint the permissions of its run: some libraries write files for their owner alone."""
-    mode = run.stat().st_mode & 0o777
-    for path in (part, *part.rglob("*")):
-        if not path.is_symlink():
-            path.chmod(mode if path.is_dir() else mode & 0o666)
-
-
 def _part(checkpoint: Path) -> Path:
     """The folder of a checkpoint while it is not complete."""
     return checkpoint.with_name(f".{checkpoint.name}.part")
@@ -267,40 +257,6 @@ def _evaluated(checkpoint: Path) -> float | None:
         return None
 
 
-def _seal(folder: Path) -> None:
-    """Sync everything below a folder to the disk, and write a digest of each file."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor() as pool:
-        digests = zip(pool.map(_digest, files), files, strict=True)
-        lines = (f"{digest}  {file.relative_to(folder).as_posix()}\n" for digest, file in digests)
-        sums = folder / _SUMS
-        sums.write_text("".join(lines), encoding="utf-8")
-        folders = (path for path in folder.rglob("*") if path.is_dir())
-        list(pool.map(_sync, (*files, sums, *folders, folder)))
-
-
-def verify(checkpoint: Path) -> None:
-    """CheckpointError if a file of a checkpoint differs from what was written; this reads every file once.
-
-    A folder without a run's state, such as an exported policy, has no digests.
-    """
-    sums = checkpoint / _SUMS
-    if not sums.exists() and not (checkpoint / _STATE).exists():
-        return
-    try:
-        lines = sums.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{sums} cannot be read: {error}. {_instead_of(checkpoint)}") from error
-    expected = {checkpoint / name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    with ThreadPoolExecutor() as pool:
-        for (file, written), digest in zip(expected.items(), pool.map(_digest, expected), strict=True):
-            if digest != written:
-                raise CheckpointError(
-                    f"{file} is damaged: its SHA-256 was {written} when the checkpoint was written, and is {digest} "
-                    f"now. {_instead_of(checkpoint)}"
-                )
-
-
 def _sync(path: Path) -> None:
     """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -308,14 +264,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"unknown ({error.strerror})"
 
 
 @dataclass(frozen=True, slots=True)

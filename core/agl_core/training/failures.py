@@ -37,14 +37,13 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
 """What to do about what keeps rollouts from being trained on."""
-_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STALLED})
+_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
 
 def no_reward(episodes: Sequence[Episode]) -> str | None:
-    """No rule had anything to say of any rollout of a step, and no agent reported a reward.
-
-    All rollouts count as 0, and nothing can be learned.
+    """No rule had anything to say of any rollout of a step, and no agent reported a reward. All rollouts count as 0,
+    and nothing can be learned.
 
     Name a rule in [rewards], or have the agent return a number or call agl_core.reward.
     """
@@ -57,9 +56,8 @@ def no_reward(episodes: Sequence[Episode]) -> str | None:
 def nothing_to_train(
     episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
 ) -> str | None:
-    """None of the agents that made calls in a step is named by train.agents.
-
-    Only the agents in train.agents are trained.
+    """None of the agents that made calls in a step is named by train.agents. Only the agents in train.agents are
+    trained.
 
     Agents get their names from an adapter, or from agl_core.agent.
     """
@@ -71,9 +69,8 @@ def nothing_to_train(
 
 
 async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
-    """All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation.
-
-    Rollouts that fail teach little or nothing.
+    """All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation. Rollouts that
+    fail teach little or nothing.
 
     Fix what the first error says.
     """
@@ -89,9 +86,8 @@ async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
 
 
 def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    """Tool results count in reward or credit, and only the agent's side says what some were.
-
-    Whatever the agent starts can say the same, and so earn rewards that it does not deserve.
+    """Tool results count in reward or credit, and only the agent's side says what some were. Whatever the agent starts
+    can say the same, and so earn rewards that it does not deserve.
 
     See docs/security.md.
     """
@@ -107,9 +103,8 @@ def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
 
 
 def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    """Tool results of a step were reported as a success, and the model was shown a failure, which counts.
-
-    Something that the agent starts may be forging reports, or a tool's report is wrong.
+    """Tool results of a step were reported as a success, and the model was shown a failure, which counts. Something
+    that the agent starts may be forging reports, or a tool's report is wrong.
 
     Read these rollouts (agl show ROLLOUT) and see docs/security.md.
     """
@@ -124,9 +119,8 @@ def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
 
 
 def asserted_rewards(episodes: Sequence[Episode]) -> str | None:
-    """No rule in [rewards] has a weight, and the reward is what the agent reports.
-
-    Whatever the agent starts can say the same, and so earn rewards that it does not deserve.
+    """No rule in [rewards] has a weight, and the reward is what the agent reports. Whatever the agent starts can say
+    the same, and so earn rewards that it does not deserve.
 
     See docs/security.md.
     """
@@ -206,10 +200,9 @@ def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: 
         raise TrainingError(
             f"Serving and training disagree in step {step}. Tokens that the current weights of '{policy}' sampled have "
             f"a mean probability of {sampled:.3g} where they were sampled, and of {trained:.3g} in training. They "
-            f"differ by {gap:.3g} on average, which is more than rounding explains (train.serving_gap is {limit:g}). "
-            f"Probably the server has other weights than the trainer (an adapter that it does not apply, an exchange "
-            f"that did not happen), or one of them changes the logits. The update of this step used wrong ratios: when "
-            f"the cause is fixed, go on from the last checkpoint (agl train --resume)."
+            f"differ by {gap:.3g} on average (train.serving_gap is {limit:g}): probably the server has other weights "
+            f"than the trainer, or one of them changes the logits. When the cause is fixed, go on from the last "
+            f"checkpoint (agl train --resume)."
         )
 
 

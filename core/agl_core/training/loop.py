@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,7 +161,7 @@ class Trainer:
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
         }
-        alarms = self.watch.look(metrics, [*alarms, *self._stalls()])
+        alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
         self.log.write(step, "train", {**metrics, **self.watch.held}, alarms)
         self._count(step, drawn, metrics, stats)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
@@ -189,7 +189,7 @@ class Trainer:
                     to_jsonable_python(algorithm.options.model_dump()),
                     _part(phase, number, len(policies)),
                 )
-                result = results[policy] = await self._watched(update, "an update")
+                result = results[policy] = await self.session.stall.watched(update, "which makes an update")
                 self.session.versions[policy] = result.version
                 self.loaded.plugins.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
         return results
@@ -267,22 +267,14 @@ class Trainer:
         state.train_rewards.append(metrics["reward/mean"])
         self._count_memory(stats)
 
-    def _stalls(self) -> list[Alarm]:
-        """The stalls since this was last asked; they were said when they were seen."""
-        return [] if self.session.stall is None else self.session.stall.take()
-
     def _say(self, where: str, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:
             if alarm.name is not AlarmName.STALL:
                 self.observer.say(f"{where}: {alarm.text}")
 
-    async def _watched(self, work: Awaitable[Result], what: str) -> Result:
-        """The engine's answer; an alarm is raised if it takes too long."""
-        return await (work if self.session.stall is None else self.session.stall.watched(work, what))
-
     async def _stats(self) -> Mapping[str, float]:
         """The engine's counters since it started: tokens prefilled, reused and decoded, memory."""
-        return await self._watched(self.session.engine.stats(), "answering")
+        return await self.session.stall.watched(self.session.engine.stats(), "which counts")
 
     async def _evaluate(self) -> Evaluated:
         """Evaluate the weights as they are on every held-out set."""
@@ -296,7 +288,7 @@ class Trainer:
         self.state.passed_through += int(sum(passed_through))
         self._count_memory(await self._stats())
         if evaluated.entries:
-            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.watch.wanted(self._stalls())])
+            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.session.stall.take()])
             self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
         return evaluated
 

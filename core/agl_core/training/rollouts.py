@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -21,7 +20,7 @@ from agl_core.plugins import RunHooks
 from agl_core.protocols import RecordedTasks, TaskSource
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.training.metrics import Phase
-from agl_core.training.stall import HEALTH_INTERVAL, StallWatch
+from agl_core.training.stall import StallWatch
 from agl_core.types import (
     Annotation,
     AttemptKey,
@@ -39,6 +38,9 @@ from agl_core.types import (
 
 Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Annotation)
 logger = logging.getLogger(__name__)
+
+HEALTH_INTERVAL = 2.0
+"""Seconds between two looks at the parts of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ class Collector:
     hook: RunHooks
     check_health: Callable[[], None]
     """Raises if a part of the run has died, so that no wait lasts for ever."""
-    stall: StallWatch | None = None
+    stall: StallWatch = field(default_factory=StallWatch)
     """Says why a wait is long."""
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> Collected:
@@ -251,17 +253,11 @@ class Collector:
 
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
-        rollouts = await self._done(ids)
-        stalled = set() if self.stall is None else await self.stall.finished(rollouts)
-        return await self.scored(rollouts, stalled)
+        return await self.scored(await self.stall.watched(self._done(ids)))
 
-    async def scored(self, rollouts: Sequence[Rollout], stalled: Collection[str] = ()) -> list[Scored]:
-        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded.
-
-        Those whose ids are in `stalled` are dropped without a reward.
-        """
+    async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded."""
         episodes = await recorded_episodes(self.store, rollouts, self.hook)
-        episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
         scored = await score_all(episodes, self.rules, self.endings)
         await self._put([reward for episode, _ in scored for reward in _rewards_of_rules(episode)])
         return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
@@ -280,18 +276,9 @@ class Collector:
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
         """Wait for the queue, and see meanwhile whether the run is well."""
         answer = asyncio.ensure_future(self.queue.done(ids))
-        if self.stall is not None:
-            self.stall.begin()
         try:
-            while not answer.done():
-                began = time.monotonic()
-                await asyncio.wait({answer}, timeout=HEALTH_INTERVAL)
-                if self.stall is not None:
-                    self.stall.slept(time.monotonic() - began)
-                if not answer.done():
-                    self.check_health()
-                    if self.stall is not None:
-                        await self.stall.look()
+            while not (await asyncio.wait({answer}, timeout=HEALTH_INTERVAL))[0]:
+                self.check_health()
             return answer.result()
         finally:
             answer.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -79,7 +79,7 @@ async def train(
                 private.make_folder(checkpoints.folder, exist_ok=True)
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Without one, a run that is over has died.
                 log.restart = session.restart
-                earlier = log.forget_after(state.step if weights else -1)
+                earlier: list[Mapping[str, float]] = [*log.forget_after(state.step if weights else -1)]
                 if resume:
                     store_config(config, run_dir)
                     for superseded in checkpoints.forget_after(state.step):
@@ -87,7 +87,7 @@ async def train(
                 trainer = trainer_of(
                     *(loaded, session, loaded.buffer.build(), checkpoints, log, observer),
                     *(assertions_in(loaded), state),
-                    watch=Watch.of_run(config, earlier),
+                    watch=Watch(config.alarms, tuple(config.policies), earlier),
                     saved_step=state.step,
                 )
                 try:

@@ -17,14 +17,13 @@ from agl_core.errors import EngineError
 from agl_core.learning import ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
 from agl_core.server import LightningServer
-from agl_core.training.checkpoints import verify
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.preflight import check_agent, first_made
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, Queue, scoring_rules
 from agl_core.training.server import begin_restart
-from agl_core.training.stall import StallWatch
+from agl_core.training.stall import StallWatch, who_waits
 from agl_core.types import AlarmName
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
@@ -43,8 +42,7 @@ class Session:
     collector: Collector
     evaluator: Evaluator
     tasks: Mapping[str, TaskSource]
-    stall: StallWatch | None
-    """None: the run has switched the alarm off."""
+    stall: StallWatch
 
     @property
     def versions(self) -> dict[str, int]:
@@ -67,8 +65,6 @@ async def open_session(
     `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there.
     """
     config = loaded.config
-    if weights is not None:
-        await asyncio.to_thread(verify, weights)
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
     tasks = {name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()}
     rules = scoring_rules(loaded)
@@ -91,18 +87,18 @@ async def open_session(
         elif config.agent is not None:
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {run_dir}")
         setting = config.alarms.get(AlarmName.STALL)
-        stall = None if setting is False else StallWatch(server.activity, server.store, observer.say, setting)
+        stall = StallWatch(setting, lambda: who_waits(server.activity(), server.store), observer.say)
 
-        def collector(queue: Queue, rules: Sequence[ScoringRule], stall: StallWatch | None) -> Collector:
+        def collector(queue: Queue, rules: Sequence[ScoringRule]) -> Collector:
             hook, is_well = loaded.plugins.hook, health_check(worker)
             return Collector(server.store, queue, rules, config.train.endings, hook, is_well, stall)
 
-        of_agent = of_training = collector(server.queue, rules, stall)
+        of_agent = of_training = collector(server.queue, rules)
         held_out = {name: tasks[name] for name in tasks if name != "train"}
         evaluator = Evaluator(of_agent, held_out, config.eval, run.id, run.restart, observer)
         if isinstance(source, RecordedTasks):
             queue = RecordedQueue(source, config, server.store, engine)
-            of_training = collector(queue, rules if config.rewards else [ScoringRule("recorded", queue.reward)], None)
+            of_training = collector(queue, rules if config.rewards else [ScoringRule("recorded", queue.reward)])
         yield Session(server, run.id, run.restart, engine, worker, of_training, evaluator, tasks, stall)
 
 

@@ -1,10 +1,13 @@
-"""The user's agent, a callable `module:function` that gets a task's input; its context, and its environment."""
+"""The user's agent, a callable `module:function`: its context, its environment, and running it as a task."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +17,19 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from agl_core.capture import ActiveAttempt, Recording
+from agl_core.capture import ActiveAttempt, Recording, running
 from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
-from agl_core.types import Json, Mode
+from agl_core.types import Ending, Json, Mode
 from agl_core.wire.workers import Assignment
+from agl_core.worker.report import Ended, crashed, finished
 
+logger = logging.getLogger(__name__)
+
+_CANCEL_GRACE = 2.0
+"""Seconds an agent gets to end after it was cancelled."""
+_MAX_BLOCKED = 2.0
+"""Seconds that the event loop may stand still."""
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 OTHER_KEY = "ANTHROPIC_AUTH_TOKEN"
 """A second key beside ANTHROPIC_API_KEY, which some clients refuse; it would be the user's own."""
@@ -166,3 +176,70 @@ def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class TaskPerAttempt:
+    """Runs attempts of an async agent in this process. Cheap, and nothing can be ended by force.
+
+    A task that swallows its cancellation is abandoned when its time is up: it is counted in `abandoned`, and its later
+    requests are refused. An agent that blocks keeps all others waiting, which is said once.
+    """
+
+    default_concurrency = 128
+
+    def __init__(self, agent: Agent) -> None:
+        self.abandoned = 0
+        self._agent = agent
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+        async def call() -> Any:
+            return await self._agent.call(assignment.task_input, agent_context(assignment, base_url))
+
+        with running(active_attempt(assignment, base_url, recording)):
+            task = asyncio.create_task(call())
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            if not task.done():
+                await self._cancel(task)
+                raise
+        try:
+            return finished(task.result())
+        except asyncio.CancelledError:
+            return Ended(Ending.CRASHED, error="the agent cancelled itself")
+        except BaseException as error:
+            return crashed(error)
+
+    async def _cancel(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_GRACE)
+        if not task.done():
+            self.abandoned += 1
+            logger.warning(
+                "An agent did not end when cancelled and was abandoned (%d so far). [workers] isolation = 'process' "
+                "ends such agents by force.",
+                self.abandoned,
+            )
+
+    async def _watch(self) -> None:
+        """Say once that the event loop stood still; the CPU time tells an agent that blocks from a busy machine."""
+        while True:
+            before, used = time.monotonic(), time.process_time()
+            await asyncio.sleep(_MAX_BLOCKED / 4)
+            blocked = time.monotonic() - before
+            if blocked > _MAX_BLOCKED:
+                logger.warning(
+                    "The agent blocked the worker's event loop for %.0f s (%.1f s of CPU time), and with it all other "
+                    "attempts. Give each attempt a process of its own: set [workers] isolation = 'process'.",
+                    blocked,
+                    time.process_time() - used,
+                )
+                return

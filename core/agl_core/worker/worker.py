@@ -34,11 +34,10 @@ from agl_core.wire.workers import (
     Lease,
     LeaseRequest,
 )
-from agl_core.worker.agent import load_agent
+from agl_core.worker.agent import TaskPerAttempt, load_agent
 from agl_core.worker.commands import CommandPerAttempt
 from agl_core.worker.processes import ProcessPerAttempt
 from agl_core.worker.report import Ended, closing
-from agl_core.worker.tasks import TaskPerAttempt
 
 logger = logging.getLogger(__name__)
 

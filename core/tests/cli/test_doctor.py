@@ -92,12 +92,12 @@ def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(tmp_pat
 
     (tmp_path / "config.toml").write_text("config_version = 1\n[train]\nsteps = 3\n")
     assert doctor() == (0, f"ok    run: {tmp_path}: stopped, 0 steps made\nok    alarms: no step was made yet\n")
-    alarm = '{"name": "truncated", "seen": "0.4 are cut", "why": "It ends.", "remedy": "Raise it."}'
+    alarm = '{"name": "truncated", "seen": "0.4 are cut", "remedy": "Raise it."}'
     (tmp_path / "metrics.jsonl").write_text(
         f'{{"step": 1, "kind": "train", "alarm/truncated": 1.0, "alarms": [{alarm}]}}\n'
     )
     status, said = doctor()
-    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → It ends. Raise it.\n" in said) == (
+    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → Raise it.\n" in said) == (
         0,
         True,
     )

@@ -156,3 +156,15 @@ def test_a_split_of_a_saved_dictionary(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="'nowhere', split 'train', cannot be loaded"):
         source("hf", tmp_path, dataset="nowhere")
+
+
+def test_a_subset_of_a_folder_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    configs = "configs:\n"
+    for number, subset in enumerate(("first", "second")):
+        (tmp_path / "tasks").mkdir(exist_ok=True)
+        datasets.Dataset.from_list(ROWS[number:]).to_parquet(tmp_path / "tasks" / f"{subset}.parquet")
+        configs += f"- config_name: {subset}\n  data_files: {subset}.parquet\n"
+    (tmp_path / "tasks" / "README.md").write_text(f"---\n{configs}---\n")
+    first, second = (source("hf", tmp_path, subset=subset, columns=ASKED) for subset in ("first", "second"))
+    assert (first.size, second.size) == (len(ROWS), len(ROWS) - 1)

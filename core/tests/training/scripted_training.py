@@ -26,6 +26,7 @@ from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer
 from agl_core.training.metrics import MetricsLog, Observer
 from agl_core.training.rollouts import Scored
+from agl_core.training.stall import StallWatch
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -267,7 +268,7 @@ def make_bench(
         collector=collector,
         evaluator=NoEvaluation(),
         tasks={"train": Numbers()},
-        stall=None,
+        stall=StallWatch(),
     )
     trainer = Trainer(
         loaded,

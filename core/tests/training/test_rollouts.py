@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,12 +19,10 @@ from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan, plan_evaluation, train_index
-from agl_core.training.stall import StallWatch
+from agl_core.training.stall import StallWatch, who_waits
 from agl_core.types import (
-    AlarmName,
     Attempt,
     AttemptKey,
-    DropReason,
     Ending,
     Episode,
     Mode,
@@ -33,6 +30,7 @@ from agl_core.types import (
     RolloutState,
     Task,
 )
+from agl_core.wire.workers import Activity
 
 
 class ScriptedQueue:
@@ -170,38 +168,16 @@ async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.M
     assert asyncio.all_tasks() == {asyncio.current_task()}, "somebody is left waiting"
 
 
-class BlockedQueue(ScriptedQueue):
-    """Its process, which is that of the gateway too, stands still while rollouts are awaited."""
-
-    async def done(self, ids: Collection[str]) -> list[Rollout]:
-        time.sleep(0.2)  # noqa: ASYNC251
-        return await super().done(ids)
-
-
-async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dropped_without_a_reward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in ("rollouts", "stall"):
-        monkeypatch.setattr(f"agl_core.training.{module}.HEALTH_INTERVAL", 0.01)
-    queue, store, said = BlockedQueue(), MemoryStore(), list[str]()
-    now = time.time()
-    ends = {"held": (now, Ending.TIMED_OUT), "earlier": (now - 60, Ending.TIMED_OUT), "well": (now, Ending.FINISHED)}
-    planned = await recorded(store, *ends)
-    await store.put(*(Attempt(id, 0, "w", at - 1, at + 0.2, ending) for id, (at, ending) in ends.items()))
-    watch = StallWatch(None, store, said.append, 0.05)  # type: ignore[arg-type]
-    collector = Collector(
-        store, queue, [ScoringRule("half", lambda episode: 0.5)], {}, Plugins().hook, lambda: None, watch
-    )  # type: ignore[arg-type]
-    await queue.enqueue(planned)
-    for id, (_, ending) in ends.items():
-        queue.finish(id, ending=ending)
-
-    found = {each.rollout.id: each.episode for each in await collector.finished(set(ends))}
-
-    assert (found["held"].dropped, found["held"].rewards, found["held"].terminal) == (DropReason.STALLED, (), None)
-    assert [(found[id].dropped, found[id].terminal) for id in ("earlier", "well")] == [(None, 0.5)] * 2
-    assert [alarm.name for alarm in watch.take()] == [AlarmName.STALL]
-    assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in said
+async def test_a_wait_that_is_too_long_is_told_again_and_again_and_goes_on() -> None:
+    said = list[str]()
+    idle = Activity(queued=2, running=0, waiting=0, finished=None, serving=True, attempts=[])
+    watch = StallWatch(0.05, lambda: who_waits(idle, MemoryStore()), said.append)
+    assert await watch.watched(asyncio.sleep(0.2, "done")) == "done"
+    assert await watch.watched(asyncio.sleep(0.06, 4), "which makes an update") == 4
+    assert ["no worker runs a rollout, and 2 wait" in line for line in said] == [True, True, False]
+    assert "the trainer waits for the engine, which makes an update" in said[2]
+    assert [alarm.text for alarm in watch.take()] == said
+    assert watch.take() == []
 
 
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:

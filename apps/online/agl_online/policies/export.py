@@ -12,7 +12,6 @@ import orjson
 
 from agl_core.errors import CheckpointError, ConfigError
 from agl_core.protocols import PolicySpec
-from agl_core.training.checkpoints import verify
 from agl_online.policies.card import model_card
 from agl_online.policies.engines import Source, log_folder
 from agl_online.policies.naming import Version
@@ -24,12 +23,11 @@ def export(version: Version, folder: Path, overrides: Sequence[str] = ()) -> Non
     """Write a version as it was saved: all weights, or its adapter, which names its base as it is found here.
 
     The folder appears whole or not at all. ConfigError if it exists, if the weights below an adapter are gone, or for
-    step 0; CheckpointError if the checkpoint is damaged, or is removed meanwhile.
+    step 0; CheckpointError if the checkpoint is removed meanwhile.
     """
     saved = _saved(version)
     source = Source.of(version.run, overrides)
     with _whole(folder) as part, _still_there(version):
-        verify(version.checkpoint or saved)
         for file in sorted(saved.rglob("*")):
             target = part / file.relative_to(saved)
             if file.is_dir():
@@ -59,7 +57,6 @@ def merge(version: Version, folder: Path, overrides: Sequence[str] = (), engine:
     source = Source.of(version.run, overrides)
     spec = source.spec(version)
     with _whole(folder) as part, _still_there(version):
-        verify(version.checkpoint or part)
         asyncio.run(_merged(source, spec, part, engine))
         (part / "README.md").write_text(model_card(version, source.loaded, "merged"), encoding="utf-8")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from agl_core.errors import AglError, ConfigError, did_you_mean
 from agl_core.protocols import Engine
 from agl_core.server.errors import ApiError
-from agl_core.training.checkpoints import verify
 from agl_online.policies.engines import Source
 from agl_online.policies.naming import ALIASES, Reference, Version, parse
 
@@ -158,8 +157,6 @@ class Shelf:
         for each in self._loaded:
             if (each.version, each.written) == (version, written):
                 return each
-        if version.checkpoint is not None:
-            await asyncio.to_thread(verify, version.checkpoint)
         source = self.sources[version.run]
         self._count += 1
         limit = source.loaded.config.sampling.max_tokens

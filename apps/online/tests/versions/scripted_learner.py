@@ -29,6 +29,7 @@ from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.evaluate import Evaluated, TaskScore
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
+from agl_core.training.stall import StallWatch
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode
 from agl_online.canary import Outcome
 from agl_online.config import LearnSection
@@ -190,7 +191,7 @@ class World:
             collector=Collector(self.store, nobody, rules, {}, Plugins().hook, lambda: None),
             evaluator=SimpleNamespace(evaluate=self.evaluate),
             tasks={},
-            stall=None,
+            stall=StallWatch(),
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(
