@@ -66,7 +66,11 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
     assert {"agl-core", "agl-langchain", "langchain-core"} <= installed
     assert not installed & {"torch", "transformers", "starlette", "uvicorn", "aiohttp", "langgraph", "openai"}
 
-    run(python, "-c", "import agl_core, agl_langchain, agl_core.client, agl_core.config, agl_core.store, agl_core.cli")
+    run(
+        python,
+        "-c",
+        "import agl_langchain, agl_core.wire.client, agl_core.config, agl_core.store, agl_core.cli",
+    )
     listed = {each["name"]: each["origin"] for each in json.loads(run(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")
     assert {"sqlite", "jsonl", "identical"} <= set(listed)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agl_core.client import BlockingClient
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.errors import ConfigError, StoreError
 from agl_core.reading.runs import open_store
@@ -14,6 +13,7 @@ from agl_core.server.keys import Keys
 from agl_core.store.connections import is_written
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import AttemptKey, Ending, Mode, Rollout
+from agl_core.wire.client import BlockingClient
 from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, ServerFile
 from agl_online.feedback import Feedback, said_of
 from agl_online.keys import ApplicationKeys

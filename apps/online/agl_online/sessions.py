@@ -30,7 +30,7 @@ from agl_core.server.upstream import Answering, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Ending, Mode, Rollout, RolloutState, Run
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
-from agl_core.wire.operation import Empty
+from agl_core.wire.workers import Empty
 from agl_online.config import OnlineSection, online_section
 from agl_online.keys import ApplicationKeys
 from agl_online.kinds import Redactor
@@ -56,7 +56,6 @@ from agl_online.wire import (
     HEADER_SESSION_END,
     HEADER_SESSION_RECORD,
     OPERATIONS,
-    RIGHTS,
     BeginSession,
     DeleteReply,
     DeleteSessions,
@@ -103,7 +102,6 @@ class Sessions:
     """
 
     operations = OPERATIONS
-    rights = RIGHTS
 
     def __init__(
         self,

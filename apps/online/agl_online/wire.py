@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 
-from agl_core.wire.operation import AnyOperation, Body, Empty, Operation, Right
+from agl_core.wire.workers import AnyOperation, Body, Empty, Operation, Right
 
 HEADER_SESSION = "x-agl-session"
 """With an application's key: the name that it gives the session of a call. On the server's reply: the session's id."""
@@ -18,11 +18,7 @@ HEADER_ANSWERED = "x-agl-policy"
 """On a reply of a served policy: the version that answered, as `calc@40`."""
 
 APPLICATION, COLLECTOR = "application", "feedback"
-RIGHTS = {
-    APPLICATION: "The key of an application (agl sessions key).",
-    COLLECTOR: "The key for feedback on an application's sessions (agl sessions key --feedback).",
-}
-"""Whose keys the requests need, and where these come from."""
+"""Whose keys the requests need, beside those of core: of `agl sessions key`, and with `--feedback`."""
 
 MAX_FEEDBACK = 1 << 20
 """Bytes of one feedback."""
@@ -116,23 +112,9 @@ class DeleteReply(Body):
     deleted: int
 
 
-_NO_SESSION = {404: "There is no such session.", 410: "The session was deleted."}
-_FOREIGN = {**_NO_SESSION, 403: "The session is another application's."}
-_OTHER = {**_FOREIGN, 409: "Other feedback came under this id, or call and session do not go together."}
-
-BEGIN_SESSION = Operation("begin_session", "POST", "/agl/v1/sessions", APPLICATION, BeginSession, SessionReply)
-END_SESSION = Operation("end_session", "POST", "/agl/v1/sessions/end", APPLICATION, EndSession, Empty, _FOREIGN)
-FEEDBACK = Operation(
-    "feedback", "POST", "/agl/v1/feedback", COLLECTOR, FeedbackRequest, FeedbackReply, _OTHER, MAX_FEEDBACK
-)
-DELETE_SESSIONS = Operation(
-    "delete_sessions",
-    "POST",
-    "/agl/v1/sessions/delete",
-    Right.OPERATOR,
-    DeleteSessions,
-    DeleteReply,
-    {404: "One of these was never a session here; nothing was deleted."},
-)
+BEGIN_SESSION = Operation("POST", "/agl/v1/sessions", APPLICATION, BeginSession, SessionReply)
+END_SESSION = Operation("POST", "/agl/v1/sessions/end", APPLICATION, EndSession, Empty)
+FEEDBACK = Operation("POST", "/agl/v1/feedback", COLLECTOR, FeedbackRequest, FeedbackReply, MAX_FEEDBACK)
+DELETE_SESSIONS = Operation("POST", "/agl/v1/sessions/delete", Right.OPERATOR, DeleteSessions, DeleteReply)
 
 OPERATIONS: tuple[AnyOperation, ...] = (BEGIN_SESSION, END_SESSION, FEEDBACK, DELETE_SESSIONS)

@@ -18,7 +18,6 @@ from agl_core.cli import SERVER_MODULES
 from agl_core.cli.options import AsJson, KeyVariable, Model, UpstreamUrl
 from agl_core.cli.screen import print_json
 from agl_core.cli.upstreams import Probe, chosen_key, chosen_url, open_upstream
-from agl_core.client import LightningClient, find_server
 from agl_core.config import LoadedConfig, check, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -30,9 +29,9 @@ from agl_core.store.interface import Store
 from agl_core.training.metrics import Observer
 from agl_core.training.stall import who_waits
 from agl_core.types import Needs, Workload
+from agl_core.wire.client import LightningClient, find_server
 from agl_core.wire.keys import OPERATOR_KEY, take_keys
-from agl_core.wire.operation import Empty
-from agl_core.wire.workers import ACTIVITY, Activity
+from agl_core.wire.workers import ACTIVITY, Activity, Empty
 
 Target = Annotated[
     Path | None,

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from agl_core.capture import attach, installed_adapters
 from agl_core.cli.options import Set
 from agl_core.cli.screen import Screen
-from agl_core.client import LightningClient, ServerAddress, find_server, is_over
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.config.models import AgentSection, RunConfig, WorkerSection
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
+from agl_core.wire.client import LightningClient, ServerAddress, find_server, is_over
 from agl_core.wire.keys import take_keys
 from agl_core.worker import Worker, agent_environment, choose_runner, client_variables
 

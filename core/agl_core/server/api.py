@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.errors import AglError, StoreRefusedError
 from agl_core.server.attempt import attempt_key
-from agl_core.server.errors import ApiError, stopping
+from agl_core.server.errors import ApiError, as_answer, openai_error, stopping
 from agl_core.server.keys import Keys
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
-from agl_core.wire.operation import REFUSALS, Answer, Asked, Empty, ErrorReply, Operation, Problem, Right
 from agl_core.wire.workers import (
     ACTIVITY,
     CLOSE,
@@ -30,24 +26,19 @@ from agl_core.wire.workers import (
     LEASE,
     OF_WORKERS,
     Activity,
+    Answer,
+    AnyOperation,
+    Asked,
+    Empty,
     Health,
     HeartbeatReply,
     HeartbeatRequest,
+    Operation,
+    Right,
 )
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Owner = TypeVar("Owner")
-
-_SCHEMES: Mapping[str, list[dict[str, list[str]]]] = {Right.EITHER: [{"worker": []}, {"operator": []}]}
-"""Whose keys an operation takes, where these are not named like its right."""
-_RIGHTS: Mapping[str, str] = {
-    "worker": "AGL_WORKER_KEY.",
-    "operator": "AGL_OPERATOR_KEY.",
-    "lease": "The secret of an attempt's lease.",
-    "agent": "The key of an attempt, as its lease brings it.",
-}
 
 
 def worker_routes(
@@ -105,11 +96,8 @@ def route_of(
             reply = await (unless_gone(request, work) if operation.waits else work)
             if reply is None:
                 raise stopping()  # No client waits for it.
-        except AglError as error:
-            return refused(error)
-        except Exception:
-            logger.exception("The server failed in %s %r", request.method, request.url.path)
-            return refused(ApiError(500, "agl's server failed; its log says why.", code="server_failed"))
+        except Exception as error:
+            return openai_error(as_answer(error, request.url.path))
         return Response(reply.model_dump_json(), media_type="application/json")
 
     return Route(operation.path, endpoint, methods=[operation.method])
@@ -142,101 +130,49 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def refused(error: AglError) -> Response:
-    """The answer to a request that is wrong (its own status), or that the store refused (422), or failed at (503)."""
-    status, code, headers = 503, None, {}
-    if isinstance(error, ApiError):
-        status, code, headers = error.status, error.code, error.headers
-    elif isinstance(error, StoreRefusedError):
-        status, code = 422, "refused"
-    body = ErrorReply(error=Problem(message=str(error), type=type(error).__name__, code=code))
-    return Response(body.model_dump_json(), status_code=status, headers=headers, media_type="application/json")
-
-
-def document(
-    agents: Iterable[str],
-    prefix: str,
-    version: str,
-    further: Sequence[Operation[Any, Any]] = (),
-    rights: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
+def document(agents: Iterable[str], prefix: str, version: str, further: Sequence[AnyOperation] = ()) -> dict[str, Any]:
     """OpenAPI 3.1 of all operations, and of the model APIs at the paths `agents`, plain and below `prefix`.
 
-    `further` operations and their `rights` are those of a source of rollouts.
+    `further` operations are those of a source of rollouts. What a model API takes and gives is documented elsewhere.
     """
     operations = [*OF_WORKERS, *further]
-    models: list[type[BaseModel]] = [ErrorReply]
-    for operation in operations:
-        models += [operation.body, operation.reply] if operation.has_body else [operation.reply]
+    models = dict.fromkeys(model for operation in operations for model in (operation.body, operation.reply))
     references, schemas = models_json_schema(
-        [(model, "validation") for model in dict.fromkeys(models)], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
 
     def content(model: Any) -> dict[str, Any]:
-        return {"application/json": {"schema": dict(references[model, "validation"])}}
+        return {"content": {"application/json": {"schema": dict(references[model, "validation"])}}}
 
-    def described(operation: Operation[Any, Any]) -> dict[str, Any]:
-        refusals = {
-            status: text
-            for status, text in {**REFUSALS, **operation.refusals}.items()
-            if operation.has_body or status not in (413, 422)
-        }
-        body = {"requestBody": {"required": True, "content": content(operation.body)}} if operation.has_body else {}
+    def described(path: str, key: str, summary: str, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
         return {
-            "operationId": operation.name,
-            "summary": operation.summary,
-            "tags": [str(operation.right)],
-            "security": _SCHEMES.get(operation.right, [{str(operation.right): []}]),
-            "parameters": _parameters(operation.path),
+            "summary": summary,
+            "tags": [key],
+            "security": [{"key": []}],
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in re.findall(r"\{(\w+)\}", path)
+            ],
             **body,
             "responses": {
-                "200": {"description": "Done.", "content": content(operation.reply)},
-                **{str(s): {"description": refusals[s], "content": content(ErrorReply)} for s in sorted(refusals)},
+                "200": {"description": "Done.", **reply},
+                "default": {"description": "An object `error`, whose message says what was wrong, and what to do."},
             },
         }
 
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = described(operation)
+        words = ((operation.body if operation.has_body else operation.reply).__doc__ or "").partition("\n")[0]
+        body = {"requestBody": {"required": True, **content(operation.body)}} if operation.has_body else {}
+        paths.setdefault(operation.path, {})[operation.method.lower()] = described(
+            operation.path, f"key: {operation.right}", words, body, content(operation.reply)
+        )
     for path in (f"{start}{path}" for path in agents for start in (prefix, "")):
-        paths[path] = {"get" if path.endswith("/models") else "post": _of_agents(path)}
-    schemes = {
-        name: {"type": "http", "scheme": "bearer", "description": text} for name, text in {**_RIGHTS, **rights}.items()
-    }
+        words = f"The API of that name, for the agent of an attempt: {path.rpartition('/v1/')[2]}"
+        paths[path] = {"get" if path.endswith("/models") else "post": described(path, "key: attempt", words, {}, {})}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "agl Lightning Server",
-            "version": version,
-            "description": "Workers run rollouts, operators see what these wait for, and agents make model calls. "
-            "Each has a key of its own.",
-        },
+        "info": {"title": "agl Lightning Server", "version": version},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"], "securitySchemes": schemes},
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
-
-
-def _of_agents(path: str) -> dict[str, Any]:
-    """A route of agents. What it takes and gives is what the API that it is compatible with documents."""
-    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
-    return {
-        "summary": f"The API of that name, for the agent of an attempt: {path.rpartition('/v1/')[2]}",
-        "tags": ["agent"],
-        "security": [{"agent": []}],
-        "parameters": _parameters(path),
-        **({} if path.endswith("/models") else body),
-        "responses": {
-            "200": {"description": "As in that API."},
-            "4XX": {"description": "An error in the shape of that API."},
-            "502": {"description": "The model server failed."},
-            "503": {"description": "No engine serves a model now; Retry-After says when to try again."},
-            "504": {"description": "The model server did not answer in time."},
-        },
-    }
-
-
-def _parameters(path: str) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]

@@ -7,7 +7,7 @@ import logging
 import orjson
 from starlette.responses import Response
 
-from agl_core.errors import ServerError
+from agl_core.errors import AglError, ServerError, StoreRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,16 @@ def store_failed() -> ApiError:
 
 
 def as_answer(error: Exception, path: str) -> ApiError:
-    """The answer to a model call that ended in an error; one that is not an answer yet is logged."""
+    """The answer to a request that ended in an error: 422 if the store refused it, 503 if the store failed.
+
+    One that is not expected is logged.
+    """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, StoreRefusedError):
+        return ApiError(422, str(error), code="refused")
+    if isinstance(error, AglError):
+        return ApiError(503, str(error), type="server_error", code="failed", retry_after=1)
     logger.error("agl failed in %r", path, exc_info=error)
     return ApiError(500, "agl failed; the server's log says why.", type="server_error", code="gateway_failed")
 

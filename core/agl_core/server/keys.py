@@ -31,7 +31,7 @@ from agl_core.store.interface import Store
 from agl_core.types import AttemptKey
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, ServerFile, problem_of_key, take_keys
-from agl_core.wire.operation import AnyOperation, Right
+from agl_core.wire.workers import AnyOperation, Right
 
 if TYPE_CHECKING:
     from agl_core.server.queue import RolloutQueue
@@ -191,10 +191,6 @@ class RolloutSource(Protocol):
     @property
     def operations(self) -> Sequence[AnyOperation]:
         """What its routes answer, for the OpenAPI document and the limits of bodies."""
-
-    @property
-    def rights(self) -> Mapping[str, str]:
-        """Where the keys of these operations come from, by the right that they grant."""
 
     @property
     def routes(self) -> Sequence[Route]:

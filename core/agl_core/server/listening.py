@@ -26,8 +26,7 @@ from uvicorn.server import ServerState
 
 from agl_core.errors import ServerError
 from agl_core.server.errors import ApiError, openai_error
-from agl_core.wire.operation import MAX_BODY, AnyOperation
-from agl_core.wire.workers import OF_WORKERS
+from agl_core.wire.workers import MAX_BODY, OF_WORKERS, AnyOperation
 
 try:
     from uvloop import new_event_loop

@@ -29,7 +29,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agl_core.capture.spans import SeenCall, Span, SpanTree, see
-from agl_core.errors import StoreError
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError, as_answer, openai_error
 from agl_core.server.keys import Attribution, SpanOwner
@@ -116,8 +115,6 @@ class SpanIntake:
         async def export(request: Request) -> Response:
             try:
                 return await self._export(request)
-            except StoreError as failed:
-                return openai_error(ApiError(503, f"The spans could not be stored: {failed}", retry_after=1))
             except Exception as error:
                 return openai_error(as_answer(error, path))
 

@@ -21,8 +21,8 @@ from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
-from agl_core.server.api import document, refused, worker_routes
-from agl_core.server.errors import ApiError
+from agl_core.server.api import document, worker_routes
+from agl_core.server.errors import ApiError, openai_error
 from agl_core.server.gateway import Counters, Gateway
 from agl_core.server.keys import Attribution, Keys, RolloutSource
 from agl_core.server.listening import Listening, Refusals, url_of
@@ -185,8 +185,8 @@ class LightningServer:
     @functools.cached_property
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json. Made when it is first asked for."""
-        further = () if self._source is None else (self._source.operations, self._source.rights)
-        return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), *further)
+        further = () if self._source is None else self._source.operations
+        return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), further)
 
     def _health(self) -> Health:
         return Health(
@@ -235,7 +235,7 @@ class LightningServer:
         async def unknown(request: Request, error: Exception) -> Response:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
-                return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
+                return openai_error(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
             passed = ", ".join(sorted(PASSED_ON))
             others = f" and /v1/traces, and GET /v1/models, also below {_PREFIX}; {passed} are passed on"
             return unserved(request, error, "agl", others)

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from agl_core import private
-from agl_core.wire.operation import Body
+from agl_core.wire.workers import Body
 
 WORKER_KEY = "AGL_WORKER_KEY"
 """The environment variable that holds the workers' key."""

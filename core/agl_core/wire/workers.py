@@ -1,14 +1,24 @@
-"""The requests of workers (leases, heartbeats, and the ends of attempts) and of those who watch the server."""
+"""What is asked of a Lightning Server below /agl/v1: each request is described once, as an `Operation`.
+
+The server's routes, its OpenAPI document and the clients are made of these descriptions: here of workers (leases,
+heartbeats, and the ends of attempts) and of those who watch the server; a source of rollouts may bring others.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from agl_core.types import Ending, Mode, Source, ToolStatus
-from agl_core.wire.operation import Body, Empty, Operation, Right
 
+Asked = TypeVar("Asked", bound=BaseModel)
+Answer = TypeVar("Answer", bound=BaseModel)
+
+MAX_BODY = 8 << 20
+"""Bytes of a request's body."""
 MAX_REPORTS = 10_000
 """Tool results, and rewards, that one attempt may report."""
 MAX_BYPASSED, MAX_ADDRESS = 100, 500
@@ -19,6 +29,51 @@ MAX_RESULT = 7 << 20
 """Bytes of an attempt's result as JSON. The other reports of the attempt have to fit into the same body."""
 MAX_DEPTH = 190
 """Nested arrays and objects in a result; the server reads no body that is deeper than 200."""
+
+
+class Body(BaseModel):
+    """A request's or a reply's body; a field that is not known is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Empty(Body):
+    """An empty body. As a reply: the request was carried out, and its records are in the store."""
+
+
+class Right(StrEnum):
+    """Whose key a request needs."""
+
+    WORKER = "worker"
+    OPERATOR = "operator"
+    EITHER = "worker or operator"
+    LEASE = "lease"
+    """The secret of the lease of the attempt that the path names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Generic[Asked, Answer]):
+    """A request's method, path, key and bodies."""
+
+    method: str
+    path: str
+    """`{rollout}` and `{attempt}` in it name an attempt."""
+    right: str
+    """A `Right`, or the name of one that a source of rollouts grants."""
+    body: type[Asked]
+    """`Empty`: no body is read."""
+    reply: type[Answer]
+    largest: int = MAX_BODY
+    """Bytes of the request's body."""
+    waits: bool = False
+    """Whether the reply may wait for something; then the server stops when the client goes away."""
+
+    @property
+    def has_body(self) -> bool:
+        return self.body is not Empty
+
+
+AnyOperation: TypeAlias = Operation[Any, Any]
 
 
 class LeaseRequest(Body):
@@ -181,18 +236,10 @@ class Activity(Body):
     attempts: list[RunningAttempt] = Field(description="The oldest of them, at most 100.")
 
 
-LEASE = Operation("lease", "POST", "/agl/v1/leases", Right.WORKER, LeaseRequest, LeaseReply, waits=True)
-HEARTBEAT = Operation("heartbeat", "POST", "/agl/v1/heartbeats", Right.WORKER, HeartbeatRequest, HeartbeatReply)
-CLOSE = Operation(
-    "close",
-    "POST",
-    "/agl/v1/rollouts/{rollout}/attempts/{attempt}/close",
-    Right.LEASE,
-    CloseRequest,
-    CloseReply,
-    {404: "There is no such attempt."},
-)
-HEALTH = Operation("health", "GET", "/agl/v1/health", Right.EITHER, Empty, Health)
-ACTIVITY = Operation("activity", "GET", "/agl/v1/activity", Right.OPERATOR, Empty, Activity)
+LEASE = Operation("POST", "/agl/v1/leases", Right.WORKER, LeaseRequest, LeaseReply, waits=True)
+HEARTBEAT = Operation("POST", "/agl/v1/heartbeats", Right.WORKER, HeartbeatRequest, HeartbeatReply)
+CLOSE = Operation("POST", "/agl/v1/rollouts/{rollout}/attempts/{attempt}/close", Right.LEASE, CloseRequest, CloseReply)
+HEALTH = Operation("GET", "/agl/v1/health", Right.EITHER, Empty, Health)
+ACTIVITY = Operation("GET", "/agl/v1/activity", Right.OPERATOR, Empty, Activity)
 
-OF_WORKERS: tuple[Operation[Any, Any], ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH, ACTIVITY)
+OF_WORKERS: tuple[AnyOperation, ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH, ACTIVITY)

@@ -16,8 +16,15 @@ from agl_core.capture import Recording
 from agl_core.capture.recording import jsonable
 from agl_core.errors import last_frames
 from agl_core.types import Ending, Json
-from agl_core.wire.operation import MAX_BODY
-from agl_core.wire.workers import MAX_DEPTH, MAX_REPORTS, MAX_RESULT, CloseRequest, RewardReport, ToolResultReport
+from agl_core.wire.workers import (
+    MAX_BODY,
+    MAX_DEPTH,
+    MAX_REPORTS,
+    MAX_RESULT,
+    CloseRequest,
+    RewardReport,
+    ToolResultReport,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from agl_core.capture import Recording
-from agl_core.client.http import BlockingClient, LightningClient, RefusedError, UnreachableError
-from agl_core.client.link import Link, persistently
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
+from agl_core.wire.client import BlockingClient, LightningClient, RefusedError, UnreachableError, persistently
 from agl_core.wire.workers import (
     HEARTBEAT,
     LEASE,
@@ -122,7 +121,6 @@ class Worker:
         self.problems: Counter[str] = Counter()
         """What adapters could not do, by message."""
         self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
-        self._link = Link(client.base_url)
         self._running: dict[AttemptKey, asyncio.Task[None]] = {}
         self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
         """A future is done when the server no longer counts its attempt."""
@@ -151,7 +149,7 @@ class Worker:
             with suppress(RuntimeError):  # The loop has ended while a heartbeat was under way, and so has all else.
                 loop.call_soon_threadsafe(self._heard, lost, closed)
 
-        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, answered)
+        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, answered)
         await self._runner.start()
         heartbeats.start()
         try:
@@ -295,7 +293,7 @@ class Worker:
                 return True
             return False
 
-        return await persistently(self._link, ask, gives_up)
+        return await persistently(ask, gives_up)
 
     async def _unless_stopped(self, asked: Coroutine[Any, Any, T]) -> T | None:
         """The answer, or None if the worker is to stop before it comes."""
@@ -325,9 +323,9 @@ class Heartbeats:
     """
 
     def __init__(
-        self, base_url: str, key: str, worker: str, link: Link, answered: Callable[[Collection[AttemptKey], bool], None]
+        self, base_url: str, key: str, worker: str, answered: Callable[[Collection[AttemptKey], bool], None]
     ) -> None:
-        self._base_url, self._key, self._worker, self._link, self._answered = base_url, key, worker, link, answered
+        self._base_url, self._key, self._worker, self._answered = base_url, key, worker, answered
         self._lock = threading.Lock()
         self._held: dict[AttemptKey, HeldAttempt] = {}
         self._due = threading.Event()
@@ -371,13 +369,9 @@ class Heartbeats:
     def _send(self, client: BlockingClient, held: list[HeldAttempt]) -> None:
         try:
             reply = client.ask(HEARTBEAT, HeartbeatRequest(worker=self._worker, attempts=held))
-        except UnreachableError as error:
-            self._link.failed(self, error)
-            return
         except ServerError as error:
-            logger.debug("A heartbeat was refused, as the next lease will be: %s", error)
+            logger.debug("A heartbeat was not taken, as the next lease will not be: %s", error)
             return
-        self._link.worked(self)
         if reply.lost or reply.closed:
             self._answered([AttemptKey(each.rollout, each.attempt) for each in reply.lost], reply.closed)
 

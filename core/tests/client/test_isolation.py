@@ -228,7 +228,7 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from agl_core.client import LightningClient
+from agl_core.wire.client import LightningClient
 from agl_core.worker import ProcessPerAttempt, Worker
 
 async def main(url, key, folder):

@@ -9,10 +9,9 @@ import orjson
 import pytest
 
 from agl_core.capture import Recording, record_tool_result, tool_result_report
-from agl_core.client import LightningClient, RefusedError
 from agl_core.types import Ending, Mode, ToolStatus
-from agl_core.wire.operation import MAX_BODY
-from agl_core.wire.workers import MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
+from agl_core.wire.client import LightningClient, RefusedError
+from agl_core.wire.workers import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
 from agl_core.worker import AgentContext
 from agl_core.worker.report import LEAST, Ended, bounded_json, bounded_text, closing, crashed
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agl_core.capture import Recording
-from agl_core.client import BlockingClient, LightningClient
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending
+from agl_core.wire.client import BlockingClient, LightningClient
 from agl_core.wire.workers import Lease
 from agl_core.worker import Runner
 from agl_core.worker.report import Ended

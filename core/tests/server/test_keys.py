@@ -16,13 +16,13 @@ import openai
 import pytest
 from opentelemetry.trace import Tracer
 
-from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import Keys
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Ending
+from agl_core.wire.client import LightningClient
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.workers import (
     HEARTBEAT,

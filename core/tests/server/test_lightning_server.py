@@ -10,7 +10,6 @@ import httpx
 import openai
 import pytest
 
-from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
@@ -18,6 +17,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey, Ending, Mode
+from agl_core.wire.client import LightningClient
 from agl_core.wire.workers import LEASE, CloseRequest, LeaseRequest, RewardReport
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

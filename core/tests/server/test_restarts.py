@@ -11,15 +11,14 @@ import httpx
 import openai
 import pytest
 
-from agl_core.client import LightningClient, UnreachableError
 from agl_core.protocols import Upstream
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Ending, Run
-from agl_core.wire.operation import Empty
-from agl_core.wire.workers import ACTIVITY, LEASE, LeaseRequest
+from agl_core.wire.client import LightningClient, UnreachableError
+from agl_core.wire.workers import ACTIVITY, LEASE, Empty, LeaseRequest
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ALL = LeaseRequest(worker="w", capacity=9, wait=0)

@@ -46,7 +46,6 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
 async def test_what_a_session_was_answered_is_known_by_its_id(use: Deployed) -> None:
     async with use.agent(use.keys.of_application("shop"), **{"x-agl-session": "talk-1"}) as client:
         response = await client.responses.create(model="default", input="where is my order?")
-        assert await client.responses.retrieve(response.id) == response
         referred: list[Any] = [{"type": "item_reference", "id": item.id} for item in response.output]
         await client.responses.create(model="default", input=[*referred, {"role": "user", "content": "and then?"}])
     said, _ = use.model.received[-1].body["messages"]

@@ -13,7 +13,7 @@ import pytest
 from agl_core.server.listening import MAX_HEADER_BYTES, MAX_HEADERS
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey
-from agl_core.wire.operation import MAX_BODY
+from agl_core.wire.workers import MAX_BODY
 
 BODIES = {
     "/v1/chat/completions": b'{"model": "default", "messages": [{"role": "user", "content": "hi"}], "metadata": %s}',

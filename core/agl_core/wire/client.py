@@ -1,7 +1,7 @@
-"""The typed HTTP clients of a Lightning Server: one for async code, one for blocking code.
+"""The clients of a Lightning Server, one for async and one for blocking code, and where a run's server is.
 
-`ask` sends any `Operation` whose path names no attempt. A worker's key allows `LEASE` and `HEARTBEAT`, an operator's
-key `ACTIVITY`, and both allow `health`. `close_attempt` sends the secret of the lease.
+`ask` sends any `Operation`. A worker's key allows `LEASE` and `HEARTBEAT`, an operator's key `ACTIVITY`, and both allow
+`HEALTH`; `CLOSE` sends the secret of the lease.
 
 Every method raises UnreachableError if the server did not answer or failed: the same request may succeed later. It
 raises RefusedError if the server refused the request, and will again; ConfigError if a request cannot carry the key.
@@ -10,25 +10,47 @@ All requests may be repeated: the same request counts once.
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
+import orjson
 from pydantic import BaseModel, ValidationError
 
+from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, ServerError
-from agl_core.wire.keys import problem_of_key
-from agl_core.wire.operation import Answer, Asked, Empty, ErrorReply, Operation
-from agl_core.wire.workers import CLOSE, HEALTH, CloseReply, CloseRequest, Health, Lease
+from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key
+from agl_core.wire.workers import (
+    CLOSE,
+    HEALTH,
+    Answer,
+    Asked,
+    CloseReply,
+    CloseRequest,
+    Empty,
+    Health,
+    Lease,
+    Operation,
+)
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _TIMEOUT = httpx.Timeout(30, read=90)
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0
+_URL = re.compile(r"https?://[^\s/]+")
 
 
 class UnreachableError(ServerError):
     """The server did not answer, or cannot handle the request now: the same request may succeed later."""
-
-
-class FailingError(UnreachableError):
-    """The server answered that it cannot handle this request now: others may succeed meanwhile."""
 
 
 class RefusedError(ServerError):
@@ -146,7 +168,7 @@ def _unreachable(base_url: str, error: httpx.HTTPError) -> UnreachableError:
 
 def _answer(response: httpx.Response, reply: type[Answer]) -> Answer:
     if response.is_server_error:
-        raise FailingError(f"{response.url} answered {response.status_code}: {_reason(response)}")
+        raise UnreachableError(f"{response.url} answered {response.status_code}: {_reason(response)}")
     if response.is_error:
         reason = _reason(response)
         raise RefusedError(f"{response.url} answered {response.status_code}: {reason}", response.status_code, reason)
@@ -158,6 +180,86 @@ def _answer(response: httpx.Response, reply: type[Answer]) -> Answer:
 
 def _reason(response: httpx.Response) -> str:
     try:
-        return ErrorReply.model_validate_json(response.content).error.message
-    except ValidationError:
+        return str(orjson.loads(response.content)["error"]["message"])
+    except (orjson.JSONDecodeError, TypeError, KeyError):
         return response.text[:500]
+
+
+async def persistently(
+    ask: Callable[[], Coroutine[Any, Any, Result]], gives_up: Callable[[], bool] = lambda: False
+) -> Result:
+    """The server's answer, however long the server is away; UnreachableError once `gives_up` is true.
+
+    The delays between tries double, up to ten seconds, with some randomness.
+    """
+    delay, since = _FIRST_DELAY, 0.0
+    while True:
+        try:
+            answer = await ask()
+        except UnreachableError as error:
+            if not since:
+                since = time.monotonic()
+                logger.warning("%s Trying again until it answers.", error)
+            if gives_up():
+                raise
+            await asyncio.sleep(delay * random.uniform(0.75, 1.25))
+            delay = min(2 * delay, _LONGEST_DELAY)
+        else:
+            if since:
+                logger.warning("The Lightning Server is back after %.0f seconds.", time.monotonic() - since)
+            return answer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens, and a key to it."""
+
+    base_url: str
+    key: str = field(repr=False)
+
+
+def find_server(
+    config: RunConfig | None, folder: Path | None, url: str | None, chosen: Mapping[str, str], name: str = WORKER_KEY
+) -> ServerAddress | None:
+    """The server of a run: at `url`, else as the file in the run's `folder` says, or in the newest run of its name.
+
+    Without a configuration it is at `url`, with the key that the user chose.
+
+    `name` is the variable of the key that is needed. The key is the `chosen` one of this name (`take_keys`), else the
+    one in that file. None if there is no such file yet; ConfigError if only the key is missing, or if it is invalid.
+    """
+    base_url = (url or "").rstrip("/")
+    file = _newest(config, folder, base_url)
+    base_url = base_url or (file.base_url if file and not file.over else "")
+    if base_url and not _URL.fullmatch(base_url):
+        raise ConfigError(f"{base_url!r} is no address of a server. Give it as http://HOST:PORT.")
+    kept = "operator_key" if name == OPERATOR_KEY else "worker_key"
+    key = chosen.get(name) or (file and getattr(file, kept))
+    if key and (problem := problem_of_key(name if name in chosen else SERVER_FILE, key)):
+        raise ConfigError(f"{problem} Set it anew, to the value that it has where the server runs.")
+    if base_url and not key:
+        raise ConfigError(
+            f"The key of the server at {base_url} is not known here: set {name} to the value it has where the server "
+            f"runs (where it has none, it is the {kept} in the run's {SERVER_FILE})."
+        )
+    return ServerAddress(base_url, key) if base_url and key else None
+
+
+def is_over(config: RunConfig | None, folder: Path | None, server: ServerAddress) -> bool:
+    """Whether the file of this server says that its run is over; False on a machine that does not have the file."""
+    file = _newest(config, folder, server.base_url)
+    return file is not None and file.base_url == server.base_url and file.over
+
+
+def _newest(config: RunConfig | None, folder: Path | None, base_url: str) -> ServerFile | None:
+    """The file of this server, if there is one, else the newest one."""
+    if folder is not None:
+        files = [folder / SERVER_FILE]
+    elif config is None:
+        files = []
+    else:
+        same_name = re.compile(rf"{re.escape(config.name)}(-\d+)?")
+        files = [file for file in config.runs.glob(f"*/{SERVER_FILE}") if same_name.fullmatch(file.parent.name)]
+    servers = [(file.stat().st_mtime, server) for file in files if (server := ServerFile.read(file))]
+    servers.sort(key=lambda entry: (entry[1].base_url == base_url, entry[0]))
+    return servers[-1][1] if servers else None
