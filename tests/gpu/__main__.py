@@ -411,7 +411,7 @@ def parity_table(cases: Mapping[str, dict[str, Any] | str]) -> Table:
 def verl_steps(setup: Setup, seconds: float) -> Table:
     """Three steps of the veRL engine with vLLM on one GPU: a merged LoRA adapter, offloading, a restart."""
     from agl_verl.engine import VerlEngine
-    from agl_verl.options import VerlOptions
+    from agl_verl.plugin import VerlOptions
 
     os.environ.update(verl_environment())
     options = VerlOptions.model_validate(

@@ -21,7 +21,7 @@ from agl_core.plugins import Component, Plugins
 from agl_core.training import alarms, failures, stall
 from agl_core.training.alarms import paragraphs
 from agl_core.types import AlarmName, Evidence, Symptom
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
 

@@ -17,10 +17,10 @@ import ray
 from ray.util import list_named_actors
 
 from agl_core.errors import EngineError
-from agl_verl.config.mapping import Resources
-from agl_verl.cpu.mending import threads_each
+from agl_verl.config import Resources
 from agl_verl.engine import lost, remedy_of
-from agl_verl.options import VerlOptions
+from agl_verl.environment import threads_each
+from agl_verl.plugin import VerlOptions
 
 LOCAL_CPUS = 32
 """The least that a local Ray has: veRL's many small processes each reserve one, and hardly use it."""

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
-from agl_core.training.host import ProcessEngine
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
 PROCESS_LOST = (
     "A process of the engine was lost: a vLLM server or a training worker died, or its node did. Memory that ran "
@@ -120,19 +119,12 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
     def describe(self) -> str:
-        """What differs from veRL's defaults, and what it would take, memory too."""
-        from agl_verl.config.chosen import built, choose
-        from agl_verl.config.composing import as_text, compose, differences
-        from agl_verl.config.mapping import Resources
-        from agl_verl.config.memory import described
-        from agl_verl.cpu.mending import is_wanted
+        """What differs from veRL's defaults, and which resources it would take."""
+        from agl_verl.config import Resources, as_text, built, choose, compose, differences
+        from agl_verl.environment import runs_on_cpu
 
-        options = self._options
-        on_cpu = is_wanted(options.device, options.address)
-        algorithm = built(choose(self._context))
-        composed = compose(options, self._context, algorithm=algorithm, cpu=on_cpu)
-        said = [f"Above is what differs from veRL's defaults. It would take {Resources.of(options, cpu=on_cpu)}."]
-        if not on_cpu:
-            [spec] = self._context.policies.values()
-            said += described(options, spec, algorithm)
-        return as_text(differences(composed)) + "".join(f"# {line}\n" for line in said)
+        on_cpu = runs_on_cpu(self._options.device, self._options.address)
+        composed = compose(self._options, self._context, algorithm=built(choose(self._context)), cpu=on_cpu)
+        resources = Resources.of(self._options, cpu=on_cpu)
+        note = f"# Above is what differs from veRL's defaults. It would take {resources}.\n"
+        return as_text(differences(composed)) + note

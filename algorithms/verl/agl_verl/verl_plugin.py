@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
-from agl_verl.registries import register_algorithms
+from agl_verl.losses import register_algorithms
 
 if os.environ.get(CPU_VARIABLE) == "1":
-    from agl_verl.cpu.mending import mend
+    from agl_verl.cpu import mend
 
     mend()
 if os.environ.get(ENGINE_VARIABLE) == "1":
-    from agl_verl.workers import follow_training_steps, start_at_zero
+    from agl_verl.losses import follow_training_steps, start_at_zero
 
     start_at_zero()
     follow_training_steps()

@@ -31,9 +31,9 @@ from agl_core.config.policies import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_torch.training.trainer import PolicyTrainer
-from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.config import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
 from . import live_engine, live_runs, parity, verl_bench
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
 from agl_verl.engine import VerlEngine
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]

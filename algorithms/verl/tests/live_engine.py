@@ -25,9 +25,9 @@ from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.headers import HEADER_POLICY
 from agl_torch.loading import LoadedModel, load_model, save_policy
 from agl_torch.training.trainer import PolicyTrainer
-from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.config import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
 from . import parity, verl_bench
 

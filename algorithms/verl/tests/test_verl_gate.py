@@ -100,21 +100,6 @@ async def test_a_second_exchange_during_the_second_try_is_noticed_too(server: Se
     assert (await asked).headers[HEADER_POLICY] == "3"
 
 
-async def test_an_undisturbed_reply_is_sampled_once(server: Server) -> None:
-    server.open(7)
-    server.permits.release()
-    reply = await server.ask()
-    assert reply.headers[HEADER_POLICY] == "7"
-    assert len(server.calls) == 1
-
-
-async def test_an_update_that_left_the_weights_as_they_are_has_a_number_of_its_own(server: Server) -> None:
-    server.open(1)
-    server.gate.version = 2
-    server.permits.release()
-    assert (await server.ask()).headers[HEADER_POLICY] == "2"
-
-
 @pytest.mark.parametrize("path", SAMPLING)
 async def test_every_route_that_samples_needs_the_key_and_waits_at_the_gate(server: Server, path: str) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}):
@@ -149,8 +134,3 @@ async def test_no_websocket_is_opened(server: Server) -> None:
     app = GatedApp(unreachable, lambda scope: server.gate, KEY)
     await app({"type": "websocket", "path": "/v1/realtime", "headers": []}, unreachable, send)  # type: ignore[arg-type]
     assert [message["type"] for message in sent] == ["websocket.close"]
-
-
-def test_a_server_without_a_key_is_a_mistake(server: Server) -> None:
-    with pytest.raises(ValueError, match="key"):
-        GatedApp(None, lambda scope: server.gate, "")  # type: ignore[arg-type]

@@ -53,13 +53,6 @@ def test_a_row_is_what_was_recorded() -> None:
     assert (row.tag["prompt_len"], row.tag["response_len"], row.tag["min_global_steps"]) == (2, 3, 0)
 
 
-def test_rows_of_two_updates_and_of_two_groups_share_no_uid() -> None:
-    batch = batch_of([(1, 1)] * 4, rollouts=[0, 1, 2, 3])
-    groups = {row.group for step in (1, 2, 11) for row in rows_of(batch, np.arange(4), step)}
-    assert len(groups) == 6
-    assert not any("_" in group for group in groups), "veRL takes a key's uid to end at the first underscore"
-
-
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_what_is_spread_over_rows_is_gathered_again(responses: list[int], random) -> None:
     batch = batch_of([(1, response) for response in responses])

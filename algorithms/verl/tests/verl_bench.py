@@ -27,12 +27,11 @@ from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
-from agl_verl.config.chosen import ChosenAlgorithm
-from agl_verl.config.composing import compose
+from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
-from agl_verl.options import VerlOptions
+from agl_verl.losses import STEP_WEIGHT, TOTAL_LOSS, TRAINING_STEP, actor_loss, critic_loss
+from agl_verl.plugin import VerlOptions
 from agl_verl.rows import gather, lay_out, rows_of, spread
-from agl_verl.workers import STEP_WEIGHT, TOTAL_LOSS, TRAINING_STEP, actor_loss, critic_loss
 
 from .recorded import TOO_LONG, record
 

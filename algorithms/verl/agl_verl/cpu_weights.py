@@ -14,10 +14,10 @@ from ray.util.queue import Queue
 from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from agl_verl.cpu.mending import WEIGHTS
+from agl_verl.environment import CPU_WEIGHTS
 
 
-@CheckpointEngineRegistry.register(WEIGHTS)
+@CheckpointEngineRegistry.register(CPU_WEIGHTS)
 class ObjectStoreWeights(CheckpointEngine):  # type: ignore[misc]
     """The first training worker puts the weights into the store; each serving worker takes them from there."""
 

@@ -13,14 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import types
 from typing import Any
-
-WORKER_EXTENSION = "agl_verl.cpu.serving.CpuWorkerExtension"
-"""For vLLM's `worker_extension_cls`."""
-WEIGHTS, WEIGHTS_MODULE = "agl_cpu", "agl_verl.cpu.weights"
-"""For veRL's `checkpoint_engine.backend` and `custom_backend_module`."""
 
 
 def mend() -> None:
@@ -165,19 +159,3 @@ def _mend_reference_model() -> None:
         return original(pin_memory=False)
 
     fsdp.CPUOffloadPolicy = policy
-
-
-def is_wanted(device: str, address: str | None) -> bool:
-    """Whether an engine runs without GPUs: asked to, or 'auto' where there is none and no cluster is joined."""
-    if device != "auto":
-        return device == "cpu"
-    if address is not None:
-        return False
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-def threads_each(processes: int) -> str:
-    """OMP_NUM_THREADS of each of the processes that compute at the same time here."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

@@ -1,24 +1,81 @@
-"""Which key of agl's configuration becomes which of veRL's, and what is left to the user. Plain values, no veRL."""
+"""veRL's configuration for a run: which key of agl's becomes which of veRL's, composed by Hydra from veRL's own files.
+
+Imports Hydra, but neither veRL nor torch: veRL's configuration is files, so it can be shown without starting anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import orjson
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import LoraSection, OptimizerSection
-from agl_core.errors import ConfigError
+from agl_core.errors import ConfigError, EngineError
+from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext
-from agl_verl.config.chosen import BuiltAlgorithm
-from agl_verl.config.native import NativeOptions
-from agl_verl.cpu.mending import WEIGHTS as CPU_WEIGHTS
-from agl_verl.cpu.mending import WEIGHTS_MODULE as CPU_WEIGHTS_MODULE
-from agl_verl.cpu.mending import WORKER_EXTENSION
-from agl_verl.options import VerlOptions
+from agl_core.training.child import find_algorithm
+from agl_verl.environment import CPU_WEIGHTS, CPU_WEIGHTS_MODULE, CPU_WORKER_EXTENSION
+from agl_verl.plugin import NativeOptions, VerlOptions
 
 if TYPE_CHECKING:
-    from agl_algorithms.interface import CriticAlgorithm
+    from agl_algorithms.interface import Algorithm, CriticAlgorithm
+
+BuiltAlgorithm: TypeAlias = "Algorithm | NativeOptions"
+"""What can be asked for epochs, minibatches, and whether it needs a critic and a reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAlgorithm:
+    """A plugin's algorithm and its options, in a form that crosses to other processes."""
+
+    name: str
+    options: bytes
+    """JSON."""
+    plugin_files: tuple[Path, ...]
+    """The user's own, which every node finds at the same path."""
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any], plugin_files: tuple[Path, ...] = ()) -> ChosenAlgorithm:
+        return cls(name, orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS), plugin_files)
+
+    def build(self) -> Algorithm:
+        """The algorithm; made once in each process."""
+        return _build(self)
+
+
+@lru_cache(maxsize=8)
+def _build(chosen: ChosenAlgorithm) -> Algorithm:
+    plugins = Plugins.load(chosen.plugin_files)
+    component, options = find_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
+    algorithm: Algorithm = component.build(options)
+    return algorithm
+
+
+def choose(context: EngineContext) -> ChosenAlgorithm | NativeOptions:
+    """What the run's one policy is trained with."""
+    (spec,) = context.policies.values()
+    _, options = find_algorithm(Plugins.load(context.plugin_files), spec.algorithm, spec.algorithm_options)
+    if isinstance(options, NativeOptions):
+        return options
+    return ChosenAlgorithm.of(spec.algorithm, spec.algorithm_options, context.plugin_files)
+
+
+def built(chosen: ChosenAlgorithm | NativeOptions) -> BuiltAlgorithm:
+    """What veRL is configured for."""
+    return chosen.build() if isinstance(chosen, ChosenAlgorithm) else chosen
+
 
 SHARED, SEPARATE = "agl", "agl_separate"
 """agl's trainers in veRL's registry (`agl_verl.trainer`): by where serving is."""
@@ -83,7 +140,7 @@ DECIDED = {
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
 VALUE_LAYER = "score"
-"""The last layer of a critic. It starts at zero (`agl_verl.workers`): frozen, it would remain there."""
+"""The last layer of a critic. It starts at zero (`agl_verl.losses`): frozen, it would remain there."""
 ENGINE = "model_engine"
 _A = "actor_rollout_ref"
 
@@ -122,20 +179,17 @@ class Resources:
         """What nodes with so many GPUs each lack for it, in words; None if nothing can be known beforehand.
 
         >>> Resources(nodes=1, per_node=2, serving=2, replicas=1, per_replica=2, device="cuda").lacking([3])
-        '3 GPUs, but engine.verl asks for 1 x 2 (nodes x gpus_per_node) + 2 (serving_gpus) = 4'
+        '3 GPUs, but engine.verl asks for 1 nodes x 2 (gpus_per_node) + 1 replicas x 2 (tensor_parallel)'
         """
-        asked = f"{self.nodes} x {self.per_node} (nodes x gpus_per_node)"
-        if sum(gpus_of_nodes) < self.total:
-            asked += f" + {self.serving} (serving_gpus)" if self.serving else ""
-            return f"{sum(gpus_of_nodes)} GPUs, but engine.verl asks for {asked} = {self.total}"
-        if sum(gpus // self.per_node for gpus in gpus_of_nodes) < self.nodes:
-            return f"too few GPUs on one node ({_listed(gpus_of_nodes)}): engine.verl asks for {asked}"
-        if self.serving and sum(gpus // self.per_replica for gpus in gpus_of_nodes) < self.replicas:
-            return (
-                f"too few GPUs on one node ({_listed(gpus_of_nodes)}): each of the {self.replicas} serving replicas "
-                f"wants {self.per_replica} of one node (engine.verl.tensor_parallel)"
-            )
-        return None
+        # A node's GPUs for training, and those of a replica, are of one node.
+        enough = sum(gpus_of_nodes) >= self.total and sum(n // self.per_node for n in gpus_of_nodes) >= self.nodes
+        if self.serving:
+            enough = enough and sum(gpus // self.per_replica for gpus in gpus_of_nodes) >= self.replicas
+        if enough:
+            return None
+        serving = f" + {self.replicas} replicas x {self.per_replica} (tensor_parallel)" if self.serving else ""
+        has = " + ".join(map(str, gpus_of_nodes)) or "0"
+        return f"{has} GPUs, but engine.verl asks for {self.nodes} nodes x {self.per_node} (gpus_per_node){serving}"
 
     def __str__(self) -> str:
         units = "CPU worker processes" if self.device == "cpu" else "GPUs"
@@ -213,7 +267,6 @@ def mapped(
     attention = "sdpa" if cpu and options.attention == "auto" else options.attention
     packed = packs(options, cpu=cpu)
     _check_engine(options, context, algorithm, cpu)
-    scored = options.tokens_per_scoring_pass or options.tokens_per_micro_batch
     if model_engine(options) == "dp":
         yield from _fsdp(options, context, dtype, cpu)
     yield from {
@@ -224,8 +277,8 @@ def mapped(
         f"{_A}.actor.use_torch_compile": not cpu,
         f"{_A}.actor.use_dynamic_bsz": True,
         f"{_A}.actor.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
-        f"{_A}.rollout.log_prob_max_token_len_per_gpu": scored,
-        f"{_A}.ref.log_prob_max_token_len_per_gpu": scored,
+        f"{_A}.rollout.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{_A}.ref.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
         f"{_A}.actor.ppo_mini_batch_size": 1,
         f"{_A}.actor.calculate_entropy": True,
         f"{_A}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
@@ -285,7 +338,7 @@ def mapped(
             f"{_A}.rollout.free_cache_engine": False,
             f"{_A}.rollout.enable_sleep_mode": False,
             f"{_A}.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
-            f"{_A}.rollout.engine_kwargs.vllm.worker_extension_cls": WORKER_EXTENSION,
+            f"{_A}.rollout.engine_kwargs.vllm.worker_extension_cls": CPU_WORKER_EXTENSION,
             f"{_A}.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
         }.items()
 
@@ -362,10 +415,6 @@ def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:
         yield f"{_A}.rollout.checkpoint_engine.custom_backend_module", CPU_WEIGHTS_MODULE
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def refuse_decided(override: str) -> None:
     """ConfigError for an override of something that agl decides."""
     key = override.lstrip("+~").partition("=")[0].strip()
@@ -374,3 +423,88 @@ def refuse_decided(override: str) -> None:
     for decided, where in DECIDED.items():
         if key == decided or key.startswith(f"{decided}."):
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
+
+
+def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> DictConfig:
+    """veRL's whole configuration for a run.
+
+    ConfigError if an override means nothing to veRL, or is agl's to decide.
+    """
+    for override in options.overrides:
+        refuse_decided(override)
+    own = [f"{_new(key)}{key}={_hydra(value)}" for key, value in mapped(options, context, algorithm, cpu)]
+    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
+        try:
+            composed = hydra_compose("ppo_trainer", overrides=[*own, *options.overrides])
+        except (HydraException, OmegaConfBaseException) as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            raise ConfigError(
+                f"[engine.verl] overrides: one of {', '.join(options.overrides)} means nothing to veRL ({reason}). Its "
+                f"documentation lists its keys."
+            ) from error
+    return composed
+
+
+def differences(config: DictConfig) -> DictConfig:
+    """What a run's configuration has that veRL's defaults do not, resolved."""
+    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
+        plain = hydra_compose("ppo_trainer", overrides=[f"model_engine={config.model_engine}"])
+    values, defaults = (cast("dict[Any, Any]", OmegaConf.to_container(each, resolve=True)) for each in (config, plain))
+    return OmegaConf.create(_other(values, defaults))
+
+
+def _other(values: Mapping[Any, Any], defaults: Mapping[Any, Any]) -> dict[Any, Any]:
+    changed: dict[Any, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if key in defaults and value == default:
+            continue
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            changed[key] = _other(value, default)
+        else:
+            changed[key] = value
+    return changed
+
+
+def config_folder() -> Path:
+    """Where veRL keeps its configuration."""
+    found = importlib.util.find_spec("verl")
+    if found is None or found.origin is None:
+        raise EngineError(
+            "veRL is not installed, which engine.name = 'verl' needs: pip install 'agl-verl[gpu]', or 'agl-verl[cpu]' "
+            "on a machine without a GPU."
+        )
+    return Path(found.origin).parent / "trainer" / "config"
+
+
+def as_text(config: DictConfig) -> str:
+    """The configuration as YAML, with every reference resolved."""
+    text: str = OmegaConf.to_yaml(config, resolve=True)
+    return text
+
+
+_ADDED = (
+    ".mixed_precision",
+    ".override_config.",
+    ".engine_kwargs.vllm.",
+    ".enable_sleep_mode",
+    ".lr_warmup_steps",
+    ".load_contents",
+    ".ppo_infer_max_token_len_per_gpu",
+)
+
+
+def _new(key: str) -> str:
+    """`++` before a key that veRL's files may lack."""
+    return "++" if any(part in key for part in _ADDED) else ""
+
+
+def _hydra(value: Any) -> str:
+    """A value as Hydra's command line has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_hydra(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_hydra, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
