@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
+from agl_core.training.host import ProcessEngine
 from agl_verl.plugin import VerlOptions
 
 PROCESS_LOST = (

@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_verl.config import ChosenAlgorithm, compose, differences, native
+from agl_verl import plugin
+from agl_verl.config import ChosenAlgorithm, compose, differences
 from agl_verl.environment import MODULES_VARIABLE
 from agl_verl.losses import PREFIX, check_registered
 from agl_verl.plugin import VerlOptions
@@ -108,10 +109,10 @@ def test_everything_in_verls_registries_is_usable_by_name_or_refused_with_a_reas
     """A new version of veRL that brings another one is noticed here."""
     estimators = {name for name in ADV_ESTIMATOR_REGISTRY if not name.startswith(PREFIX)}
     losses = {name for name in POLICY_LOSS_REGISTRY if not name.startswith(PREFIX)}
-    assert estimators == native.ESTIMATORS | native.UNUSABLE_ESTIMATORS.keys()
-    assert losses == native.LOSSES | native.UNUSABLE_LOSSES.keys()
-    for name in native.NAMES:
-        check_registered(native.options_of(name)())
+    assert estimators == plugin.ESTIMATORS | plugin.UNUSABLE_ESTIMATORS.keys()
+    assert losses == plugin.LOSSES | plugin.UNUSABLE_LOSSES.keys()
+    for name in plugin.NAMES:
+        check_registered(plugin.options_of(name)())
 
 
 OWN = """

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
-from agl_verl.cpu import mending as cpu
-from agl_verl.cpu_serving import ObjectStoreWeights
+from agl_verl.cpu_weights import ObjectStoreWeights
+from agl_verl.environment import CPU_WEIGHTS
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def local_ray() -> Iterator[None]:
 
 def test_every_server_gets_all_weights_of_each_exchange(local_ray: None) -> None:
     """Two training workers, of which one sends, and two servers; two exchanges over the same engines."""
-    made = CheckpointEngineRegistry.get(cpu.WEIGHTS)
+    made = CheckpointEngineRegistry.get(CPU_WEIGHTS)
     training = [made(bucket_size=1, is_master=True), made(bucket_size=1, is_master=False)]
     serving = [made(bucket_size=1), made(bucket_size=1)]
     for version in (1.0, 2.0):
