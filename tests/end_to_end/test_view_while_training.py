@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from ..support.chromium import CHROMIUM, MISSING, Page, opened
-from .conftest import ROOT
 
 pytestmark = [pytest.mark.storm, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
 
@@ -52,8 +49,3 @@ def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(ag
     assert re.search(r"answer\s+rule answer\s+1\s+1", said), "the rule that gave the reward, its value and its weight"
     assert "calculator" in said
     assert training.process.poll() is None, "it still trains"
-
-    pictures = agl.folder / "pictures"
-    command = [sys.executable, ROOT / "docs" / "make_screenshots.py", agl.folder / "runs" / "calc", "--out", pictures]
-    subprocess.run(command, check=True, capture_output=True)
-    assert {each.name for each in pictures.iterdir()} == {"run.webp", "group.webp", "rollout.webp"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 
 from agl_core import kinds
 from agl_core.config import check, load
-from agl_core.errors import AglError
 from agl_core.learning import build_episode
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
@@ -50,14 +48,6 @@ def test_a_run_with_the_pages_files_is_accepted(page: str, name: str, folder: Pa
     check(load(folder / name))
 
 
-def test_a_reward_and_a_credit_that_count_tools_twice_are_refused_as_the_page_says(folder: Path) -> None:
-    both = FILES["failing-tools", "by-reward.toml"].replace('"discounted"', '"air"')
-    (folder / "both.toml").write_text(both)
-
-    with pytest.raises(AglError, match="air"):
-        check(load(folder / "both.toml"))
-
-
 def test_the_rewards_of_the_page_give_what_they_say(folder: Path) -> None:
     file = folder / "my_rewards.py"
     file.write_text(FILES["own-reward", "my_rewards.py"])
@@ -76,15 +66,3 @@ def test_the_rewards_of_the_page_give_what_they_say(folder: Path) -> None:
     assert score("few_calls") == 1.0
     assert score("few_calls", most=1) == 0.0
     assert score("no_apology") == {episode.transitions[0].key: -0.1}
-
-
-def test_a_failing_tool_of_the_page_is_read_as_an_error(tmp_path: Path) -> None:
-    from agl_core.capture.status import message_status
-    from agl_core.types import ToolStatus
-
-    file = tmp_path / "my_agent.py"
-    file.write_text(FILES["failing-tools", "my_agent.py"])
-    search = runpy.run_path(str(file))["search"]
-
-    assert message_status(search("Paris")).status is ToolStatus.ERROR
-    assert message_status(search("Oslo")).status is ToolStatus.OK

@@ -5,10 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -75,19 +72,3 @@ def test_every_example_in_a_docstring_is_true(distributions: dict[str, Any]) -> 
                 ran += result.attempted
 
     assert ran > 0
-
-
-@pytest.mark.parametrize(
-    ("after", "status"), [({"greedy": 0.5, "sampled": 0.4}, 0), ({"greedy": 0.9, "sampled": 0.1}, 1)]
-)
-def test_the_check_of_the_short_run_can_fail(root: Path, tmp_path: Path, after: dict[str, float], status: int) -> None:
-    import json
-
-    summary = tmp_path / "summary.json"
-    summary.write_text(json.dumps({"reward": {"before": {"greedy": 0.0, "sampled": 0.05}, "after": after}}))
-    script = root / "tests" / "repository" / "assert_reward_rose.py"
-
-    result = subprocess.run([sys.executable, script, summary], capture_output=True, text=True, check=False)
-
-    assert result.returncode == status
-    assert "reward, sampled: 0.050 before" in result.stdout
