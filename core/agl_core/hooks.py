@@ -15,7 +15,6 @@ import pluggy
 
 if TYPE_CHECKING:
     from agl_core.kinds import Register
-    from agl_core.protocols import RunPages
     from agl_core.types import Attempt, Episode, Rollout
 
 API_VERSION = 1
@@ -31,7 +30,7 @@ def register_components(register: Register) -> None:
 
 
 @hookspec(firstresult=True)
-def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[RunPages] | None:
+def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[str] | None:
     """Show a run in the browser at `host` and `port` (0: a free one) while a command works on it.
 
     Browsers on other machines need the operator's key; without one they see nothing.

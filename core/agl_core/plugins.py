@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
 from agl_core.kinds import KINDS, Capability, Declared, Kind, NoOptions
-from agl_core.protocols import RunPages
 from agl_core.types import Attempt, CreditKind, DropReason, Episode, Rollout
 
 logger = logging.getLogger(__name__)
@@ -180,9 +179,9 @@ class Plugins:
 
     def show_run(
         self, run: Path, host: str, port: int, operator_key: str | None
-    ) -> AbstractAsyncContextManager[RunPages] | None:
+    ) -> AbstractAsyncContextManager[str] | None:
         """The pages of a run, as the hook `show_run` has them; None if no plugin shows runs."""
-        pages: AbstractAsyncContextManager[RunPages] | None = self._manager.hook.show_run(
+        pages: AbstractAsyncContextManager[str] | None = self._manager.hook.show_run(
             run=run, host=host, port=port, operator_key=operator_key
         )
         return pages

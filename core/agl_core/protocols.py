@@ -227,17 +227,6 @@ class Upstream:
     context_length: int | None = None
 
 
-class RunPages(Protocol):
-    """The pages of a run in the browser."""
-
-    @property
-    def address(self) -> str:
-        """Where a browser opens them; it has a token in it."""
-
-    def serves(self, upstream: Upstream) -> None:
-        """The run's policies are served here from now on."""
-
-
 @dataclass(frozen=True)
 class UpdateResult:
     """What an engine says about one update of one policy."""

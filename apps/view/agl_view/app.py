@@ -15,22 +15,19 @@ from starlette.staticfiles import StaticFiles
 
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
 from agl_view.folders import RunFolders
-from agl_view.pages.base import BadQueryError, Pages, Served
+from agl_view.pages.base import BadQueryError, Pages
 from agl_view.pages.compare import compare_page, task_page
 from agl_view.pages.health import health_page
 from agl_view.pages.run import run_page
-from agl_view.pages.talk import talk_page
-from agl_view.security import TALK, Guard
+from agl_view.security import Guard
 
 
-def make_app(
-    paths: Sequence[Path], token: str, operator_key: str | None = None, served: Served = lambda: None
-) -> Starlette:
+def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None) -> Starlette:
     """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`.
 
     Browsers on other machines need the operator's key; without one they see nothing.
     """
-    pages = Pages(RunFolders(paths), served)
+    pages = Pages(RunFolders(paths))
 
     def page_of(made: Callable[[Pages, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def page(request: Request) -> Response:
@@ -58,7 +55,6 @@ def make_app(
             Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
             Route(f"{run_path}/groups/{{id:path}}", pages.group),
             Route(f"{run_path}/call", pages.call),
-            Route(f"{run_path}{TALK}", page_of(talk_page), methods=["GET", "POST"]),
             Mount("/static", StaticFiles(packages=[("agl_view", "static")])),
         ],
         middleware=[Middleware(Guard, token=token, operator_key=operator_key)],

@@ -6,11 +6,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from agl_core import hookimpl
-from agl_core.protocols import RunPages
 
 
 @hookimpl
-def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[RunPages]:
+def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[str]:
     """Show a run while a command works on it."""
     from agl_view.serving import shown_beside
 

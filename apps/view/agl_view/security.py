@@ -15,16 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_core.server.keys import is_loopback
 
-TALK = "/talk"
-"""Where the path of the only page ends that a form is sent to."""
-
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # With less, browsers do not say that the form of Talk is ours.
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -32,7 +29,7 @@ _HEADERS = {
 
 
 class Guard:
-    """Lets a request through to `app` if its browser has shown the token, and only if it reads, or talks to a policy.
+    """Lets a request through to `app` if its browser has shown the token, and only if it reads.
 
     The first request has the token in its address (`?token=…`). It is answered with a cookie, and with the same address
     without the token, so that neither history nor a link that is passed on has it. On loopback too: what agents start
@@ -68,7 +65,7 @@ class Guard:
         host = URL(f"http://{request.headers.get('host', '')}").hostname
         if self._operator_key is None and host not in _LOOPBACK:
             return PlainTextResponse("This server answers only to 127.0.0.1 and localhost.", 421)
-        if request.method not in ("GET", "HEAD") and not _is_own_form(request):
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("These pages can only be read.", 405, {"Allow": "GET, HEAD"})
         if _same(request.cookies.get(self._cookie, ""), self._session):
             given = request.query_params.get("token")
@@ -96,13 +93,6 @@ class Guard:
         others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
         path = "/" + quote(str(request.scope["path"]).lstrip("/"))
         return RedirectResponse(path + (f"?{urlencode(others)}" if others else ""), 303)
-
-
-def _is_own_form(request: Request) -> bool:
-    """Whether a page of this server sent the form; browsers name its origin, which a page elsewhere cannot change."""
-    origin = URL(request.headers.get("origin", "")).netloc
-    is_form = request.method == "POST" and request.url.path.endswith(TALK)
-    return is_form and bool(origin) and origin == request.headers.get("host")
 
 
 def _is_here(request: Request) -> bool:

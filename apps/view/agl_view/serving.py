@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -20,9 +19,7 @@ import orjson
 import uvicorn
 
 from agl_core.errors import ConfigError
-from agl_core.protocols import Upstream
 from agl_view.app import make_app
-from agl_view.pages.base import Served
 from agl_view.templating import page_address
 
 _RESTART_SECONDS = 1.0
@@ -49,11 +46,10 @@ def answer(
     folders: Sequence[Path],
     token: str,
     operator_key: str | None = None,
-    served: Served = lambda: None,
 ) -> None:
     """Show the runs in these folders until a signal ends it."""
     config = uvicorn.Config(
-        make_app(folders, token, operator_key, served),
+        make_app(folders, token, operator_key),
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=2,
@@ -70,32 +66,9 @@ def address_of(listener: socket.socket, path: str, token: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}?token={token}"
 
 
-class Shown:
-    """The pages beside a run, at `address`."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._served: Upstream | None = None
-        self._orders: asyncio.StreamWriter | None = None
-
-    def serves(self, upstream: Upstream) -> None:
-        """The policies are served here from now on: the pages offer to talk with them."""
-        self._served = upstream
-        self._order()
-
-    def answered_by(self, orders: asyncio.StreamWriter) -> None:
-        """A process answers from now on that reads lines from `orders`."""
-        self._orders = orders
-        self._order()
-
-    def _order(self) -> None:
-        if self._orders is not None and self._served is not None and not self._orders.is_closing():
-            self._orders.write(orjson.dumps(asdict(self._served)) + b"\n")
-
-
 @asynccontextmanager
-async def shown_beside(run: Path, host: str, port: int, operator_key: str | None) -> AsyncIterator[Shown]:
-    """Show `run`, and those in the same folder, while this process writes it; the address has a token in it.
+async def shown_beside(run: Path, host: str, port: int, operator_key: str | None) -> AsyncIterator[str]:
+    """Show `run`, and those in the same folder, while this process writes it, at an address with a token in it.
 
     A process of its own answers, so that reading never holds up the gateway; it starts with the first visitor, and ends
     with this process, however that ends. The lock of the store's writer also needs this: a process loses it when it
@@ -105,10 +78,9 @@ async def shown_beside(run: Path, host: str, port: int, operator_key: str | None
     listener = listen(host, port)
     token = secrets.token_urlsafe(24)
     settings = {"folder": str(run.parent), "token": token, "operator_key": operator_key}
-    shown = Shown(address_of(listener, page_address("runs", run.name), token))
-    visited = asyncio.create_task(_answer_visitors(listener, settings, shown))
+    visited = asyncio.create_task(_answer_visitors(listener, settings))
     try:
-        yield shown
+        yield address_of(listener, page_address("runs", run.name), token)
     finally:
         visited.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -116,7 +88,7 @@ async def shown_beside(run: Path, host: str, port: int, operator_key: str | None
         listener.close()
 
 
-async def _answer_visitors(listener: socket.socket, settings: dict[str, str | None], shown: Shown) -> None:
+async def _answer_visitors(listener: socket.socket, settings: dict[str, str | None]) -> None:
     """Start the process that answers once someone calls, and again should it fail."""
     loop = asyncio.get_running_loop()
     while True:
@@ -136,7 +108,6 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
         try:
             assert process.stdin is not None
             process.stdin.write(orjson.dumps(settings) + b"\n")
-            shown.answered_by(process.stdin)
             await process.wait()
             await asyncio.sleep(_RESTART_SECONDS)
         finally:
@@ -146,22 +117,15 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
 
 
 def answer_beside(descriptor: int, orders: IO[bytes]) -> None:
-    """What the process of `shown_beside` does.
-
-    `orders` has a line of settings, then a line whenever the policies are served anew, and ends with the run's process.
-    """
+    """What the process of `shown_beside` does: `orders` has a line of settings, and ends with the run's process."""
     settings = orjson.loads(orders.readline())
-    served: list[Upstream] = []
     with contextlib.suppress(OSError):
         os.nice(5)  # Training goes first.
 
     def until_the_end() -> None:
-        for line in orders:
-            upstream = orjson.loads(line)
-            served[:] = [Upstream(**upstream | {"urls": tuple(upstream["urls"])})]
+        orders.read()
         os._exit(0)
 
     threading.Thread(target=until_the_end, daemon=True).start()
     with socket.socket(fileno=descriptor) as listener:
-        folders, token, operator_key = [Path(settings["folder"])], settings["token"], settings["operator_key"]
-        answer(listener, folders, token, operator_key, lambda: served[0] if served else None)
+        answer(listener, [Path(settings["folder"])], settings["token"], settings["operator_key"])

@@ -30,10 +30,10 @@ def opened(address: str) -> str:
 async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(runs: Folder) -> None:
     folder = await asyncio.to_thread(runs.trained)
 
-    async with SqliteStore(folder / "store.sqlite") as store, shown_beside(folder, "127.0.0.1", 0, None) as pages:
-        page = await asyncio.to_thread(opened, pages.address)
+    async with SqliteStore(folder / "store.sqlite") as store, shown_beside(folder, "127.0.0.1", 0, None) as address:
+        page = await asyncio.to_thread(opened, address)
         await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
-        later = await asyncio.to_thread(opened, pages.address)
+        later = await asyncio.to_thread(opened, address)
         refused = await asyncio.create_subprocess_exec(
             sys.executable, "-c", SECOND_WRITER, folder / "store.sqlite", stderr=subprocess.PIPE
         )
@@ -43,7 +43,7 @@ async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(ru
     assert "reward 2: 1 rollouts" in later
     assert StoreError.__name__.encode() in said
     with pytest.raises(httpx.ConnectError):
-        await asyncio.to_thread(opened, pages.address)
+        await asyncio.to_thread(opened, address)
 
 
 SECOND_WRITER = """
@@ -58,9 +58,9 @@ async def test_no_process_is_started_before_someone_looks(runs: Folder) -> None:
     folder = await asyncio.to_thread(runs.trained)
     before = psutil.Process().children()
 
-    async with shown_beside(folder, "127.0.0.1", 0, None) as pages:
+    async with shown_beside(folder, "127.0.0.1", 0, None) as address:
         asleep = psutil.Process().children()
-        await asyncio.to_thread(opened, pages.address)
+        await asyncio.to_thread(opened, address)
         awake = psutil.Process().children()
 
     assert asleep == before
@@ -71,8 +71,8 @@ async def test_no_process_is_started_before_someone_looks(runs: Folder) -> None:
 async def test_a_port_that_is_taken_is_named(runs: Folder) -> None:
     folder = await asyncio.to_thread(runs.trained)
 
-    async with shown_beside(folder, "127.0.0.1", 0, None) as pages:
-        port = httpx.URL(pages.address).port
+    async with shown_beside(folder, "127.0.0.1", 0, None) as address:
+        port = httpx.URL(address).port
         with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 is taken"):
             async with shown_beside(folder, "127.0.0.1", port or 0, None):
                 pass
@@ -85,8 +85,8 @@ from agl_core.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
 async def show(folder):
-    async with SqliteStore(folder / "store.sqlite"), shown_beside(folder, "127.0.0.1", 0, None) as pages:
-        print(pages.address, flush=True)
+    async with SqliteStore(folder / "store.sqlite"), shown_beside(folder, "127.0.0.1", 0, None) as address:
+        print(address, flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(show(Path(sys.argv[1])))

@@ -12,10 +12,7 @@ import pytest
 from axe_core_python.base import AXE_FILE_PATH
 from chromium import CHROMIUM, MISSING, Page, opened
 
-from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.scripts import Say
-from agl_core.testing.upstream import ScriptedUpstream
 from agl_view.serving import shown_beside
 
 from .viewed_runs import Folder, rollout
@@ -51,13 +48,10 @@ class Running:
     async def _write(self) -> None:
         async with (
             SqliteStore(self.folder / "store.sqlite") as store,
-            shown_beside(self.folder, "127.0.0.1", 0, None) as pages,
-            ScriptedUpstream() as policy,
+            shown_beside(self.folder, "127.0.0.1", 0, None) as address,
         ):
-            policy.answer = lambda received: Say(f"You said: {received.said}")
-            pages.serves(Upstream((policy.url,), {"default": "served"}, "key"))
             await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
-            base, _, query = pages.address.partition("/runs/")
+            base, _, query = address.partition("/runs/")
             self._address = base, query.partition("?")[2]
             self._ready.set()
             await asyncio.to_thread(self._ended.wait)
@@ -118,10 +112,8 @@ PAGES = {
     "rollout": "/runs/calc/rollouts/s1-g0-m1",
     "call": "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1",
     "health": "/runs/calc/health",
-    "try": "/runs/calc/try?trusted=yes&weight.right=0.5",
     "compare": "/compare?run=calc",
     "compare task": "/compare/task?a=calc@s1-g0-m0&b=calc@s1-g0-m1",
-    "talk": "/runs/calc/talk",
     "error": "/runs/nope",
 }
 
@@ -180,15 +172,3 @@ def test_runs_are_chosen_and_compared_without_typing(running: Running, page: Pag
     page.run("document.querySelector('form button').click()")
     page.until("location.pathname === '/compare' && document.querySelector('form.filters')")
     assert page.run("location.search") == "?run=calc"
-
-
-def test_the_policy_is_talked_with_by_typing(running: Running, page: Page) -> None:
-    page.open(running.page("/runs/calc"))
-    page.until("document.querySelector('a[href$=\"/talk\"]')")
-    page.run("document.querySelector('a[href$=\"/talk\"]').click()")
-    page.until("document.activeElement && document.activeElement.name === 'said'")
-    for said in ("<b>first</b>", "second"):
-        page.run(f"document.querySelector('[name=said]').value = {said!r}")
-        page.run("document.querySelector('form button').click()")
-        page.until(f"document.body && document.body.innerText.includes({'You said: ' + said!r})")
-    assert page.run("document.querySelectorAll('.message').length") == 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from rich.text import Text
 
 from agl_core.config.models import ServerSection
 from agl_core.plugins import Plugins
-from agl_core.protocols import Upstream
 from agl_core.reading.words import harmless, plain
 from agl_core.training.metrics import Observer, Phase, numbered
 
@@ -70,8 +69,8 @@ class _Bar(Phase):
 class ConsoleObserver(Observer):
     """A run's messages, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
 
-    def __init__(self, console: Screen, steps: int, serving: Callable[[Upstream], None] | None = None) -> None:
-        self._console, self._steps, self._serving = console, steps, serving
+    def __init__(self, console: Screen, steps: int) -> None:
+        self._console, self._steps = console, steps
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[Phase]:
@@ -91,18 +90,12 @@ class ConsoleObserver(Observer):
     def say(self, text: str) -> None:
         self._console.print(text)
 
-    def serving(self, upstream: Upstream) -> None:
-        if self._serving is not None:
-            self._serving(upstream)
-
 
 @asynccontextmanager
-async def shown(
-    run_dir: Path, server: ServerSection, operator_key: str | None, console: Screen
-) -> AsyncIterator[Callable[[Upstream], None]]:
-    """Show the run in the browser, if a plugin can, and print where; yields what tells the pages who serves policies.
+async def shown(run_dir: Path, server: ServerSection, operator_key: str | None, console: Screen) -> AsyncIterator[None]:
+    """Show the run in the browser meanwhile, if a plugin can, and print where.
 
-    They are shown on this machine alone, unless others reach the server, and there is a key.
+    It is shown on this machine alone, unless others reach the server, and there is a key.
     """
     from agl_core.server.keys import is_loopback  # Commands that only read need no packages of the server.
 
@@ -110,10 +103,7 @@ async def shown(
         host, key = "127.0.0.1", None
     else:
         host, key = server.host, operator_key
-    beside = Plugins.load().show_run(run_dir, host, server.view_port, key)
-    if beside is None:
-        yield lambda upstream: None
-        return
-    async with beside as pages:
-        console.print(f"view:   {pages.address}")
-        yield pages.serves
+    async with Plugins.load().show_run(run_dir, host, server.view_port, key) or nullcontext() as address:
+        if address is not None:
+            console.print(f"view:   {address}")
+        yield

@@ -102,8 +102,8 @@ def trained(
     """Train while the browser can show the run, and print the result; for `go_on` see `print_summary`."""
 
     async def work() -> Summary:
-        async with shown(run_dir, loaded.config.server, operator_key, console) as serving:
-            return await training(ConsoleObserver(console, loaded.config.train.steps, serving))
+        async with shown(run_dir, loaded.config.server, operator_key, console):
+            return await training(ConsoleObserver(console, loaded.config.train.steps))
 
     summary = run(work())
     verdict = verdict_of(read_metrics(run_dir))

@@ -131,9 +131,6 @@ def serve(
 async def _serve(
     names: list[str], host: str, port: int, key: str | None, engine: str | None, overrides: list[str], console: Screen
 ) -> None:
-    from agl_core.cli.screen import shown
-    from agl_core.config.models import ServerSection
-    from agl_core.protocols import Upstream
     from agl_online.cli.serve import until_signalled
     from agl_online.policies.serving import serving
 
@@ -143,13 +140,11 @@ async def _serve(
             serving(names, host=host, port=port, key=key, say=console.print, engine=engine, overrides=overrides)
         )
         url = served.server.base_url
-        first, of_first = next(iter(served.shelf.names.items()))
+        first = next(iter(served.shelf.names))
         console.print(f"serving at {url}/v1 (Anthropic's clients: {url})")
         bearer = "" if key is None else " -H 'Authorization: Bearer '$AGL_POLICY_KEY"
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         console.print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{bearer} -d '{body}'")
-        talk = await stack.enter_async_context(shown(of_first.version.run, ServerSection(), None, console))
-        talk(Upstream((f"{url}/v1",), {name: name for name in served.shelf.names}, key or ""))
         following = asyncio.ensure_future(served.follow())
         stopping = asyncio.ensure_future(until_signalled())
         try:

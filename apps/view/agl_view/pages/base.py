@@ -5,17 +5,16 @@ What a page needs is read by `agl_core.reading`, and a template makes HTML of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from agl_core.errors import AglError
-from agl_core.protocols import Upstream
 from agl_core.reading.explained import AttemptReport, GroupCredit, Turn, read_call, read_rollout
 from agl_core.reading.metrics import MetricsLine, read_metrics, series
 from agl_core.reading.rollouts import Query
@@ -37,10 +36,6 @@ _MOST_WHOLE = 1 << 53
 """Larger numbers in an address are not whole for certain."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
-
-
-Served: TypeAlias = Callable[[], Upstream | None]
-"""What answers for the policies now, if anything does: then one can talk with them."""
 
 
 class BadQueryError(AglError, ValueError):
@@ -78,15 +73,15 @@ class Said:
 class Pages:
     """The handlers of the routes."""
 
-    def __init__(self, folders: RunFolders, served: Served) -> None:
-        self.folders, self.served = folders, served
+    def __init__(self, folders: RunFolders) -> None:
+        self.folders = folders
         environment = make_environment()
         # All at once: else the first visit of each page would wait for its own.
         self._templates = {name: environment.get_template(name) for name in environment.list_templates()}
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        """A page; `run`, `changed` and `talks` are of all pages."""
-        page = {"run": request.path_params.get("run"), "changed": None, "talks": self.served() is not None, **values}
+        """A page; `run` and `changed` are of all pages."""
+        page = {"run": request.path_params.get("run"), "changed": None, **values}
         return HTMLResponse(self._templates[template].render(page), status)
 
     async def runs(self, request: Request) -> Response:
