@@ -57,7 +57,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.types import Batch, CreditKind, TransitionKey
 from agl_torch import attention
 from agl_torch.serving.requests import Request, Response

@@ -16,7 +16,7 @@ import torch
 from agl_algorithms.ppo import gae_across_calls
 from agl_algorithms.prepared import samples_of
 from agl_core import kinds
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, StepBatches, make_batches, score
 from agl_core.learning.batch import filter_trainable
 from agl_core.learning.rewards import reported

@@ -42,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 import agl_algorithms.plugin
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, Upstream
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.hub import cached_file
 
 from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
-from agl_core.config.policies import LoraSection
+from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch import attention

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from agl_algorithms.interface import Algorithm
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.memory import peak_rss_bytes
 from agl_core.plugins import Plugins

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind, FinishReason, TransitionKey
 from agl_torch import attention

@@ -16,7 +16,7 @@ from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Algorithm
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.errors import CheckpointError
 from agl_core.protocols import PolicySpec
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.ppo import Ppo
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch
 from agl_torch.loading import LoadedModel, load_model

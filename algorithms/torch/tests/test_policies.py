@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agl_core.config.defaults import LARGEST
+from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.training.child import UpdateRequest

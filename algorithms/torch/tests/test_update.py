@@ -19,7 +19,7 @@ from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch
 from agl_torch.loading import LoadedModel, load_model

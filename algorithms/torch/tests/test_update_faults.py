@@ -15,7 +15,7 @@ from torch import Tensor
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.plugin import GrpoOptions
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import subset
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, DropReason

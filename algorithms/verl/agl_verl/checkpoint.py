@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core.config.policies import LoraSection
+from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError
 from agl_core.protocols import PolicySpec
 

@@ -20,8 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agl_core.config.defaults import usual_learning_rate
-from agl_core.config.policies import LoraSection, OptimizerSection
+from agl_core.config.sections import LoraSection, OptimizerSection, usual_learning_rate
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext

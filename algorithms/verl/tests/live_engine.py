@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.headers import HEADER_POLICY

@@ -10,7 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agl_core.config.policies import LoraSection
+from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.loading import load_model, merge

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind

@@ -13,8 +13,7 @@ import tomli_w
 
 from agl_core import kinds, private
 from agl_core.config.models import RunConfig, UntrainedConfig
-from agl_core.config.problems import Report
-from agl_core.config.resolve import Choices, Chosen, PolicyPlan, below, resolve
+from agl_core.config.resolve import Chosen, PolicyPlan, Report, below, resolve
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
@@ -46,33 +45,19 @@ class LoadedConfig:
     folder: Path
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
-    choices: Choices
     is_whole: bool
     """Whether everything that it names was needed."""
-
-    @property
-    def policies(self) -> Mapping[str, PolicyPlan]:
-        """How each policy learns."""
-        return self.choices.policies
-
-    @property
-    def rewards(self) -> Mapping[str, Chosen]:
-        """By the name of the table, which need not be the rule's."""
-        return self.choices.rewards
-
-    @property
-    def tasks(self) -> Mapping[str, Chosen]:
-        """By the name of the set."""
-        return self.choices.tasks
-
-    @property
-    def trackers(self) -> Mapping[str, Chosen]:
-        return self.choices.trackers
-
-    @property
-    def sections(self) -> Mapping[str, Chosen]:
-        """Tables of plugins, by name."""
-        return self.choices.sections
+    single: Mapping[str, Chosen | None]
+    """Of the kinds of which a run has one, by the name of their table."""
+    policies: Mapping[str, PolicyPlan]
+    """How each policy learns."""
+    tasks: Mapping[str, Chosen]
+    """By the name of the set."""
+    rewards: Mapping[str, Chosen]
+    """By the name of the table, which need not be the rule's."""
+    trackers: Mapping[str, Chosen]
+    sections: Mapping[str, Chosen]
+    """Tables of plugins, by name."""
 
     @property
     def engine(self) -> Chosen:
@@ -87,7 +72,7 @@ class LoadedConfig:
         return self._one(kinds.BUFFER)
 
     def _one(self, kind: Kind) -> Chosen:
-        chosen = self.choices.single[kind.word]
+        chosen = self.single[kind.word]
         if chosen is None:
             raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind.word).name)}")
         return chosen
@@ -145,8 +130,8 @@ def load(
             "Looking at a run does not run the plugin files that it names: it may be somebody else's. If you trust "
             "them, install them as a package."
         )
-    resolved, choices = resolve(config, plugins, folder, report, needs)
-    loaded = LoadedConfig(resolved, folder, plugins, choices, is_whole)
+    resolved, chosen = resolve(config, plugins, folder, report, needs)
+    loaded = LoadedConfig(resolved, folder, plugins, is_whole, **chosen)
     for policy in config.policies if is_whole else ():
         try:
             loaded.weights(policy)
@@ -235,40 +220,25 @@ def _apply(data: dict[str, Any], override: str) -> Key:
     written, equals, value = override.partition("=")
     if not equals:
         raise ConfigError(f"--set {override}: must be KEY=VALUE, for instance --set train.steps=20.")
-    key = _parse_key(written, override)
+    # TOML wants a name like reinforce++ in quotes, which a shell would take away.
+    dotted = written if "'" in written or '"' in written else ".".join(map('"{}"'.format, written.strip().split(".")))
+    try:
+        parsed: Any = tomllib.loads(f"{dotted} = 0")
+    except tomllib.TOMLDecodeError:
+        raise ConfigError(f"--set {override}: '{written}' is not a dotted key, for instance train.steps.") from None
+    key: list[str] = []
+    while isinstance(parsed, dict):
+        [(part, parsed)] = parsed.items()
+        key.append(part)
     table = data
     for depth, part in enumerate(key[:-1], start=1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override}: '{'.'.join(key[:depth])}' is a value, not a table with keys.")
-    table[key[-1]] = _parse_value(value.strip(), override)
-    return key
-
-
-def _parse_key(written: str, override: str) -> Key:
     try:
-        parsed: Any = tomllib.loads(f"{written} = 0")
-    except tomllib.TOMLDecodeError:
-        names = written.strip().split(".")
-        if all(names) and not set(written.strip()) & set("\"' \t\n[]{}#"):
-            return tuple(names)  # Of names that TOML wants in quotes, which a shell would take away: reinforce++.
-        raise ConfigError(f"--set {override}: '{written}' is not a dotted key, for instance train.steps.") from None
-    parts: list[str] = []
-    while isinstance(parsed, dict):
-        if len(parsed) != 1:
-            raise ConfigError(f"--set {override}: sets more than one key; write one --set for each.")
-        [(part, parsed)] = parsed.items()
-        parts.append(part)
-    return tuple(parts)
-
-
-def _parse_value(value: str, override: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {value}")
+        table[key[-1]] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError as error:
-        if value[:1] in ("[", "{", '"', "'"):
+        if value.strip()[:1] in ("[", "{", '"', "'"):
             raise ConfigError(f"--set {override}: the value is not valid TOML ({error}).") from None
-        return value
-    if parsed.keys() != {"value"}:
-        raise ConfigError(f"--set {override}: sets more than one key; write one --set for each.")
-    return parsed["value"]
+        table[key[-1]] = value.strip()
+    return tuple(key)

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from agl_core.config.policies import PolicySection
-from agl_core.config.sections import FOLDER_NAME, PluginChoice, PluginTable, Section, is_among
+from agl_core.config.sections import FOLDER_NAME, PluginChoice, PluginTable, PolicySection, Section, is_among
 from agl_core.kinds import REWARD, TASK_SOURCE, Kind
 from agl_core.types import AlarmName, Ending, Mode
 

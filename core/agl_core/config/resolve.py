@@ -1,27 +1,31 @@
-"""Finding the plugins that a configuration names, and checking the settings it has for them."""
+"""Finding the plugins that a configuration names, checking the settings it has for them, and saying what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, SecretBytes, SecretStr
-from pydantic_core import to_jsonable_python
+from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import RunConfig
-from agl_core.config.policies import PolicySection
-from agl_core.config.problems import Place, Report, names_at
-from agl_core.config.sections import PluginChoice, PluginTable
-from agl_core.errors import nearest
+from agl_core.config.sections import PluginChoice, PluginTable, PolicySection
+from agl_core.errors import ConfigError, nearest
 from agl_core.kinds import Capability, Kind
 from agl_core.plugins import Component, Plugins
 from agl_core.types import CreditKind
 
+Model = TypeVar("Model", bound=BaseModel)
 Named = TypeVar("Named", bound=PluginTable)
 Settings = TypeVar("Settings", bound=BaseModel)
+
+Place: TypeAlias = tuple[str | int, ...]
+"""Where a value stands: keys of tables, and indices of lists."""
 
 _TENSORBOARD = "tensorboard"
 """The tracker that a run has without asking."""
@@ -78,23 +82,10 @@ def label(component: Component) -> str:
     return f"{component.kind} '{component.name}' ({component.origin})"
 
 
-@dataclass(frozen=True, eq=False)
-class Choices:
-    """What a configuration chose; what is not installed, and need not be, is missing."""
-
-    single: Mapping[str, Chosen | None]
-    """Of the kinds of which a run has one, by the name of their table."""
-    policies: Mapping[str, PolicyPlan]
-    tasks: Mapping[str, Chosen]
-    rewards: Mapping[str, Chosen]
-    trackers: Mapping[str, Chosen]
-    sections: Mapping[str, Chosen]
-
-
 def resolve(
     config: RunConfig, plugins: Plugins, folder: Path, report: Report, needs: Collection[Kind]
-) -> tuple[RunConfig, Choices]:
-    """The configuration with every setting filled in, and what it chose.
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration with every setting filled in, and what it chose: the fields of `LoadedConfig` by name.
 
     What is wrong goes to the report, if it is of a kind that is needed; that component is missing from both.
     """
@@ -110,18 +101,16 @@ def resolve(
     sections = find.sections(config.tables_of_plugins)
     tables = {"policies": policies, "tasks": tasks, "rewards": rewards, "trackers": trackers}
     resolved = config.model_copy(update={**{name: table for name, (table, _) in single.items()}, **tables})
-    choices = Choices(
-        {name: chosen for name, (_, chosen) in single.items()},
-        *(plans, chosen_tasks, chosen_rewards, chosen_trackers, sections),
-    )
-    return _with_tables(resolved, {name: dict(chosen.settings) for name, chosen in sections.items()}), choices
-
-
-def _with_tables(config: RunConfig, tables: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these tables of plugins, and no others."""
-    copy = config.model_copy()
-    object.__setattr__(copy, "__pydantic_extra__", dict(tables))
-    return copy
+    own = {name: dict(chosen.settings) for name, chosen in sections.items()}
+    object.__setattr__(resolved, "__pydantic_extra__", own)
+    return resolved, {
+        "single": {name: chosen for name, (_, chosen) in single.items()},
+        "policies": plans,
+        "tasks": chosen_tasks,
+        "rewards": chosen_rewards,
+        "trackers": chosen_trackers,
+        "sections": sections,
+    }
 
 
 class _Resolver:
@@ -163,18 +152,15 @@ class _Resolver:
         resolved, plans = {}, {}
         for name, section in sections.items():
             place: Place = ("policies", name)
-            own_algorithm, its_algorithm = self._own(kinds.ALGORITHM, place, section.algorithm, algorithm)
-            own_credit, its_credit = self._own(kinds.CREDIT, place, section.credit, credit)
-            resolved[name] = section.model_copy(update={"algorithm": own_algorithm, "credit": own_credit})
-            if its_algorithm is not None and its_credit is not None:
-                plans[name] = PolicyPlan(its_algorithm, its_credit)
+            own: dict[str, PluginChoice] = {}
+            chosen = {"algorithm": algorithm, "credit": credit}
+            for kind in (kinds.ALGORITHM, kinds.CREDIT):
+                if (choice := getattr(section, kind.word)) is not None:
+                    own[kind.word], chosen[kind.word] = self.choice(kind, (*place, kind.word), choice)
+            resolved[name] = section.model_copy(update=own)
+            if chosen["algorithm"] is not None and chosen["credit"] is not None:
+                plans[name] = PolicyPlan(chosen["algorithm"], chosen["credit"])
         return resolved, plans
-
-    def _own(
-        self, kind: Kind, place: Place, section: PluginChoice | None, of_run: Chosen | None
-    ) -> tuple[PluginChoice | None, Chosen | None]:
-        """A policy's own choice, else the run's; the kinds are called as the tables are."""
-        return (None, of_run) if section is None else self.choice(kind, (*place, kind.word), section)
 
     def tables(self, place: Place, tables: Mapping[str, Named]) -> tuple[dict[str, Named], dict[str, Chosen]]:
         """Tables of which each names its plugin."""
@@ -302,3 +288,114 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_secrets(inside) for inside in value if not isinstance(inside, (SecretStr, SecretBytes))]
     return value
+
+
+def written(place: Place) -> str:
+    """A place as it looks in the file.
+
+    >>> written(("train", "steps")), written(("eval", "modes", 0)), written(("name",))
+    ('[train] steps', '[eval] modes[0]', 'name')
+    """
+    keys: list[str] = []
+    for part in place:
+        if isinstance(part, int) and keys:
+            keys[-1] += f"[{part}]"
+        else:
+            keys.append(str(part))
+    *table, key = keys
+    return f"[{'.'.join(table)}] {key}" if table else key
+
+
+class Report:
+    """Collects what is wrong, so that one error lists all of it."""
+
+    def __init__(self, path: Path, overridden: Collection[Place] = ()) -> None:
+        self._path, self._overridden = path, overridden
+        self._lines: list[str] = []
+        self.hint = ""
+        """What else may explain the problems."""
+
+    def add(self, place: Place, text: str) -> None:
+        is_override = any(place[: len(key)] == key for key in self._overridden)
+        line = f"{written(place)}: {text}" if place else text
+        self._lines.append(line + (" (It comes from --set.)" if is_override else ""))
+
+    def validated(
+        self, model: type[Model], data: Mapping[str, Any], above: Place = (), owner: str | None = None
+    ) -> Model | None:
+        """`data` as `model`, or None and the problems noted.
+
+        The rules are JSON's: a list can be a tuple and a text a path, but no text becomes a number. No key is
+        ignored, even if a plugin's model would ignore it.
+        """
+        forbid = model.model_config.get("extra") in (None, "ignore")
+        text = json.dumps(data, default=str)
+        try:
+            return model.model_validate_json(text, strict=True, extra="forbid" if forbid else None)
+        except ValidationError as error:
+            by_place: dict[Place, list[ErrorDetails]] = {}
+            for details in error.errors(include_url=False):
+                by_place.setdefault(_place_in(data, details), []).append(details)
+            for place, errors in by_place.items():
+                self.add((*above, *place), _text(errors, model, place, owner))
+            return None
+
+    def raise_if_any(self) -> None:
+        """ConfigError with one line per problem, if there is one."""
+        hint = [self.hint] if self.hint else []
+        if len(self._lines) == 1:
+            raise ConfigError("\n  ".join([f"{self._path}: {self._lines[0]}", *hint]))
+        if self._lines:
+            raise ConfigError("\n  ".join([f"{self._path} has {len(self._lines)} problems:", *self._lines, *hint]))
+
+
+def _place_in(data: Any, details: ErrorDetails) -> Place:
+    """pydantic's location, without the tags that it adds for members of unions and for keys of dicts."""
+    place: list[str | int] = []
+    here = data
+    for part in details["loc"]:
+        inside = part in here if isinstance(here, dict) else isinstance(here, list) and part in range(len(here))
+        if inside:
+            here = here[part]
+            place.append(part)
+    if details["type"] == "missing":
+        place.append(details["loc"][-1])
+    return tuple(place)
+
+
+def _text(errors: Sequence[ErrorDetails], model: type[BaseModel], place: Place, owner: str | None) -> str:
+    """pydantic's errors about one place, in the words of the file: it says "Input should …", "String should …"."""
+    first = errors[0]
+    match first["type"]:
+        case "extra_forbidden":
+            problem = f"{owner} does not honour it" if owner else "there is no such key"
+            return f"{problem}. {nearest(str(place[-1]), names_at(model, place[:-1]))}"
+        case "missing":
+            return "is missing."
+        case "value_error":
+            return f"{first['msg'].removeprefix('Value error, ').rstrip('.')}."
+    expected = " or ".join(dict.fromkeys(re.sub(r"^\w+ should ", "", details["msg"]) for details in errors))
+    given = json.dumps(first["input"], default=str)
+    return f"must {expected}, not {given if len(given) <= 60 else given[:60] + '…'}."
+
+
+def names_at(model: type[BaseModel], place: Place) -> list[str]:
+    """The keys that a model knows at a place inside it.
+
+    >>> from agl_core.config.models import RunConfig
+    >>> names_at(RunConfig, ("agent",)), names_at(RunConfig, ("policies", "default", "model", "lora"))
+    (['entry', 'command', 'attach'], ['rank', 'alpha', 'targets'])
+    """
+    for part in place:
+        for name, described in model.model_fields.items():
+            if part in (name, described.alias):  # Else it is the name of a table among others.
+                model = next(_models_in(described.annotation), model)
+                break
+    return [described.alias or name for name, described in model.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,11 +1,11 @@
-"""What every table of a run's file is made of: known keys, a plugin's own keys, names and patterns."""
+"""What every table of a run's file is made of, and the tables of a policy: its agents, its weights, how it learns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -76,3 +76,105 @@ class PluginChoice(OpenSection):
     def settings(self) -> dict[str, Any]:
         chosen = self.tables.get(self.name, {})
         return dict(chosen) if isinstance(chosen, dict) else {}
+
+
+class LoraSection(Section):
+    """Train a low-rank adapter instead of all weights."""
+
+    rank: int = Field(16, ge=1, description="Rank of the update.")
+    alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="Names of the linear layers to adapt.",
+    )
+
+
+class ModelSection(Section):
+    """The weights to start from."""
+
+    path: str = Field(description="A folder (relative to this file) or a Hugging Face hub name.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="auto: as saved. The torch engine takes float32 for bfloat16 on a CPU without instructions for it, "
+        "where float32 is several times as fast.",
+    )
+    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
+    lora: LoraSection | None = Field(None, description="Train a LoRA adapter; absent: all weights.")
+
+
+class OptimizerSection(Section):
+    """AdamW's settings; its moments decay by 0.9 and 0.999."""
+
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Step size after the warm-up; absent: by the model's size, 4e-4 for a million weights, 2e-5 for "
+        "135 million, 2e-6 for 7 billion, and ten times as much for a LoRA adapter (veRL: 1e-6 and 1e-5).",
+    )
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant",
+        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, so "
+        "that the policy settles and does not keep drifting.",
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+
+
+def policy_of(
+    agent: str | None, model: str, agents: Mapping[str, Sequence[str]], policies: Collection[str]
+) -> str | None:
+    """Which of the policies answers a call: the agent's own (by `agents`), else the one that is named like the model,
+    else 'default', else the only one; None if it is none of these.
+
+    Of the policies that an agent's name fits, the first wins. So an agent that adapters recognise need not know what
+    policies there are.
+    """
+    for policy, patterns in agents.items():
+        if is_among(agent, patterns):
+            return policy
+    if model in policies:
+        return model
+    if "default" in policies:
+        return "default"
+    return next(iter(policies)) if len(policies) == 1 else None
+
+
+class PolicySection(Section):
+    """A policy: the agents that it answers, its weights, and how it learns."""
+
+    agents: tuple[str, ...] = Field(
+        (),
+        description="Names or patterns of the agents that it answers, whatever model they ask for. If several policies "
+        "name an agent, the first in the file answers it. Any other agent gets the policy whose name is the model that "
+        "it asks for, else 'default', else the only one.",
+    )
+    model: ModelSection
+    optimizer: OptimizerSection = OptimizerSection()
+    algorithm: PluginChoice | None = Field(
+        None, description="This policy's own algorithm and its settings, like [algorithm]; absent: the run's."
+    )
+    credit: PluginChoice | None = Field(
+        None, description="This policy's own credit rule and its settings, like [credit]; absent: the run's."
+    )
+
+
+SMALLEST, LARGEST = 1e-6, 1e-3
+_RATE, _WEIGHTS, _EXPONENT = 2e-5, 135e6, 0.6
+"""A step size that suits a model of so many weights, and how it falls with the size: tiny models of 0.85 million
+weights bear 4e-4, those of billions about 1e-6."""
+_ADAPTER = 10
+"""What a LoRA adapter takes against all weights: it starts without effect, and has few weights to make one."""
+
+
+def usual_learning_rate(weights: int | None, *, adapter: bool) -> float:
+    """A step size for reinforcement learning of a model of so many weights; None: of billions.
+
+    >>> [usual_learning_rate(weights, adapter=False) for weights in (850_000, 135_000_000, 3_000_000_000)]
+    [0.0004, 2e-05, 3e-06]
+    >>> usual_learning_rate(135_000_000, adapter=True)
+    0.0002
+    """
+    rate = SMALLEST if weights is None else _RATE * (_WEIGHTS / max(1, weights)) ** _EXPONENT
+    rate = min(LARGEST, max(SMALLEST, rate))
+    return float(f"{rate * (_ADAPTER if adapter else 1):.0e}")

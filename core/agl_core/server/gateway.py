@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from agl_core.capture import unpack_variables
 from agl_core.config.models import SamplingSection
-from agl_core.config.policies import policy_of
+from agl_core.config.sections import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from agl_core.config import RunConfig
-from agl_core.config.policies import policy_of
+from agl_core.config.sections import policy_of
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.learning.tool_results import messages_of, tools_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.config.defaults import LARGEST, SMALLEST, usual_learning_rate
+from agl_core.config.sections import LARGEST, SMALLEST, usual_learning_rate
 
 sizes = st.integers(1, 10**12)
 

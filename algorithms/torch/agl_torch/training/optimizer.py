@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm
 from agl_algorithms.prepared import Prepared
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import Progress
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches
 

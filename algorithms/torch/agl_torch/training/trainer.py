@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_algorithms.ppo import explained_variance
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.config.defaults import usual_learning_rate
-from agl_core.config.policies import OptimizerSection
+from agl_core.config.sections import OptimizerSection, usual_learning_rate
 from agl_core.errors import EngineError
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, UpdateResult

@@ -64,7 +64,7 @@ class Source:
 
         `folder` is for its log. ConfigError if there is none that serves and merges policies.
         """
-        chosen = self.loaded.choices.single["engine"]
+        chosen = self.loaded.single["engine"]
         if name is not None or chosen is None or Capability.POLICIES not in chosen.component.provides:
             build, options = self._other(name)
         else:
