@@ -53,17 +53,6 @@ class Nameless(TinyDriver):
             yield
 
 
-class Misnaming(TinyDriver):
-    """Takes the agent for another one."""
-
-    @contextlib.contextmanager
-    def attached(self, form: str) -> Iterator[None]:
-        identify = agl_core.capture.identify
-        with super().attached(form), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agl_core.capture, "identify", lambda agent: identify("somebody else"))
-            yield
-
-
 class Reporting(TinyDriver):
     """Reports a tool result that there was not."""
 
@@ -93,24 +82,13 @@ class Repeating(TinyDriver):
         return twice
 
 
-class Impatient(TinyDriver):
-    """Does not do it at all."""
-
-    def build(self, scenario: Any, setting: Any) -> Any:
-        async def nothing(question: Any) -> None: ...
-
-        return nothing
-
-
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
         (Nameless, "the agent of"),
-        (Misnaming, "'somebody else'"),
         (Reporting, "tool results joined with no call"),
         (Repeating, "more often than its script"),
-        (Impatient, "no call for Turn"),
     ],
 )
 async def test_what_is_wrong_with_a_driver_is_found(kind: Any, said: str, bench: Any) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+from agl_command import working_folder  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.cli import app
-from agl_core.testing.fixtures import working_folder  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"

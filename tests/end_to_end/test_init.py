@@ -9,11 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.cli.init import read_agent_file, write_files
 from agl_core.config import load
 from agl_core.errors import AgentError, ConfigError
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 AGENT = '''
 """A LangChain agent that knows nothing of agl."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -76,23 +75,6 @@ async def a_stack() -> AsyncIterator[Stack]:
 
 
 ADDS = calls(("add", {"a": 1, "b": 2}))
-WAYS = ("kickoff", "kickoff_async", "akickoff")
-
-
-def kicked_off(crew: Any, way: str) -> Any:
-    return asyncio.to_thread(crew.kickoff) if way == "kickoff" else getattr(crew, way)()
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_the_agents_of_a_sequential_crew_are_named_by_their_roles(way: str, stack: Stack) -> None:
-    llm = llm_of(stack.url())
-    writer, critic = agent_of(llm, "Writer", (add,)), agent_of(llm, "Critic")
-    crew = crew_of(task_of(writer), task_of(critic))
-    episode = await play(stack, lambda: kicked_off(crew, way), ADDS, Say("3"), Say("Right."))
-    assert tools_by_call(episode) == [("Writer", ("add", "ok")), ("Writer",), ("Critic",)]
-    (result,) = episode.transitions[0].tool_results
-    assert (result.arguments, result.result, result.adapter) == ({"a": 1, "b": 2}, "3", "crewai")
-    assert result.tool_call_id == episode.transitions[0].response["tool_calls"][0]["id"]
 
 
 async def test_delegated_work_is_that_of_the_coworker_and_a_tool_result(stack: Stack) -> None:

@@ -13,7 +13,6 @@ import pytest
 from testing_aids import tools_by_call
 
 import agl_core
-from agl_core.capture import identify
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import RunningAttempt, Stack, running_stack
@@ -94,41 +93,23 @@ class Program(dspy.Module):  # type: ignore[misc]
         answer = self.writer(question=question).answer
         return self.checkers[0](question=question, answer=answer)
 
-    async def aforward(self, question: str) -> Any:
-        answer = (await self.writer.acall(question=question)).answer
-        return await self.checkers[0].acall(question=question, answer=answer)
-
 
 CHECKED = fields(reasoning="Yes.", verdict="right")
 SCRIPT = (acts("add", a=1, b=2), acts("broken", reason="no city"), acts("finish"), ANSWER, CHECKED)
-EPISODE = [
-    ("writer", ("add", "ok")),
-    ("writer", ("broken", "error")),
-    ("writer",),
-    ("writer",),
-    ("checkers[0]",),
-]
 
 
 async def test_a_program_s_modules_have_the_names_of_its_attributes(stack: Stack) -> None:
     episode = await play(stack, Program(), *SCRIPT)
-    assert tools_by_call(episode) == EPISODE
+    assert tools_by_call(episode) == [
+        ("writer", ("add", "ok")),
+        ("writer", ("broken", "error")),
+        ("writer",),
+        ("writer",),
+        ("checkers[0]",),
+    ]
     added, failed = episode.transitions[0].tool_results[0], episode.transitions[1].tool_results[0]
     assert (added.arguments, added.result, added.adapter) == ({"a": 1, "b": 2}, 3, "dspy")
     assert failed.error == "ValueError: no city"
-
-
-async def test_async_modules_are_seen_too(stack: Stack) -> None:
-    program = Program()
-    episode = await play(stack, lambda question: asyncio.run(program.acall(question=question)), *SCRIPT)
-    assert tools_by_call(episode) == EPISODE
-
-
-async def test_a_module_alone_has_the_name_of_the_code_around_it_or_of_its_class(stack: Stack) -> None:
-    alone = dspy.ChainOfThought("question -> answer")
-    assert tools_by_call(await play(stack, alone, ANSWER)) == [("ChainOfThought",)]
-    with identify("critic"):
-        assert tools_by_call(await play(stack, alone, ANSWER)) == [("critic",)]
 
 
 async def test_tool_calls_that_the_program_executes_keep_their_ids(stack: Stack) -> None:

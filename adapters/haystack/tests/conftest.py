@@ -62,21 +62,16 @@ def agent(world: World) -> Callable[..., Any]:
     return make
 
 
-@pytest.fixture(params=["sync", "async"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Runs an agent in a pipeline that names it, or runs any pipeline."""
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    """Runs an agent in a pipeline that names it."""
 
-    async def run(name: str, agent: Any, question: str = "How warm is it?") -> Any:
-        import asyncio
-
+    async def run(name: str, agent: Any) -> Any:
         from haystack import Pipeline
         from haystack.dataclasses import ChatMessage
 
         pipeline = Pipeline()
         pipeline.add_component(name, agent)
-        data = {name: {"messages": [ChatMessage.from_user(question)]}}
-        if request.param == "async":
-            return await pipeline.run_async(data)
-        return await asyncio.to_thread(pipeline.run, data)
+        return await pipeline.run_async({name: {"messages": [ChatMessage.from_user("How warm is it?")]}})
 
     return run

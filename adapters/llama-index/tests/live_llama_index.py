@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock
-from llama_index.core.tools import BaseTool, FunctionTool, ToolMetadata, ToolOutput
+from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import (
     Context,
     Event,
@@ -19,65 +18,10 @@ from llama_index.core.workflow import (
 )
 from pydantic import BaseModel
 from testing_aids import blocks, run_snippets, weather
-from workflows.errors import WorkflowCancelledByUser
 
-from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
+from agl_core.testing.scripts import CallTools, Say
 
 README = Path(__file__).parent.parent / "README.md"
-
-
-async def test_a_tool_that_does_not_exist(world: Any, attempt: Any, agent: Any) -> None:
-    world.stack.upstream.script(CallTools([("climate", {}, "c1")]), Say("Sorry."))
-    with attempt.running():
-        await agent("solver", [weather]).run("How warm is it?")
-    (result,) = attempt.tool_results
-    assert (result.tool, str(result.status), result.status_rule) == ("climate", "error", "reported-error")
-    assert result.result == "Tool climate not found. Please select a tool that is available."
-    assert (await attempt.close()).unjoined == ()
-
-
-async def test_results_that_are_no_text(world: Any, attempt: Any, agent: Any) -> None:
-    def look() -> Any:
-        """Look."""
-        return ImageBlock(image=b"png", image_mimetype="image/png")
-
-    def find() -> list[str]:
-        """Find."""
-        return []
-
-    world.stack.upstream.script(CallTools([("look", {}, "c1"), ("find", {}, "c2")]), Say("Done."))
-    with attempt.running():
-        await agent("solver", [look, find]).run("Look.")
-    assert [(each.tool, str(each.status), each.result) for each in attempt.tool_results] == [
-        ("look", "ok", "[image]"),
-        ("find", "empty", ""),
-    ]
-
-
-async def test_an_agent_as_a_tool_and_what_comes_after_it(world: Any, attempt: Any, agent: Any) -> None:
-    expert = agent("expert", [weather])
-
-    async def consult(question: str) -> str:
-        """Ask the expert."""
-        answer = str(await expert.run(question))
-        await world.llm().achat([ChatMessage("sum up", role="user")])
-        return answer
-
-    # Both use the same ids, as some endpoints do.
-    world.stack.upstream.answer = lambda seen: (
-        Say("Summed up.")
-        if seen.said == "sum up"
-        else by_agent(
-            boss=in_turn(CallTools([("consult", {"question": "Warm?"}, "c0")]), Say("Yes.")),
-            expert=in_turn(CallTools([("weather", {"city": "Bern"}, "c0")]), Say("22 °C")),
-        )(seen)
-    )
-    with attempt.running():
-        await agent("boss", [consult]).run("How warm is it?")
-    episode = await attempt.close()
-    assert [each.agent for each in episode.transitions] == ["boss", "expert", "expert", "boss", "boss"]
-    found = [[(each.tool, each.agent) for each in transition.tool_results] for transition in episode.transitions]
-    assert found == [[("consult", "boss")], [("weather", "expert")], [], [], []]
 
 
 class Town(BaseModel):
@@ -114,17 +58,6 @@ class Guide(Workflow):
         return StopEvent(result=str(await self._tool.acall(city=event.city)))
 
 
-class Plain(BaseTool):
-    """A tool that is not asynchronous."""
-
-    @property
-    def metadata(self) -> ToolMetadata:
-        return ToolMetadata(name="weather", description="Weather.")
-
-    def __call__(self, input: Any) -> ToolOutput:
-        return ToolOutput(tool_name="weather", content=weather(input), raw_input={"input": input}, raw_output=None)
-
-
 async def test_a_workflow_of_the_users_own_is_known_by_its_class(world: Any, attempt: Any) -> None:
     world.stack.upstream.answer = lambda _: Say("Bern")
     with attempt.running():
@@ -133,14 +66,6 @@ async def test_a_workflow_of_the_users_own_is_known_by_its_class(world: Any, att
     assert [each.agent for each in episode.transitions] == ["Guide"]
     (result,) = episode.transitions[0].tool_results
     assert (result.tool, str(result.status), result.arguments) == ("weather", "ok", {"city": "Bern"})
-
-
-async def test_a_tool_without_async(world: Any, attempt: Any, agent: Any) -> None:
-    world.stack.upstream.script(CallTools([("weather", {"input": "Atlantis"}, "c1")]), Say("Sorry."))
-    with attempt.running():
-        await agent("solver", [Plain()]).run("How warm is it?")
-    (result,) = attempt.tool_results
-    assert (str(result.status), result.error, result.tool_call_id) == ("error", "ValueError: no such city", "c1")
 
 
 async def test_a_tool_that_waits_for_a_person_has_one_result(world: Any, attempt: Any, agent: Any) -> None:
@@ -157,25 +82,6 @@ async def test_a_tool_that_waits_for_a_person_has_one_result(world: Any, attempt
                 handler.ctx.send_event(HumanResponseEvent(response="no"))
         await handler
     assert [(each.result, each.tool_call_id) for each in attempt.tool_results] == [("said no", "c1")]
-
-
-async def test_a_cancelled_run_has_no_tool_result(world: Any, attempt: Any, agent: Any) -> None:
-    started = asyncio.Event()
-
-    async def hang() -> str:
-        """Hang."""
-        started.set()
-        await asyncio.Event().wait()
-        return "never"
-
-    world.stack.upstream.script(CallTools([("hang", {}, "c1")]), Say("Done."))
-    with attempt.running():
-        handler = agent("solver", [hang]).run("Hang.")
-        await started.wait()
-        await handler.cancel_run()
-        with pytest.raises(WorkflowCancelledByUser):
-            await handler
-    assert attempt.tool_results == ()
 
 
 async def test_the_snippets(world: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Json
 
 _Function: TypeAlias = Callable[..., Any]
+_MAX_CONTEXT = 1 << 20
 _UNTRACED = "no-op"
 """The id of all spans of a run whose tracing is disabled; they have their agents all the same."""
 
@@ -214,14 +215,11 @@ def _carries_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
 
 
 def _variables_of(context: Any) -> Mapping[str, Json] | None:
-    """The fields of a context that has names for them: a mapping, dataclass or pydantic model; the public ones."""
-    if isinstance(context, Mapping):
-        fields = dict(context)
-    elif dataclasses.is_dataclass(context) and not isinstance(context, type):
-        fields = {named.name: getattr(context, named.name, None) for named in dataclasses.fields(context)}
-    else:  # pydantic's names
-        fields = {name: getattr(context, name) for name in getattr(type(context), "model_fields", ())}
-    return {str(name): jsonable(value) for name, value in fields.items() if not str(name).startswith("_")}
+    """The public fields of a context that has names for them: a mapping, dataclass or pydantic model."""
+    fields = jsonable(context, _MAX_CONTEXT)
+    if not isinstance(fields, dict):
+        return None
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 
 def _enter(given: tuple[Any, ...]) -> IdentityScope | None:

@@ -11,7 +11,6 @@ from typing import Any
 import agents
 import pytest
 from agents import Agent, RunConfig
-from agents.tracing.processors import BatchTraceProcessor
 from testing_aids import blocks, run_snippets
 
 import agl_core
@@ -87,12 +86,6 @@ def sent(exports: Any) -> int:
     return len(exports.items)
 
 
-def test_nothing_of_a_rollout_is_sent(run_briefly: Any, observed: Any, server: Any, attempt: Any, exports: Any) -> None:
-    with running(attempt()):
-        run_briefly(SOLVER, "hello")
-    assert sent(exports) == 0
-
-
 def test_outside_rollouts_it_goes_on_as_before(
     run_briefly: Any, detached: None, server: Any, attempt: Any, exports: Any
 ) -> None:
@@ -103,22 +96,6 @@ def test_outside_rollouts_it_goes_on_as_before(
         run_briefly(SOLVER, "hello")
     run_briefly(SOLVER, "hello")
     assert sent(exports) == 2 * before
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_users_own_processors_stay(
-    when: str, run_briefly: Any, detached: None, server: Any, attempt: Any, exports: Any
-) -> None:
-    own = type(exports)()
-    if when == "after":
-        agl_core.attach()
-    agents.add_trace_processor(BatchTraceProcessor(own))
-    if when == "before":
-        agl_core.attach()
-    with running(attempt()):
-        run_briefly(SOLVER, "hello")
-    assert sent(exports) == 0
-    assert len(own.items) > 0
 
 
 def run(program: str, *arguments: str, folder: Path | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -245,11 +244,9 @@ def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
     instructions = loads(span.attributes.get("gen_ai.system_instructions"))
     if side == "input" and isinstance(instructions, list):
         yield from _from_parts({"role": "system", "parts": instructions})
-    if not isinstance(found, list):
-        found = _indexed(span.attributes, f"llm.{side}_messages.", ".message.")
-    for message in found:
+    for message in found if isinstance(found, list) else ():
         if isinstance(message, Mapping):
-            yield from _from_parts(message) if isinstance(message.get("parts"), list) else _from_flat(message)
+            yield from _from_parts(message) if isinstance(message.get("parts"), list) else [dict(message)]
 
 
 def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
@@ -272,31 +269,6 @@ def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
         text = "".join(texts) or (None if tool_calls else "")
         said["content"] = text if len(texts) == len(content) else content
         yield {**said, "tool_calls": tool_calls} if tool_calls else said
-
-
-def _from_flat(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """A message of OpenInference, which has an attribute for each field; a plain message stays as it is."""
-    said = {name: value for name, value in message.items() if "." not in name}
-    said.setdefault("content", None)
-    tool_calls = [
-        _tool_call(each.get("id"), each.get("function.name"), each.get("function.arguments"))
-        for each in _indexed(message, "tool_calls.", ".tool_call.")
-    ]
-    parts = _indexed(message, "contents.", ".message_content.")
-    if parts and said["content"] is None:
-        is_text = all(part.get("type") == "text" for part in parts)
-        said["content"] = "".join(part.get("text") or "" for part in parts) if is_text else parts
-    yield {**said, "tool_calls": tool_calls} if tool_calls else said
-
-
-def _indexed(attributes: Mapping[str, Any], prefix: str, infix: str) -> list[dict[str, Any]]:
-    """Things that were written as `PREFIX 0 INFIX field`, in order."""
-    pattern = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(infix)}(.+)")
-    found: dict[int, dict[str, Any]] = {}
-    for name, value in attributes.items():
-        if match := pattern.fullmatch(name):
-            found.setdefault(int(match[1]), {})[match[2]] = value
-    return [found[index] for index in sorted(found)]
 
 
 def _tool_call(id: Json, name: Json, arguments: Json) -> dict[str, Json]:

@@ -49,7 +49,6 @@ def plain(span: ReadableSpan) -> Span:
         failed=span.status.status_code is StatusCode.ERROR,
         description=span.status.description,
         events={event.name: dict(event.attributes or {}) for event in span.events},
-        scope=span.instrumentation_scope.name if span.instrumentation_scope else "",
     )
 
 

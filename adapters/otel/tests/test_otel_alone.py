@@ -146,31 +146,3 @@ async def test_each_root_is_an_episode_and_only_the_latest_are_kept(
     assert {e.task.input for e in kept.episodes()} == {"d", "e"}
     kept.clear()
     assert kept.episodes() == []
-
-
-def test_flat_messages_of_openinference_where_the_raw_ones_are_hidden(
-    provider: TracerProvider, processor: AglSpanProcessor
-) -> None:
-    attributes = {
-        "openinference.span.kind": "LLM",
-        "llm.model_name": "m",
-        "llm.invocation_parameters": '{"model": "m", "temperature": 0.25}',
-        "llm.input_messages.0.message.role": "user",
-        "llm.input_messages.0.message.contents.0.message_content.type": "text",
-        "llm.input_messages.0.message.contents.0.message_content.text": "hi",
-        "llm.output_messages.0.message.role": "assistant",
-        "llm.output_messages.0.message.tool_calls.0.tool_call.id": "c1",
-        "llm.output_messages.0.message.tool_calls.0.tool_call.function.name": "add",
-        "llm.output_messages.0.message.tool_calls.0.tool_call.function.arguments": "{}",
-        "input.value": "__REDACTED__",
-        "output.value": "__REDACTED__",
-    }
-    provider.get_tracer("agent").start_span("ChatCompletion", attributes=attributes).end()
-    (found,) = processor.transitions()
-    assert found.messages == ({"role": "user", "content": "hi"},)
-    assert found.response == {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
-    }
-    assert (found.finish_reason, found.temperature) == (FinishReason.TOOL_CALLS, 0.25)

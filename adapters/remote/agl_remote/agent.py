@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -28,8 +27,6 @@ POLL_INTERVAL = 0.5
 MAX_SHOWN = 300
 """Bytes of a wrong answer that the error quotes."""
 UNFINISHED = ("submitted", "working")
-METHOD_NOT_FOUND = -32601
-"""JSON-RPC's code for a method that the service does not know."""
 
 
 class RemoteAgent:
@@ -37,7 +34,7 @@ class RemoteAgent:
 
         solve = RemoteAgent("https://agents.example.com/solve")
 
-    With `protocol="a2a"` the service is an A2A agent (JSON-RPC) of version 1.0, with "a2a-0.3" of that version.
+    With `protocol="a2a"` the service is an A2A agent (JSON-RPC) of version 1.0.
     `headers` go to the service with each task, for instance its own key. AgentError, which ends the attempt as crashed,
     if the service cannot be reached, returns an error status, or what cannot be read.
     """
@@ -46,7 +43,7 @@ class RemoteAgent:
         self,
         url: str,
         *,
-        protocol: Literal["http", "a2a", "a2a-0.3"] = "http",
+        protocol: Literal["http", "a2a"] = "http",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -115,65 +112,44 @@ async def _ask_http(service: _Service, task: Json, attempt: Mapping[str, Any]) -
     return answer["result"], answer.get("reward")
 
 
-@dataclass(frozen=True)
-class _A2A:
-    """A version of A2A, by the words that differ in what is sent; a task and a message are known by their fields."""
+async def _ask_a2a(service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
+    text = task if isinstance(task, str) else orjson.dumps(task).decode()
+    message = {
+        "role": "ROLE_USER",
+        "messageId": uuid.uuid4().hex,
+        "parts": [{"text": text}],
+        "metadata": {"agl": attempt},
+    }
+    given = {"message": message, "configuration": {"returnImmediately": False}}
+    answer = await _call(service, "SendMessage", given)
+    while _state(answer) in UNFINISHED:
+        await asyncio.sleep(POLL_INTERVAL)
+        answer = await _call(service, "GetTask", {"id": answer["id"]})
+    state, parts = _state(answer), [answer]
+    if state is not None:
+        message = answer["status"].get("message") or {}
+        if state != "completed":
+            raise service.failure(f"ended its task as {state}: {_text([message])}")
+        parts = answer.get("artifacts") or [message]
+    metadata = answer.get("metadata") or parts[-1].get("metadata") or {}
+    return _text(parts), (metadata.get("agl") or {}).get("reward")
 
-    version: str
-    send: str
-    get: str
-    role: str
-    configuration: Mapping[str, Json]
-    has_kinds: bool
-    """Whether messages and their parts say what they are."""
-    other: str
-    """The protocol of the other version."""
 
-    async def ask(self, service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
-        text = task if isinstance(task, str) else orjson.dumps(task).decode()
-        message = {
-            **self._kind("message"),
-            "role": self.role,
-            "messageId": uuid.uuid4().hex,
-            "parts": [{**self._kind("text"), "text": text}],
-            "metadata": {"agl": attempt},
-        }
-        answer = await self._call(service, self.send, {"message": message, "configuration": self.configuration})
-        while _state(answer) in UNFINISHED:
-            await asyncio.sleep(POLL_INTERVAL)
-            answer = await self._call(service, self.get, {"id": answer["id"]})
-        state, parts = _state(answer), [answer]
-        if state is not None:
-            message = answer["status"].get("message") or {}
-            if state != "completed":
-                raise service.failure(f"ended its task as {state}: {_text([message])}")
-            parts = answer.get("artifacts") or [message]
-        metadata = answer.get("metadata") or parts[-1].get("metadata") or {}
-        return _text(parts), (metadata.get("agl") or {}).get("reward")
-
-    def _kind(self, kind: str) -> Mapping[str, str]:
-        return {"kind": kind} if self.has_kinds else {}
-
-    async def _call(self, service: _Service, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The task or the message that the service answers with."""
-        body = {"jsonrpc": "2.0", "id": uuid.uuid4().hex, "method": method, "params": params}
-        reply = await service.post(body, **{"a2a-version": self.version})
-        if (error := reply.get("error")) is not None:
-            is_unknown = isinstance(error, dict) and error.get("code") == METHOD_NOT_FOUND
-            hint = f'. It may speak another version of A2A: try protocol="{self.other}"' if is_unknown else ""
-            raise service.failure(f"refused {method}: {_shown(orjson.dumps(error))}{hint}")
-        result = reply.get("result")
-        # Version 1.0 wraps what version 0.3 answers with.
-        answer = (result.get("task") or result.get("message") or result) if isinstance(result, dict) else result
-        if not isinstance(answer, dict) or not (_state(answer) or "parts" in answer):
-            raise service.failure(
-                f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(reply))}"
-            )
-        return answer
+async def _call(service: _Service, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The task or the message that the service answers with."""
+    body = {"jsonrpc": "2.0", "id": uuid.uuid4().hex, "method": method, "params": params}
+    reply = await service.post(body, **{"a2a-version": "1.0"})
+    if (error := reply.get("error")) is not None:
+        raise service.failure(f"refused {method}: {_shown(orjson.dumps(error))}")
+    result = reply.get("result")
+    answer = (result.get("task") or result.get("message")) if isinstance(result, dict) else None
+    if not isinstance(answer, dict) or not (_state(answer) or "parts" in answer):
+        raise service.failure(f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(reply))}")
+    return answer
 
 
 def _state(answer: Mapping[str, Any]) -> str | None:
-    """The state of a task, in the words of version 0.3; None for a message."""
+    """The state of a task; None for a message."""
     state = (answer.get("status") or {}).get("state")
     return None if state is None else str(state).removeprefix("TASK_STATE_").lower().replace("_", "-")
 
@@ -187,10 +163,7 @@ def _shown(data: bytes | bytearray) -> str:
     return bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
 
 
-_A2A_1_0 = _A2A("1.0", "SendMessage", "GetTask", "ROLE_USER", {"returnImmediately": False}, False, "a2a-0.3")
-_A2A_0_3 = _A2A("0.3", "message/send", "tasks/get", "user", {"blocking": True}, True, "a2a")
 _PROTOCOLS: Mapping[str, Callable[[_Service, Json, Mapping[str, Any]], Awaitable[tuple[Json, Json]]]] = {
     "http": _ask_http,
-    "a2a": _A2A_1_0.ask,
-    "a2a-0.3": _A2A_0_3.ask,
+    "a2a": _ask_a2a,
 }

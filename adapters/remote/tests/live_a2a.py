@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 from a2a.helpers import get_message_text, new_task_from_user_message, new_text_message, new_text_part
@@ -23,8 +22,6 @@ from agl_core.testing.server import running_stack
 from agl_remote import RemoteAgent
 
 from .services import ask_model, roll_out, serving
-
-BOTH = pytest.mark.parametrize(("protocol", "version"), [("a2a", "1.0"), ("a2a-0.3", "0.3")])
 
 
 class Solver(AgentExecutor):
@@ -54,9 +51,9 @@ class Solver(AgentExecutor):
         raise NotImplementedError
 
 
-def serving_a2a(version: str) -> contextlib.AbstractAsyncContextManager[str]:
+def serving_a2a() -> contextlib.AbstractAsyncContextManager[str]:
     """The address of an A2A server."""
-    interface = AgentInterface(url="http://127.0.0.1/", protocol_binding="JSONRPC", protocol_version=version)
+    interface = AgentInterface(url="http://127.0.0.1/", protocol_binding="JSONRPC", protocol_version="1.0")
     card = AgentCard(
         name="solver",
         description="Solves.",
@@ -67,26 +64,18 @@ def serving_a2a(version: str) -> contextlib.AbstractAsyncContextManager[str]:
         default_output_modes=["text/plain"],
     )
     handler = DefaultRequestHandlerV2(Solver(), InMemoryTaskStore(), card)
-    return serving(*create_jsonrpc_routes(handler, "/", enable_v0_3_compat=version == "0.3"))
+    return serving(*create_jsonrpc_routes(handler, "/"))
 
 
-@BOTH
-async def test_a_service_of_the_sdk_is_an_agent(protocol: Any, version: str) -> None:
-    async with serving_a2a(version) as url, running_stack() as stack:
+async def test_a_service_of_the_sdk_is_an_agent() -> None:
+    async with serving_a2a() as url, running_stack() as stack:
         for task in ("a message", "a task"):
-            result, rewards, (call,) = await roll_out(stack, RemoteAgent(url, protocol=protocol), task)
+            result, rewards, (call,) = await roll_out(stack, RemoteAgent(url, protocol="a2a"), task)
             assert (call.agent, call.request["messages"][0]["content"]) == ("far", task)
             assert (result, rewards) == (call.choices[0].message["content"], {"reward": 1})
 
 
-@BOTH
-async def test_a_task_that_fails_is_the_agents_failure(protocol: Any, version: str) -> None:
-    async with serving_a2a(version) as url, running_stack() as stack:
+async def test_a_task_that_fails_is_the_agents_failure() -> None:
+    async with serving_a2a() as url, running_stack() as stack:
         with pytest.raises(AgentError, match="ended its task as failed: no such city"):
-            await roll_out(stack, RemoteAgent(url, protocol=protocol), "fail")
-
-
-async def test_a_service_of_another_version_says_which_protocol_to_use() -> None:
-    async with serving_a2a("1.0") as url, running_stack() as stack:
-        with pytest.raises(AgentError, match='try protocol="a2a"'):
-            await roll_out(stack, RemoteAgent(url, protocol="a2a-0.3"), "a task")
+            await roll_out(stack, RemoteAgent(url, protocol="a2a"), "fail")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -87,75 +85,32 @@ async def test_what_a_service_does_wrong_is_said(stack: Stack) -> None:
         await roll_out(stack, RemoteAgent(url), 0)
 
 
-async def test_a_service_notices_that_its_attempt_was_ended(stack: Stack) -> None:
-    has_begun, has_left = asyncio.Event(), asyncio.Event()
-
-    async def solve(request: Request) -> Response:
-        await request.body()
-        has_begun.set()
-        while not await request.is_disconnected():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        has_left.set()
-        return Response()
-
-    async with at(solve) as url:
-        task = asyncio.create_task(roll_out(stack, RemoteAgent(url), 0))
-        await asyncio.wait_for(has_begun.wait(), 30)
-        task.cancel()
-        await asyncio.wait_for(has_left.wait(), 30)
-
-
 def text(*words: str, **fields: Any) -> dict[str, Any]:
     return {"parts": [{"text": word} for word in words], **fields}
 
 
-@dataclass(frozen=True)
-class Version:
-    """How a service of one version of A2A answers."""
-
-    protocol: Any
-    other: str
-    send: str
-    get: str
-    state: Callable[[str], str]
-    is_wrapped: bool
-
-    def task(self, state: str, message: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-        task = {"id": "t1", "contextId": "c1", "status": {"state": self.state(state), "message": message}, **fields}
-        return {"task": task} if self.is_wrapped else {"kind": "task", **task}
-
-    def message(self, *words: str, **fields: Any) -> dict[str, Any]:
-        message = text(*words, messageId="m1", **fields)
-        return {"message": message} if self.is_wrapped else {"kind": "message", **message}
+def task_in(state: str, message: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    status = {"state": f"TASK_STATE_{state.upper().replace('-', '_')}", "message": message}
+    return {"task": {"id": "t1", "contextId": "c1", "status": status, **fields}}
 
 
-def long_state(state: str) -> str:
-    return f"TASK_STATE_{state.upper().replace('-', '_')}"
-
-
-VERSIONS = (
-    Version("a2a", "a2a-0.3", "SendMessage", "GetTask", long_state, True),
-    Version("a2a-0.3", "a2a", "message/send", "tasks/get", str, False),
-)
-BOTH = pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.protocol)
 PAID = {"agl": {"reward": 1}}
 
 
-@BOTH
-async def test_an_a2a_agent_answers_with_a_message_or_a_task(stack: Stack, version: Version) -> None:
-    done = version.task("completed", artifacts=[text("four", artifactId="a1")], metadata=PAID)
+async def test_an_a2a_agent_answers_with_a_message_or_a_task(stack: Stack) -> None:
+    done = task_in("completed", artifacts=[text("four", artifactId="a1")], metadata=PAID)
     answers = {
-        "a message": version.message("fo", "ur", metadata=PAID),
+        "a message": {"message": text("fo", "ur", messageId="m1", metadata=PAID)},
         "a task": done,
-        "a task that takes its time": version.task("working"),
+        "a task that takes its time": task_in("working"),
     }
 
     async def solve(request: Request) -> Response:
         body = await request.json()
-        if body["method"] == version.get:
+        if body["method"] == "GetTask":
             assert body["params"] == {"id": "t1"}
             return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": done})
-        assert body["method"] == version.send
+        assert body["method"] == "SendMessage"
         message = body["params"]["message"]
         await ask_model(message["metadata"]["agl"], "hello")
         answer = answers[json.loads(message["parts"][0]["text"])["kind"]]
@@ -163,19 +118,17 @@ async def test_an_a2a_agent_answers_with_a_message_or_a_task(stack: Stack, versi
 
     async with at(solve) as url:
         for kind in answers:
-            rolled = await roll_out(stack, RemoteAgent(url, protocol=version.protocol), {"kind": kind})
+            rolled = await roll_out(stack, RemoteAgent(url, protocol="a2a"), {"kind": kind})
             assert (rolled.result, rolled.rewards, len(rolled.calls)) == ("four", {"reward": 1}, 1)
 
 
-@BOTH
-async def test_what_an_a2a_agent_does_wrong_is_said(stack: Stack, version: Version) -> None:
+async def test_what_an_a2a_agent_does_wrong_is_said(stack: Stack) -> None:
     failures = {
-        "ended its task as failed: no city": {"result": version.task("failed", text("no city"))},
-        "ended its task as input-required": {"result": version.task("input-required")},
-        f'another version of A2A: try protocol="{version.other}"': {"error": {"code": -32601, "message": "no method"}},
-        f'refused {version.send}: {{"code":-32603': {"error": {"code": -32603, "message": "out of order"}},
+        "ended its task as failed: no city": {"result": task_in("failed", text("no city"))},
+        "ended its task as input-required": {"result": task_in("input-required")},
+        'refused SendMessage: {"code":-32603': {"error": {"code": -32603, "message": "out of order"}},
         "what is no A2A message or task": {"result": 3},
-        f"answered {version.send} with what is no A2A": {"result": {"kind": "task", "id": "t1"}},
+        "answered SendMessage with what is no A2A": {"result": {"kind": "task", "id": "t1"}},
     }
 
     async def solve(request: Request) -> Response:
@@ -186,7 +139,7 @@ async def test_what_an_a2a_agent_does_wrong_is_said(stack: Stack, version: Versi
     async with at(solve) as url:
         for words in failures:
             with pytest.raises(AgentError) as failure:
-                await roll_out(stack, RemoteAgent(url, protocol=version.protocol), words)
+                await roll_out(stack, RemoteAgent(url, protocol="a2a"), words)
             assert words in str(failure.value)
 
 

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import openai
 import pytest
-from smolagents import CodeAgent, LocalPythonExecutor, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
+from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 from testing_aids import tools_by_call
 
 from agl_core.capture import identify
@@ -119,39 +118,6 @@ async def test_an_exception_of_the_code_is_its_error_and_that_of_a_tool_is_the_t
     assert errors[1] == "ValueError: no city"
 
 
-async def test_an_executor_of_the_users_own_is_seen_once(stack: Stack) -> None:
-    class Own(LocalPythonExecutor):  # type: ignore[misc]
-        def __call__(self, code_action: str) -> Any:
-            return super().__call__(code_action)
-
-    made(CodeAgent, model_of(stack))
-    agent = made(CodeAgent, model_of(stack), name="coder")
-    agent.python_executor = Own([])
-    episode = await play(stack, agent, code("print(add(1, 2))"), code("final_answer(3)"))
-    assert tools_by_call(episode)[0] == ("coder", ("add", "ok"), ("python_interpreter", "ok"))
-
-
-async def test_managed_agents_speak_for_themselves_in_code_and_in_tool_calls(stack: Stack) -> None:
-    model = model_of(stack)
-
-    def boss(kind: Any) -> Any:
-        expert = made(ToolCallingAgent, model, name="expert", description="Knows it.")
-        return made(kind, model, tools=[], name="boss", managed_agents=[expert])
-
-    inner = [calls(("add", {"a": 1, "b": 2})), ANSWER]
-    in_code = await play(stack, boss(CodeAgent), code("print(expert('1 + 2'))"), *inner, code("final_answer(3)"))
-    assert tools_by_call(in_code) == [
-        ("boss", ("expert", "ok"), ("python_interpreter", "ok")),
-        ("expert", ("add", "ok")),
-        ("expert",),
-        ("boss", ("python_interpreter", "ok")),
-    ]
-    by_call = await play(
-        stack, boss(ToolCallingAgent), calls(("expert", {"task": "1 + 2", "additional_args": {}})), *inner, ANSWER
-    )
-    assert tools_by_call(by_call) == [("boss", ("expert", "ok")), ("expert", ("add", "ok")), ("expert",), ("boss",)]
-
-
 async def test_failures_in_smolagents_own_words(stack: Stack) -> None:
     agent = made(ToolCallingAgent, model_of(stack), name="solver")
     asked = [("broken", {"reason": "no city"}), ("nowhere", {}), ("add", {"a": 1}), ("final_answer", {})]
@@ -179,16 +145,3 @@ async def test_an_agent_without_a_name_has_that_of_the_code_around_it_or_of_its_
     agent = made(ToolCallingAgent, model_of(stack))
     assert tools_by_call(await play(stack, agent, ANSWER)) == [("ToolCallingAgent",)]
     assert tools_by_call(await play(stack, agent, ANSWER, run=with_a_name)) == [("critic",)]
-
-
-async def test_code_that_reads_a_stream_is_not_the_agent(stack: Stack) -> None:
-    def between_steps(agent: Any) -> None:
-        client = openai.OpenAI(base_url=stack.url(), api_key="any", max_retries=0)
-        with identify("reader"):
-            for step in agent.run("hello", stream=True):
-                if type(step).__name__ == "ActionStep" and not step.is_final_answer:
-                    client.chat.completions.create(model="default", messages=[{"role": "user", "content": "So?"}])
-
-    agent = made(ToolCallingAgent, model_of(stack), name="solver", stream_outputs=True)
-    episode = await play(stack, agent, calls(("add", {"a": 1, "b": 2})), Say("Hm."), ANSWER, run=between_steps)
-    assert tools_by_call(episode) == [("solver", ("add", "ok")), ("reader",), ("solver",)]

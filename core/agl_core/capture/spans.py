@@ -81,8 +81,6 @@ class Span:
     """What its status says."""
     events: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
     """The attributes of its events, by name; of several with one name, the last."""
-    scope: str = ""
-    """The instrumentation that made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +120,6 @@ class SeenSpan:
     is_agent: bool = False
     """It is the invocation of an agent."""
     did: ModelCall | ToolExecution | None = None
-    scope: str = ""
-    """The instrumentation that made it."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -154,7 +150,6 @@ def see(span: Span) -> SeenSpan:
         node=_text(span.attributes, "graph.node.name", "graph.node.id"),
         is_agent=kind == "agent",
         did=did,
-        scope=span.scope,
     )
 
 
@@ -388,32 +383,11 @@ class SpanTree:
         return list(found.values())
 
     def calls(self) -> list[SeenCall]:
-        """The LLM invocations in the order they started; spans with one response id, or one in another, are one.
-
-        Two spans of one instrumentation are two calls all the same: some endpoints give every reply the same id.
-        """
-        spans = [span for span, did in self._ordered() if isinstance(did, ModelCall)]
-        names: dict[tuple[str, str], str] = {}
-        for span in spans:
-            response_id = _response_id(span)
-            if response_id is None:
-                continue
-            for each in self._calls_around(span):
-                if names.setdefault(each.key, _response_id(each) or response_id) != response_id:
-                    break
-        groups: dict[object, list[SeenSpan]] = {}
-        seen: dict[tuple[str, str], list[object]] = {}
-        for span in spans:
-            around = self._calls_around(span)
-            outermost = around[-1].key
-            named = next((names[each.key] for each in around if each.key in names), None)
-            if named is None:
-                groups.setdefault(outermost, []).append(span)
-                continue
-            earlier = seen.setdefault((named, span.scope), [])
-            if outermost not in earlier:
-                earlier.append(outermost)
-            groups.setdefault((named, earlier.index(outermost)), []).append(span)
+        """The LLM invocations in the order they started; one that several instrumentations saw has a span in a span."""
+        groups: dict[tuple[str, str], list[SeenSpan]] = {}
+        for span, did in self._ordered():
+            if isinstance(did, ModelCall):
+                groups.setdefault(self._calls_around(span)[-1].key, []).append(span)
         return [self._call(group) for group in groups.values()]
 
     def tool_results(self) -> list[ToolResultReport]:
@@ -439,7 +413,8 @@ class SpanTree:
 
     def _call(self, spans: list[SeenSpan]) -> SeenCall:
         spans.sort(key=lambda span: len(self.lineage(span)))
-        response_id = next(filter(None, map(_response_id, spans)), None)
+        told = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
+        response_id = next(filter(None, told), None)
         return SeenCall(response_id, identity_of(self.lineage(spans[-1])), tuple(spans))
 
 
@@ -447,7 +422,3 @@ def _is_same(inner: ModelCall | ToolExecution | None, outer: ToolExecution) -> b
     if not isinstance(inner, ToolExecution) or inner.tool != outer.tool:
         return False
     return None in (inner.tool_call_id, outer.tool_call_id) or inner.tool_call_id == outer.tool_call_id
-
-
-def _response_id(span: SeenSpan) -> str | None:
-    return span.did.response_id if isinstance(span.did, ModelCall) else None

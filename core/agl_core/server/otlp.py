@@ -225,7 +225,7 @@ def _decoded(body: bytes, encoding: str, kind: str, most: int) -> tuple[list[Spa
         for scope in resource.scope_spans:
             for span in scope.spans:
                 if len(span.trace_id) == 16 and len(span.span_id) == 8 and any(span.trace_id) and any(span.span_id):
-                    spans.append(_span(span, scope.scope.name))
+                    spans.append(_span(span))
                 else:
                     refused["their trace or span id is not valid"] += 1
     return spans, refused
@@ -235,7 +235,7 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Json]:
     return {pair.key: _value(pair.value) for pair in pairs}
 
 
-def _span(span: trace_pb2.Span, scope: str) -> Span:
+def _span(span: trace_pb2.Span) -> Span:
     return Span(
         trace=span.trace_id.hex(),
         id=span.span_id.hex(),
@@ -247,7 +247,6 @@ def _span(span: trace_pb2.Span, scope: str) -> Span:
         failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
         description=span.status.message or None,
         events={event.name: _attributes(event.attributes) for event in span.events},
-        scope=scope,
     )
 
 

@@ -60,14 +60,6 @@ async def test_an_identity_closed_in_another_task_ends_here_too() -> None:
     assert current_identity() is None
 
 
-def test_closing_an_outer_identity_first_leaves_the_inner_one() -> None:
-    outer, inner = enter_identity(Identity("outer")), enter_identity(Identity("inner"))
-    outer.close()
-    assert here() == (None, "inner")
-    inner.close()
-    assert current_identity() is None
-
-
 def test_many_calls_one_after_the_other_do_not_pile_up() -> None:
     def chain() -> int:
         depth, scope = 0, enter_identity(Identity("last"))
@@ -98,26 +90,6 @@ def test_a_bare_thread_belongs_to_the_attempt_that_started_it(attached: None) ->
     assert in_thread() == (None, None)
 
 
-def test_a_thread_that_overrides_run_and_starts_another(attached: None) -> None:
-    found = []
-
-    class Inner(threading.Thread):
-        def run(self) -> None:
-            found.append(here())
-
-    class Outer(threading.Thread):
-        def run(self) -> None:
-            inner = Inner()
-            inner.start()
-            inner.join()
-
-    with running(attempt()):
-        outer = Outer()
-        outer.start()
-        outer.join()
-    assert found == [("r1", None)]
-
-
 def test_other_context_variables_stay_as_python_has_them(attached: None) -> None:
     theirs = contextvars.ContextVar("theirs", default="default")
     theirs.set("set")
@@ -137,26 +109,3 @@ def test_a_pool_shared_by_attempts_works_for_whoever_submits(attached: None) -> 
             assert pool.submit(here).result() == ("r2", None)
             assert list(pool.map(lambda _: here(), range(2))) == [("r2", None)] * 2
         assert pool.submit(here).result() == (None, None)
-
-
-def test_detaching_restores_the_threads_of_python() -> None:
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
-    attachment = agl_core.attach([])
-    assert agl_core.attach([]) is attachment
-    assert threading.Thread.start is not start
-    attachment.detach()
-    assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
-    with running(attempt()):
-        assert in_thread() == (None, None)
-
-
-def test_what_others_patched_since_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    attachment = agl_core.attach([])
-    ours = threading.Thread.start
-
-    def theirs(thread: threading.Thread) -> None:
-        ours(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", theirs)
-    attachment.detach()
-    assert threading.Thread.start is theirs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
-from agl_core.testing.scripts import CallTools, Hold, Say
+from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.server import running_stack, stack_in_thread
 from agl_core.types import Episode
 
@@ -148,28 +147,6 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
         assert tool_result.status.value == ("ok" if "Oslo" in tool_result.tool else "empty")
 
 
-async def test_tasks_within_one_run_are_told_apart() -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        async with stack.client(attempt.key) as client:
-            both = asyncio.Barrier(2)
-
-            async def part(name: str) -> None:
-                await both.wait()
-                await ask(client, name)
-                await both.wait()
-                with agl_core.tool(name):
-                    pass
-
-            with attempt.running(), agl_core.agent("boss"):
-                await asyncio.gather(part("left"), part("right"))
-        episode = await attempt.close()
-    assert {t.messages[-1]["content"]: [o.tool for o in t.tool_results] for t in episode.transitions} == {
-        "left": ["left"],
-        "right": ["right"],
-    }
-
-
 def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
     with stack_in_thread() as served:
         attempt = served.portal.call(served.stack.attempt)
@@ -286,24 +263,6 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
         **dict.fromkeys(tools, "boss"),
         "critique": "critic",
     }
-
-
-async def test_a_call_id_decides_where_there_is_one() -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        stack.upstream.script(CallTools([("add", {"a": 1}), ("sub", {"a": 2})]), Say("done"))
-        with attempt.running():
-            async with stack.client(attempt.key) as client, agl_core.agent("caller"):
-                message: Any = {"role": "user", "content": "go"}
-                reply = await client.chat.completions.create(model="default", messages=[message])
-                await ask(client, "meanwhile")
-                for tool_call in reversed(reply.choices[0].message.tool_calls or []):
-                    arguments = json.loads(tool_call.function.arguments)
-                    with agl_core.tool(tool_call.function.name, call_id=tool_call.id, arguments=arguments) as run:
-                        run.result = [] if arguments["a"] == 1 else 5
-        episode = await attempt.close()
-    assert told(episode) == [("caller", [("add", "empty"), ("sub", "ok")]), ("caller", [])]
-    assert [o.arguments for o in episode.transitions[0].tool_results] == [{"a": 1}, {"a": 2}]
 
 
 async def test_a_retry_of_the_client_stays_in_its_step() -> None:

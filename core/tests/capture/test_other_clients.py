@@ -133,18 +133,6 @@ async def test_after_a_call_of_an_unknown_client_no_tool_is_joined(stack: Stack)
     assert episode.unattributed == 1
 
 
-async def test_a_request_through_two_libraries_is_stamped_once(stack: Stack) -> None:
-    """requests sends through urllib3; its retries send again."""
-    attempt = await stack.attempt()
-    with attempt.running():
-        session = requests.Session()
-        session.mount("http://", requests.adapters.HTTPAdapter(max_retries=3))
-        await asyncio.to_thread(session.post, f"{stack.url()}/chat/completions", data=BODY, headers=HEADERS)
-        session.close()
-    (call,) = await attempt.calls()
-    assert call.stamped
-
-
 async def openai_call(stack: Stack) -> openai.types.chat.ChatCompletion:
     messages = json.loads(BODY)["messages"]
     return await stack.client().chat.completions.create(model="default", messages=messages)

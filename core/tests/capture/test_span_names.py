@@ -77,11 +77,6 @@ def test_the_arguments_of_a_tools_function(value: str) -> None:
     assert tool("add", {**TOOL, "input.value": value}).arguments == {"a": 1}
 
 
-def test_arguments_of_that_name_stay() -> None:
-    for value in ({"args": [1], "kwargs": {"a": 1}}, {"kwargs": {"a": 1}, "path": "x"}):
-        assert tool("add", {**TOOL, "input.value": value}).arguments == value
-
-
 @pytest.mark.parametrize(("message", "status"), [("no such city", "error"), ("Timed out after 5 seconds.", "timeout")])
 def test_a_failure_of_pydantic_ai_is_known_by_its_message(message: str, status: str) -> None:
     raised = {"exception.type": "pydantic_ai.exceptions.ToolRetryError", "exception.message": message}

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from agl_command import working_folder  # noqa: F401
 from typer.testing import CliRunner, Result
 
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.fixtures import working_folder  # noqa: F401
 from agl_core.types import (
     Attempt,
     Call,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agl_command import Agl, agl_in_process  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.cli.upstreams import examine
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.scripts import Raw
 
 from .run_stack import Bench, bench

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import tomli_w
+from agl_command import Agl, agl_in_process  # noqa: F401
 
 import agl_core.cli
 from agl_core.cli import SERVER_MODULES
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
 PLUGIN = """

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core import capture
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.cli import COMMANDS, app
 from agl_core.errors import AglError, PluginError, StoreError
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 PLUGIN = '''
 import agl_core

@@ -16,8 +16,8 @@ import httpx
 import openai
 import pytest
 import tomli_w
+from agl_command import Agl, agl_in_process  # noqa: F401
 
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.upstream import ScriptedUpstream
 
 CONFIG: dict[str, Any] = {

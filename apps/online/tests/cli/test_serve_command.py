@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.cli import SERVER_MODULES
 from agl_core.config.load import SERVED, load
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.wire.client import BlockingClient
 from agl_core.wire.keys import WORKER_KEY

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agl_command import Agl, agl_in_process  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.errors import CheckpointError, ConfigError
-from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_online.cli.policy import policy
 from agl_online.cli.versions import versions
 from agl_online.ledger import By, Ledger, LedgerError, State

@@ -1,3 +1,3 @@
 """What several tests here need."""
 
-from agl_core.testing.fixtures import working_folder  # noqa: F401
+from agl_command import working_folder  # noqa: F401
