@@ -43,7 +43,8 @@ frameworks, and says what breaks.
 
 _OWN = """## Your own adapter
 
-A driver plays the scenarios with your framework. From a clone of this repository, with your package installed:
+A driver plays the scenarios with your framework. From a clone of this repository, with your package installed, or with
+its folder in `PYTHONPATH`:
 
 ```
 python -m pytest tests/conformance --driver your_module:YourDriver
@@ -60,9 +61,12 @@ scripted model recognises the agent by it), `tools` (functions in `TOOLS` of `.s
 agents are answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is
 set. What `build` returns is awaited once for each rollout, inside it.
 
-In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. Name your
-one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
-raise `InexpressibleError`, and put the scenario into `gaps` with the reason.
+In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. To play an
+adapter that is not installed, give the driver `forms = ("mine",)` and a method `adapters(self, form)` that returns a
+list with it. If your adapter also has a line for the user's code, name that as a form, and use the form that
+`setting.form` names. If your framework cannot express a scenario, raise `InexpressibleError`, and put the scenario into
+`gaps` with the reason. An adapter that only names agents passes most scenarios; `tool errors` shows whether the
+conversation tells what the tools did, or the adapter has to ([adapters](plugins.md#adapter)).
 `tests/conformance/drivers` and `tests/conformance/apart` hold the drivers above.
 """
 

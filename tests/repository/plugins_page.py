@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from agl_core import kinds
+from agl_core.capture import ActiveAttempt, Identity, Recording, current_identity, running
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.types import (
@@ -179,13 +180,16 @@ async def _try_store(store: Any) -> None:
 
 def _try_adapter(adapter: Any) -> None:
     framework: Any = ModuleType("tiny_agents")
-    framework.current_agent = "solver"
-    framework.call_tool = lambda name: name.upper()
+    framework.Agent = type("Agent", (), {"name": "solver", "run": lambda self: current_identity()})
+    framework.Agent.call_tool = lambda self, call_id, tool, arguments: tool.upper()
     sys.modules["tiny_agents"] = framework
     try:
-        who = adapter.attach()
-        assert who().agent == "solver"
-        assert framework.call_tool("search") == "SEARCH"
+        adapter.attach()
+        assert framework.Agent().run() == Identity("solver")
+        active = ActiveAttempt("r", 0, "http://127.0.0.1:9", "key", Recording())
+        with running(active):
+            assert framework.Agent().call_tool("c1", "search", {}) == "SEARCH"
+        assert [(each.tool, each.tool_call_id) for each in active.recording.tool_results] == [("search", "c1")]
     finally:
         del sys.modules["tiny_agents"]
 

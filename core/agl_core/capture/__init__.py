@@ -28,6 +28,7 @@ from agl_core.capture.reports import (
 )
 from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
 from agl_core.capture.status import Decided, StatusRule, begins, failure_status, message_status, status_of
+from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Identity
 
 __all__ = [
@@ -69,4 +70,5 @@ __all__ = [
     "tool",
     "tool_result_report",
     "unpack_variables",
+    "wrap_once",
 ]
