@@ -230,8 +230,8 @@ class SessionMaker:
         session.versions = {call.policy: call.version for call in calls if call.version is not None}
         session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
         if rollout.state is RolloutState.DONE:
-            session.move(AttemptState.CLOSING)
-            session.move(AttemptState.COUNTED)
+            session.state = AttemptState.CLOSING
+            session.state = AttemptState.COUNTED
         return session
 
     def _active(self, rollout: Rollout, record: Attempt, **known: Any) -> ActiveSession:

@@ -293,7 +293,7 @@ class Sessions:
         """End a session, durably if the store can be written; one that has ended stays as it is."""
         if session.closed:
             return
-        session.move(AttemptState.CLOSING)
+        session.state = AttemptState.CLOSING
         self._forget(session)
         missed = {UNRECORDED_CALLS: session.missed} if session.missed else {}
         session.record = replace(session.record, result={"ended_by": by, **missed})
@@ -401,7 +401,7 @@ class Sessions:
         if not await session.settled():
             return False
         if not session.begun or not session.recorded:
-            session.move(AttemptState.COUNTED)
+            session.state = AttemptState.COUNTED
             return True
         ending, error = Ending.FINISHED, None
         if session.missed:
@@ -417,7 +417,7 @@ class Sessions:
             logger.error("The end of session %s is not written yet: %s", session.id, failed)
             return False
         session.record, session.rollout = record, rollout
-        session.move(AttemptState.COUNTED)
+        session.state = AttemptState.COUNTED
         session.answered.clear()
         return True
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from agl_core.errors import ServerError
 from agl_core.server.answered import Answered
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
 from agl_core.server.upstream import Answering
 from agl_core.store.interface import Record, Store
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, RolloutState, ToolResult
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, ToolResult
 from agl_core.wire.workers import CloseRequest
 
 _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
@@ -47,18 +46,6 @@ class AttemptState(StrEnum):
     """Its rollout was tried again; what is still reported of it is recorded and does not count."""
     WITHDRAWN = "withdrawn"
     """Its start could not be written: no worker ever had it."""
-
-
-_ROLLOUT = {
-    RolloutState.QUEUED: {RolloutState.RUNNING, RolloutState.DONE},
-    RolloutState.RUNNING: {RolloutState.QUEUED, RolloutState.DONE},
-}
-"""Where a rollout may go: from queued to done only when it is cancelled, from running to queued to be tried again."""
-_ATTEMPT = {
-    AttemptState.OPEN: {AttemptState.CLOSING, AttemptState.WITHDRAWN},
-    AttemptState.CLOSING: {AttemptState.COUNTED, AttemptState.SUPERSEDED},
-}
-"""Where an attempt may go."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,18 +101,12 @@ class ActiveAttempt:
     @property
     def over(self) -> bool:
         """Whether its end is recorded."""
-        return self.state not in _ATTEMPT
+        return self.state not in (AttemptState.OPEN, AttemptState.CLOSING)
 
     @property
     def due(self) -> float:
         """Event loop time after which it counts as lost."""
         return self.deadline if self.expires is None else min(self.expires, self.deadline)
-
-    def move(self, to: AttemptState) -> None:
-        """Go on to the next state; ServerError if the lifecycle has no such way."""
-        if to not in _ATTEMPT.get(self.state, ()):
-            raise _wrong_way(f"attempt {self.record.rollout}/{self.record.attempt}", self.state, to)
-        self.state = to
 
     def next_sequence(self) -> int:
         """The start sequence of the call that begins now."""
@@ -164,20 +145,6 @@ class ActiveAttempt:
         self.interrupted |= error.code in (NO_UPSTREAM, STOPPING, STORE_FAILED)
         if error.code == UPSTREAM_GONE:
             self.gone_after = self.completed_calls
-
-
-def moved(rollout: Rollout, to: RolloutState, *, ending: Ending | None = None, counted: int | None = None) -> Rollout:
-    """The rollout in its next state; `ending` and the attempt that counts belong to one that is done.
-
-    ServerError if the lifecycle has no such way.
-    """
-    if to not in _ROLLOUT.get(rollout.state, ()):
-        raise _wrong_way(f"rollout {rollout.id}", rollout.state, to)
-    return replace(rollout, state=to, ending=ending, counted_attempt=counted)
-
-
-def _wrong_way(name: str, state: StrEnum, to: StrEnum) -> ServerError:
-    return ServerError(f"The {name} is {state} and cannot become {to}. This is a mistake in agl; please report it.")
 
 
 def attempt_key(rollout: str, number: str) -> AttemptKey | None:

@@ -15,7 +15,6 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
-from itertools import chain
 from typing import Any, TypeVar, cast
 
 import httptools
@@ -38,18 +37,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_HEADERS = 128
-MAX_HEADER_BYTES = 64 << 10
-"""Of names, values and the URL."""
 MAX_HEAD_BYTES = 96 << 10
-"""Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
+"""Of a request's line and headers: where a head has more, its connection is closed before it is whole."""
 MAX_PIPELINED_REQUESTS = 32
 """Requests that a client may send over one connection before it has the reply to the first one."""
-HEAD_TIMEOUT = 30.0
-"""Seconds that a client gets for a request's line and headers, from its connection or their first byte on."""
-BODY_TIMEOUT = 30.0
-"""Seconds for a body of any size."""
+REQUEST_TIMEOUT = 30.0
+"""Seconds that a client gets for a whole request, from its connection or the request's first byte on."""
 BODY_BYTES_PER_SECOND = 16 << 10
-"""Slowest accepted upload; extends `BODY_TIMEOUT`."""
+"""Slowest accepted upload; extends `REQUEST_TIMEOUT`."""
 CONNECTION = "agl.connection"
 """In a request's scope: the `HttpConnection` over which it came."""
 LARGEST_BODY = "agl.largest_body"
@@ -180,7 +175,7 @@ class HttpConnection(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self.is_gone, self._broke = False, False
         super().connection_made(transport)
-        self._expect(HEAD_TIMEOUT)
+        self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
@@ -213,19 +208,19 @@ class HttpConnection(HttpToolsProtocol):
         if self._unread > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
         elif self._late is None and (self._unread or not self._in_head):
-            self._expect(HEAD_TIMEOUT if self._in_head else BODY_TIMEOUT)
+            self._expect()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        is_trailer = not self._in_head
-        if not is_trailer and len(self.headers) <= MAX_HEADERS:  # One more shows that there are too many.
+        if len(self.headers) >= MAX_HEADERS:
+            raise RuntimeError("too many headers")  # The parser makes it an error of its own.
+        if self._in_head:  # Else it is a trailer.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._arrived()
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
-            raise RuntimeError("too many requests ahead of their replies")  # The parser makes it an error of its own.
+            raise RuntimeError("too many requests ahead of their replies")
         super().on_headers_complete()
-        self._in_head, self._unread, self._body = False, 0, 0
+        self._in_head, self._unread = False, 0
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
@@ -233,14 +228,14 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_head, self._unread = True, 0
+        self._in_head, self._unread, self._body = True, 0, 0
         self._arrived()
         super().on_message_complete()
 
-    def _expect(self, seconds: float) -> None:
-        """What has begun to come has to be whole by then."""
+    def _expect(self) -> None:
+        """What has begun to come has to be whole in time."""
         self._begun = self.loop.time()
-        self._late = self.loop.call_later(seconds, self._is_late)
+        self._late = self.loop.call_later(REQUEST_TIMEOUT, self._is_late)
 
     def _arrived(self) -> None:
         if self._late is not None:
@@ -248,23 +243,18 @@ class HttpConnection(HttpToolsProtocol):
             self._late = None
 
     def _is_late(self) -> None:
-        self._late = None
-        if not self._in_head:
-            self._body_is_late()
-        elif self._unread:
-            self._refuse(ApiError(408, f"The request's headers did not come in {HEAD_TIMEOUT:g} seconds."))
-        else:
-            self.transport.close()
-
-    def _body_is_late(self) -> None:
         """A body has its time while a route waits for it; one that is read by none is not waited for any longer."""
-        seconds = self._begun + BODY_TIMEOUT + self._body / BODY_BYTES_PER_SECOND - self.loop.time()
-        if self.flow.read_paused:  # The server takes its time, not the client.
-            self._expect(BODY_TIMEOUT)
-        elif seconds > 0 and not self.cycle.response_complete:
+        self._late = None
+        seconds = self._begun + REQUEST_TIMEOUT + self._body / BODY_BYTES_PER_SECOND - self.loop.time()
+        if self._in_head and not self._unread:
+            self.transport.close()
+        elif self.flow.read_paused:  # The server takes its time, not the client.
+            self._expect()
+        elif seconds > 0 and not self._in_head and not self.cycle.response_complete:
             self._late = self.loop.call_later(seconds, self._is_late)
         else:
-            self._refuse(ApiError(408, f"The request's body did not come in time: {self._body} bytes of it are here."))
+            what = "headers" if self._in_head else "body"
+            self._refuse(ApiError(408, f"The request's {what} did not come in time."))
 
     def _refuse(self, error: ApiError) -> None:
         """Say why, if the client waits for nothing else, and hang up."""
@@ -282,12 +272,11 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class RequestLimits:
-    """Refuses requests with too many headers, and bodies that are too large where they are read.
+    """Refuses bodies that are too large where they are read.
 
     A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
-    of one that says beforehand how large it is. A client that hangs up before its body is whole is an ApiError,
-    too. `operations` say the largest body of their own, besides those of
-    workers.
+    of one that says beforehand how large it is. A client that hangs up before its body is whole is an ApiError, too.
+    `operations` say the largest body of their own, besides those of workers.
     """
 
     def __init__(self, app: ASGIApp, operations: Sequence[AnyOperation] = ()) -> None:
@@ -295,17 +284,10 @@ class RequestLimits:
         self._largest = {operation.path: operation.largest for operation in (*OF_WORKERS, *operations)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        url = len(scope["raw_path"]) + len(scope["query_string"])
-        size = url + sum(map(len, chain.from_iterable(headers)))
-        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
-            await openai_error(_head_too_large())(scope, receive, send)
-            return
         path = scope["path"]
-        usual = MAX_BODY if path.startswith("/agl/") else MAX_AGENT_BODY
-        most = self._largest.get(path, usual)
+        most = self._largest.get(path, MAX_BODY if path.startswith("/agl/") else MAX_AGENT_BODY)
         scope[LARGEST_BODY] = most
-        await self._app(scope, _checked(headers, receive, most), send)
+        await self._app(scope, _checked(scope["headers"], receive, most), send)
 
 
 def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int) -> Receive:
@@ -354,10 +336,7 @@ def body_too_large(most: int) -> ApiError:
 
 def _head_too_large() -> ApiError:
     return ApiError(
-        431,
-        f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES >> 10} KiB of them, "
-        f"the URL included.",
-        code="headers_too_large",
+        431, f"The request's URL and headers have more than {MAX_HEAD_BYTES >> 10} KiB.", code="headers_too_large"
     )
 
 

@@ -17,14 +17,7 @@ from dataclasses import dataclass, replace
 
 from agl_core.errors import StoreError
 from agl_core.plugins import RunHooks
-from agl_core.server.attempt import (
-    ActiveAttempt,
-    AttemptState,
-    decided,
-    is_tried_again,
-    moved,
-    reported,
-)
+from agl_core.server.attempt import ActiveAttempt, AttemptState, decided, is_tried_again, reported
 from agl_core.server.errors import ApiError, stopping
 from agl_core.server.keys import Keys
 from agl_core.store.interface import Store
@@ -47,7 +40,6 @@ MAX_REMEMBERED = 10_000
 """Closed attempts kept in memory, to tell a late call from a wrong address, and rollouts that are done."""
 _SHORTEST_WATCH, _AFTER_FAILURE = 0.1, 5.0
 _TAKEN_AWAY = frozenset({Ending.LOST, Ending.CANCELLED})
-_LATE = "Its worker reported later that it was"
 
 
 @dataclass(slots=True)
@@ -181,15 +173,10 @@ class RolloutQueue:
         """End an attempt: its calls no longer count, and its rollout is done or tried again.
 
         The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
-        again is recorded, and does not count. ApiError 404 if there is no such attempt.
+        again does not count. ApiError 404 if there is no such attempt.
         """
         active = self._attempts.get(key)
-        if active is None:
-            return await self._close_forgotten(key, request)
-        reply = await self._end(active, request)
-        if active.state is AttemptState.SUPERSEDED and request.ending is not active.reported:
-            active.record = await self._record_late(active.record, request)
-        return reply
+        return await self._close_forgotten(key) if active is None else await self._end(active, request)
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
         """Those of `ids` that are done, in the order in which they ended; waits until one is.
@@ -222,7 +209,7 @@ class RolloutQueue:
                     continue
                 attempts = await self._store.attempts(rollout.id)
                 records += [replace(a, ended=time.time(), ending=Ending.LOST) for a in attempts if not a.ending]
-                records.append(moved(rollout, RolloutState.DONE, ending=Ending.LOST))
+                records.append(replace(rollout, state=RolloutState.DONE, ending=Ending.LOST))
         if records:
             await self._store.put(*records)
 
@@ -274,7 +261,7 @@ class RolloutQueue:
 
     async def _end_queued(self, wanted: set[str], ending: Ending) -> None:
         lives = [self._queued.pop(id) for id in list(self._queued) if id in wanted]
-        rollouts = [moved(life.rollout, RolloutState.DONE, ending=ending) for life in lives]
+        rollouts = [replace(life.rollout, state=RolloutState.DONE, ending=ending) for life in lives]
         if rollouts:
             try:
                 await self._store.put(*rollouts)
@@ -299,7 +286,7 @@ class RolloutQueue:
             pass
 
     def _start(self, life: _Life, worker: str) -> ActiveAttempt:
-        life.rollout = moved(life.rollout, RolloutState.RUNNING)
+        life.rollout = replace(life.rollout, state=RolloutState.RUNNING)
         record = Attempt(life.rollout.id, life.attempts, worker, started=time.time())
         life.attempts += 1
         expires = _now() + self._expiry if worker in self._beating else None
@@ -327,10 +314,10 @@ class RolloutQueue:
 
     def _give_back(self, started: Sequence[ActiveAttempt]) -> None:
         for active in reversed([active for active in started if not active.closed]):
-            active.move(AttemptState.WITHDRAWN)
+            active.state = AttemptState.WITHDRAWN
             life = self._lives[active.rollout.id]
             life.attempts -= 1
-            life.rollout = moved(life.rollout, RolloutState.QUEUED)
+            life.rollout = replace(life.rollout, state=RolloutState.QUEUED)
             del self._attempts[active.key], self._running[active.key]
             self._queue_first(life)
 
@@ -339,7 +326,7 @@ class RolloutQueue:
         if not active.over:
             if active.closing is None:
                 if not active.closed:
-                    active.move(AttemptState.CLOSING)
+                    active.state = AttemptState.CLOSING
                 active.reported = request.ending
                 active.closing = asyncio.create_task(self._close(active, request))
             try:
@@ -364,11 +351,12 @@ class RolloutQueue:
         )
         again = is_tried_again(active, ending, self._budget)
         if again:
-            rollout = moved(active.rollout, RolloutState.QUEUED)
+            rollout = replace(active.rollout, state=RolloutState.QUEUED)
         else:
-            rollout = moved(active.rollout, RolloutState.DONE, ending=ending, counted=record.attempt)
+            done = RolloutState.DONE
+            rollout = replace(active.rollout, state=done, ending=ending, counted_attempt=record.attempt)
         await self._store.put(*reported(active.key, request), record, rollout)
-        active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
+        active.state = AttemptState.SUPERSEDED if again else AttemptState.COUNTED
         active.rollout, active.record, active.closing = rollout, record, None
         active.answered.clear()
         del self._running[active.key]
@@ -402,34 +390,16 @@ class RolloutQueue:
         self._progress.set()
         self._progress = asyncio.Event()
 
-    async def _close_forgotten(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
+    async def _close_forgotten(self, key: AttemptKey) -> CloseReply:
         """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""
-        attempts = await self._store.attempts(key.rollout)
-        record = next((attempt for attempt in attempts if attempt.key == key and attempt.ending), None)
-        if record is None:
+        if not any(attempt.key == key and attempt.ending for attempt in await self._store.attempts(key.rollout)):
             raise ApiError(
                 404,
                 f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
                 f"from this server can be closed; check the server's address and the ids.",
                 code="attempt_unknown",
             )
-        counted = (await self._store.rollout(key.rollout)).counted_attempt == key.attempt
-        if not counted:
-            await self._record_late(record, request)
-        return CloseReply(counted=counted)
-
-    async def _record_late(self, record: Attempt, request: CloseRequest) -> Attempt:
-        """The record of a lost and superseded attempt, with its worker's late report; it keeps its ending.
-
-        Only the first such report is kept; the same record comes back if there is nothing to add.
-        """
-        error = record.error or ""
-        if record.ending is not Ending.LOST or request.ending is Ending.LOST or _LATE in error:
-            return record
-        error = f"{error} {_LATE} {request.ending}; that does not count.".lstrip()
-        late = replace(record, result=request.result, error=error)
-        await self._store.put(*reported(record.key, request), late)
-        return late
+        return CloseReply(counted=(await self._store.rollout(key.rollout)).counted_attempt == key.attempt)
 
 
 def _now() -> float:

@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agl_core.errors import ServerError, StoreError
+from agl_core.errors import StoreError
 from agl_core.server import Keys, RolloutQueue
-from agl_core.server.attempt import moved
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks
@@ -23,14 +21,6 @@ from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatRequest, He
 from ..clock import Clock
 
 ATTEMPTS = 3
-
-
-def test_a_rollout_that_moves_on_has_the_ending_of_its_new_state_only() -> None:
-    running = moved(make.rollout("a"), RolloutState.RUNNING)
-    done = moved(running, RolloutState.DONE, ending=Ending.FINISHED, counted=1)
-    assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 1)
-    with pytest.raises(ServerError, match="rollout a is done and cannot become queued"):
-        moved(done, RolloutState.QUEUED)
 
 
 KEYS = Keys()

@@ -37,7 +37,7 @@ async def test_an_agent_that_broke_while_its_server_was_away_is_tried_again(
 
 
 async def test_a_worker_that_changes_its_mind_is_not_heard(queue: RolloutQueue, store: MemoryStore) -> None:
-    """Also where its first report had the rollout tried again: only what the server took away can be reported late."""
+    """Also where its first report had the rollout tried again."""
     await queue.enqueue([make.rollout("a")])
     key = await leased(queue)
     await queue.close_attempt(key, CRASHED)
