@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from users import Crowd, Visit, honest
 
-from agl_online.ledger import Ledger
+from agl_online.versions import Ledger
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -47,7 +47,7 @@ _HEAD = (
 
 Result: TypeAlias = dict[str, Any]
 """What is kept of a play: `right`, a list of 0 and 1 by session; `decisions`, each with the sessions that had ended."""
-Thumb: TypeAlias = Callable[[bool, int], str]
+Thumb: TypeAlias = Callable[[bool, int], float]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
                 "state": str(decision.state),
                 "reason": decision.reason,
             }
-            for decision in Ledger.of_run(run).decisions()
+            for decision in Ledger(run).decisions()
         ],
     }
 
@@ -176,7 +176,7 @@ def _key(run: Path, *options: str) -> str:
 
 
 def _became(run: Path, state: str) -> bool:
-    return any(each.state == state for each in Ledger.of_run(run).decisions())
+    return any(each.state == state for each in Ledger(run).decisions())
 
 
 def recovered(result: Result) -> int | None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from desk import Answer, answer
@@ -52,7 +53,7 @@ class Visit:
     """Unix seconds."""
     names_airline: bool
     right: bool
-    thumbs: str | None
+    thumbs: float | None
     """What the traveller said; None: nothing."""
 
 
@@ -77,9 +78,9 @@ def is_right(said: str, wish: Wish) -> bool:
     return bool(numbers) and int(numbers[-1]) == wish.result
 
 
-def honest(right: bool, number: int) -> str:
+def honest(right: bool, number: int) -> float:
     """The thumb of a traveller who says what was so."""
-    return "up" if right else "down"
+    return float(right)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Crowd:
     sessions: int
     shift: int
     at_once: int = 8
-    thumb: Callable[[bool, int], str] = honest
+    thumb: Callable[[bool, int], float] = honest
     """What is sent as the thumb, by whether the answer was right and the traveller's number."""
 
     async def visit(self, ended: Callable[[Visit], bool]) -> None:
@@ -117,7 +118,7 @@ class Crowd:
         right = is_right(said.text, each.wish)
         thumbs = self.thumb(right, each.number) if each.gives_feedback else None
         if thumbs is not None:
-            feedback = {"call": said.reply, "thumbs": thumbs, "id": f"thumb-{self.seed}-{each.number}"}
+            feedback = {"call": said.reply, "rewards": {"thumbs": thumbs}, "id": f"thumb-{self.seed}-{each.number}"}
             await self._post(http, "feedback", self.feedback_key, feedback)
         await self._post(http, "sessions/end", self.key, {"session": self._name(each)})
         return Visit(each.number, time.time(), each.wish.airline is not None, right, thumbs)
@@ -130,7 +131,7 @@ class Crowd:
             except (APIConnectionError, InternalServerError):
                 await asyncio.sleep(_PAUSE)
 
-    async def _post(self, http: httpx.AsyncClient, route: str, key: str, body: dict[str, str]) -> None:
+    async def _post(self, http: httpx.AsyncClient, route: str, key: str, body: dict[str, Any]) -> None:
         """Sending something again changes nothing."""
         while True:
             try:

@@ -19,9 +19,9 @@ from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.server import local_server
 from agl_core.types import AttemptKey, Call, Mode
 from agl_online.deployed import DeployedVersions
-from agl_online.keys import ApplicationKeys
-from agl_online.ledger import By, Decision, Ledger, State
 from agl_online.sessions import sessions_of
+from agl_online.versions import By, Decision, Ledger, State
+from agl_online.wire import ApplicationKeys
 
 from ..settings.tiny_policy import make_checkpoint
 
@@ -39,7 +39,7 @@ def make_run(folder: Path) -> Ledger:
         "policies": {POLICY: {"model": {"path": str(base)}}},
         "sampling": {"max_tokens": 12},
         "engine": {"name": "torch", "torch": {"device": "cpu"}},
-        "online": {"applications": {"shop": 1}, "min_free_gib": 0.0},
+        "online": {"applications": {"shop": 1}},
         "learn": {"canary": {"share": 0.5}},
     }
     (folder / "config.toml").write_text(tomli_w.dumps(config))
@@ -48,14 +48,14 @@ def make_run(folder: Path) -> Ledger:
         part = checkpoints.begin(step)
         make_checkpoint(part / POLICY / "model", seed=step)
         checkpoints.commit(part, RunState(step=step))
-    ledger = Ledger.of_run(folder)
-    ledger.begin(POLICY, 0, "What training started from.")
+    ledger = Ledger(folder)
+    ledger.begin(0, "What training started from.")
     return ledger
 
 
 def decide(ledger: Ledger, step: int, *states: State) -> None:
     for state in states:
-        ledger.record(Decision(POLICY, step, state, By.GATE if state is State.PASSED else By.CANARY, "A test."))
+        ledger.record(Decision(step, state, By.GATE if state is State.PASSED else By.CANARY, "A test."))
 
 
 async def ask(http: httpx.AsyncClient, server: LightningServer, name: str) -> None:
@@ -91,7 +91,7 @@ async def test_recorded_calls_are_those_of_the_version_that_they_name(tmp_path: 
     decide(ledger, 1, State.PASSED, State.CANARY)
     loaded = load(ledger.run / "config.toml", needs=SERVED)
     async with (
-        DeployedVersions(ledger.run, loaded.config, 0.5) as deployed,
+        DeployedVersions(ledger.run, loaded, 0.5) as deployed,
         local_server(loaded, ledger.run, sessions_of(loaded, ledger.run, deployed, print)) as server,
         httpx.AsyncClient(trust_env=False, timeout=60) as http,
     ):

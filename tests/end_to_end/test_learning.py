@@ -27,9 +27,6 @@ SETTINGS = """
 rule = "feedback"
 modes = ["use"]
 
-[online]
-min_free_gib = 0
-
 [online.applications]
 calc = 1
 

@@ -1,11 +1,10 @@
-"""A trained policy leaves its run: exported, merged, served, evaluated, as a user would."""
+"""A trained policy leaves its run: exported, served, evaluated, as a user would."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode
@@ -57,55 +56,32 @@ def difference(model: Any, calls: list[Call]) -> float:
 def test_from_a_run_to_a_served_policy(agl: Any) -> None:
     agl.run(*agl.calc("name=tuned", "train.keep_checkpoints=9", *SMALL, *LORA))
     runs = agl.folder / "runs"
-    listed = json.loads(agl.run("policy", "list", "--json"))
-    assert [(each["name"], each["kind"]) for each in listed] == [("tuned@1", "adapter"), ("tuned@2", "adapter")]
-    assert all(each["evaluations"] for each in listed)
-
-    for what in ("export", "merge"):
-        agl.run("policy", what, "tuned@2", "--out", agl.folder / what)
+    agl.run("policy", "export", "tuned@2", "--out", agl.folder / "exported")
     calls = recorded(runs / "tuned", step=2)
     assert len(calls) >= 6
     assert {call.version for call in calls} == {2}
-    exported = AutoPeftModelForCausalLM.from_pretrained(agl.folder / "export")
-    merged = AutoModelForCausalLM.from_pretrained(agl.folder / "merge")
+    exported = AutoPeftModelForCausalLM.from_pretrained(agl.folder / "exported")
     assert difference(exported, calls) < 1e-4
-    assert difference(merged, calls) < 1e-4
-    assert difference(merged, recorded(runs / "tuned", step=1)) > 1e-3, "another version says something else"
-    for folder in ("export", "merge"):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(agl.folder / folder)
-        assert "Hi" in str(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False))
-        assert "tuned@2" in (agl.folder / folder / "README.md").read_text()
+    assert difference(exported, recorded(runs / "tuned", step=1)) > 1e-3, "another version says something else"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(agl.folder / "exported")
+    assert "Hi" in str(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False))
+    assert "tuned@2" in (agl.folder / "exported" / "README.md").read_text()
 
     serving = agl.start("policy", "serve", "tuned", "tuned@1", "--port=0")
     serving.until(lambda: "try: curl" in serving.output())
     url = serving.output().partition("serving at ")[2].split("/v1")[0]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
-    def ask(model: str) -> str:
-        raw = client.chat.completions.with_raw_response.create(
-            model=model, messages=[{"role": "user", "content": "What is 12 plus 3?"}], max_tokens=30
+    for name in ("tuned", "tuned@1"):
+        reply = client.chat.completions.create(
+            model=name, messages=[{"role": "user", "content": "What is 12 plus 3?"}], max_tokens=30
         )
-        assert raw.parse().choices[0].message.content
-        return str(raw.headers["x-agl-policy"])
-
-    assert [ask(each) for each in ("tuned", "tuned@latest", "tuned@1")] == ["tuned@2", "tuned@2", "tuned@1"]
+        assert reply.choices[0].message.content
     message = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0).messages.create(
         model="tuned@1", max_tokens=30, messages=[{"role": "user", "content": "What is 12 plus 3?"}]
     )
     assert message.usage.output_tokens
-    assert client.responses.create(model="tuned@2", input="What is 12 plus 3?").output_text
-
-    # The stable version moves while calls are under way, and none of them fails.
-    agl.run("policy", "promote", "tuned@1")
-    serving.until(lambda: "tuned@stable is tuned@1" in serving.output())
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask, "tuned@stable") for _ in range(40)]
-        agl.run("policy", "promote", "tuned@2")
-        serving.until(lambda: "tuned@stable is now tuned@2" in serving.output())
-        asked += [pool.submit(ask, "tuned@stable") for _ in range(10)]
-        answered = [each.result() for each in asked]
-    assert set(answered[:10]) == {"tuned@1"}
-    assert set(answered[-10:]) == {"tuned@2"}
+    assert client.responses.create(model="tuned", input="What is 12 plus 3?").output_text
     client.close()
     serving.process.send_signal(signal.SIGINT)
     assert serving.wait(60) == 0, serving.output()
@@ -117,17 +93,6 @@ def test_from_a_run_to_a_served_policy(agl: Any) -> None:
         engine.kill()
     assert serving.wait(60) == 2
     assert "The engine was lost" in serving.output()
-
-    # A changed base is another one, and what does not fit is refused.
-    base = agl.folder / "base"
-    weights = merged.state_dict()
-    merged.load_state_dict({name: tensor + 0.01 for name, tensor in weights.items()})
-    merged.save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    refused = agl.start("policy", "merge", "tuned@2", "--out", "x", f"--set=policies.default.model.path={base}")
-    assert refused.wait() == 2
-    assert "was trained on other weights" in refused.output()
-    assert not (agl.folder / "x").exists()
 
     compared = agl.run("eval", "tuned@2", "--against=tuned@0", "--repeat=3", "--json", "--set=eval.tasks=2")
     found = json.loads(compared[compared.index("\n{") + 1 :])

@@ -20,9 +20,8 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call
 from agl_core.wire.headers import HEADER_RETRY
 from agl_online.config import OnlineSection
-from agl_online.keys import ApplicationKeys
 from agl_online.sessions import Sessions, fixed_upstream
-from agl_online.wire import HEADER_SESSION
+from agl_online.wire import HEADER_SESSION, ApplicationKeys
 
 KEYS = Keys()
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
@@ -64,7 +63,7 @@ async def ask_each_from_a_new_server(folder: Path, requests: Sequence[dict[str, 
     async with ScriptedUpstream() as scripted:
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
         settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=60, attempts=3)
-        section = OnlineSection(upstream=scripted.url, applications={"shop": 1}, min_free_gib=0)
+        section = OnlineSection(upstream=scripted.url, applications={"shop": 1})
         for headers in requests:
             async with SqliteStore(folder / "store.sqlite") as store:
                 answering = fixed_upstream(upstream, settings)

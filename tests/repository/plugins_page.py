@@ -32,7 +32,7 @@ from agl_core.types import (
     Transition,
     TransitionKey,
 )
-from agl_online.kinds import REDACTOR, RELEASE_CHECK, Release
+from agl_online.redaction import REDACTOR
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
@@ -47,7 +47,6 @@ MADE = {
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
     kinds.SECTION: {"opening"},
-    RELEASE_CHECK: {"small_enough"},
     REDACTOR: {"colleagues"},
 }
 """What the page's files bring."""
@@ -111,10 +110,6 @@ def exercise(plugins: Plugins) -> None:
         curve.log(1, {"reward/mean": 0.5})
         curve.log(2, {"loss": 0.5})
         assert (folder / "rewards.csv").read_text() == "1,0.5\n"
-        (folder / "weights").write_bytes(b"x" * 3_000_000)
-        release = Release("default", 2, folder, {}, 1, {})
-        assert made(RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
-        assert made(RELEASE_CHECK, "small_enough")(release) is None
         (folder / "names.txt").write_text("Ada\n")
         redacted = made(REDACTOR, "colleagues", names=folder / "names.txt")
         assert redacted("Ada met Bob in Adana") == "[NAME] met Bob in Adana"

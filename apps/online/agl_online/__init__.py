@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agl_online.kinds import Redactor, Release, ReleaseCheck, redactor, release_check
+    from agl_online.redaction import Redactor, redactor
 
-__all__ = ["Redactor", "Release", "ReleaseCheck", "redactor", "release_check"]
+__all__ = ["Redactor", "redactor"]
 
 
 def __getattr__(name: str) -> Any:
     """The names above, imported when they are first used: the help of `agl` imports this package for its commands."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.kinds"), name)
+    from agl_online import redaction
+
+    return getattr(redaction, name)

@@ -1,4 +1,4 @@
-"""The commands of real use, by their names; each is imported when it is called."""
+"""The commands of real use, by their names; they are imported when one of them is called."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _HELP = {
     "learn": "Serve a run's versions to applications, and learn from their sessions.",
     "sessions": "List, show and delete sessions of real use.",
     "versions": "List, promote and roll back the versions that answer real use.",
-    "policy": "List, export, merge and serve what runs have trained.",
+    "policy": "Export and serve what runs have trained.",
 }
 
 
 def add_commands(cli: typer.Typer) -> None:
     """Add `agl serve`, `learn`, `sessions`, `versions` and `policy`."""
-    COMMANDS.update({name: Command(f"agl_online.cli.{name}", name, "Real use", text) for name, text in _HELP.items()})
+    COMMANDS.update({name: Command("agl_online.cli", name, "Real use", text) for name, text in _HELP.items()})

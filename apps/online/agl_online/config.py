@@ -14,7 +14,7 @@ from agl_core.config.sections import FOLDER_NAME, PluginTable, Section
 from agl_core.errors import CapabilityError, ConfigError
 from agl_core.kinds import Capability, Kind
 from agl_core.types import Mode
-from agl_online.kinds import REDACTOR, RELEASE_CHECK
+from agl_online.redaction import REDACTOR
 
 
 class RedactorSection(PluginTable):
@@ -60,9 +60,6 @@ class OnlineSection(Section):
     keep_days: float | None = Field(
         None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."
     )
-    min_free_gib: float = Field(
-        1.0, ge=0, description="No session is recorded while the store's disk has less free space, in GiB."
-    )
 
     @field_validator("applications")
     @classmethod
@@ -88,12 +85,6 @@ class OnlineSection(Section):
         return value
 
 
-class ReleaseCheckSection(PluginTable):
-    """The settings of a check of your own."""
-
-    kind: ClassVar[Kind] = RELEASE_CHECK
-
-
 class GateSection(Section):
     """What a new version has to show on held-out tasks before it answers any session.
 
@@ -106,9 +97,6 @@ class GateSection(Section):
         ge=0,
         description="How much lower its mean reward may be: the lower end of the 95% interval of the difference has to "
         "be above -tolerance, in each held-out set and mode.",
-    )
-    checks: dict[str, ReleaseCheckSection] = Field(
-        {}, description="Checks of your own, by plugin name, each with its settings (docs/plugins.md)."
     )
 
 

@@ -32,8 +32,8 @@ _NAME_SHARE = 0.25
 """Of the weight of a step: what sessions of one name may have together."""
 _MAX_AGE = 7 * 24 * 3600.0
 """Seconds after its end that a session, rewarded or not, can be trained on."""
-_AT_ONCE = 256
-"""Sessions that one step drops for their age, at most."""
+_MAX_DROPPED = 256
+"""Sessions that one step drops for their age."""
 _LATEST = 4096
 """Sessions among which those of a step are looked for."""
 _SHORTEST, _SHARE = 0.5, 20
@@ -41,30 +41,21 @@ _SHORTEST, _SHARE = 0.5, 20
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The sessions of one step."""
+class _Ended:
+    """A session that a step can take."""
 
-    scored: list[Scored]
-    weights: list[float]
-    metrics: Mapping[str, float]
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What is known of a session that waits."""
-
-    ended: float
-    """Unix seconds."""
-    said: int = -1
-    """Feedback on it when it was last scored; -1: it was not scored yet."""
-    found: Scored | None = None
-    """None: it has no reward yet."""
+    time: float
+    """When it ended, in Unix seconds."""
+    scored: Scored
+    is_usable: bool
+    """Whether a step has something to train on in it."""
 
 
-class SessionSource:
-    """Finds the sessions of a step. `since` says how many updates ago a version was, None for one that was given up.
+class SessionExperience:
+    """Each update gets the sessions of its step, each a group of one, and groups of rollouts of `tasks`, if any.
 
-    `between` is called between two looks: what else there is to do while sessions are waited for.
+    The rollouts keep the learner from forgetting the tasks. `since` says how many updates ago a version was, None for
+    one that was given up. `between` is called between two looks: there is more to do while sessions are waited for.
     """
 
     def __init__(
@@ -74,92 +65,125 @@ class SessionSource:
         run: str,
         settings: LearnSection,
         agents: Sequence[str],
+        tasks: Experience | None,
         versions: Mapping[str, int],
         since: Callable[[int], int | None],
         between: Callable[[], Awaitable[None]],
     ) -> None:
         self._store, self._collector, self._run = store, collector, run
-        self._settings, self._agents = settings, agents
+        self._settings, self._agents, self._tasks = settings, agents, tasks
         self._versions, self._since, self._between = versions, since, between
-        self._seen: dict[str, _Seen] = {}
+        self._unrewarded: dict[str, int] = {}
+        """Sessions without a reward, and how much feedback they had then: they are scored again when there is more."""
 
-    async def take(self, step: int, phase: Phase) -> Taken:
-        """The sessions that this step trains on, and those that it drops; waits until there are enough."""
+    @property
+    def begun(self) -> int:
+        return 0 if self._tasks is None else self._tasks.begun
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [] if self._tasks is None else self._tasks.unfinished
+
+    async def cancel(self) -> None:
+        """Cancel running rollouts. Sessions go on."""
+        if self._tasks is not None:
+            await self._tasks.cancel()
+
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+        """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
+        ended, waiting = await self._take(context.step, phase)
+        ended.sort(key=lambda session: (not session.is_usable, session.time))
+        usable = [session.scored for session in ended if session.is_usable]
+        weights = capped_weights([_name(scored.rollout) for scored in usable])
+        groups = [[session.scored.episode] for session in ended]
+        errors = [error for session in ended for error in session.scored.reward_errors]
+        warn_of_failed_rules(Collected(groups, errors))
+        metrics = {
+            "sessions/trained": float(len(usable)),
+            "sessions/dropped": float(len(ended) - len(usable)),
+            "sessions/waiting": float(max(0, waiting - len(ended))),
+        }
+        if usable:
+            metrics["sessions/reward"] = sum(episode_return(scored.episode) for scored in usable) / len(usable)
+            metrics["sessions/weight"] = sum(weights) / len(usable)
+        tasks = Drawn([]) if self._tasks is None else await self._tasks.draw(updates_left, context, phase)
+        return replace(
+            tasks,
+            groups=[*tasks.groups, *groups],
+            reward_errors=[*tasks.reward_errors, *errors],
+            weights=[*tasks.weights, *weights, *(1.0 for _ in range(len(ended) - len(usable)))],
+            new=[*tasks.new, *(episode for [episode] in groups)],
+            rollouts=[*tasks.rollouts, *(session.scored.rollout for session in ended)],
+            metrics=metrics,
+            note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",
+        )
+
+    async def _take(self, step: int, phase: Phase) -> tuple[list[_Ended], int]:
+        """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
         again = await self._store.rollouts(run=self._run, mode=Mode.USE, step=step)
         if again:  # A learner that was killed before its checkpoint made this step with them.
-            return self._taken(await self._look(again, len(again)), 0)
+            return await self._look(again, len(again)), 0
         wanted = self._settings.sessions_per_step
         while True:
             started = time.monotonic()
             await self._between()
             waiting = await self._waiting()
-            found = await self._look(waiting, wanted, time.time())
-            usable = [each for each in found if self._is_usable(each.episode)]
+            ended = await self._look(waiting, wanted)
+            usable = [session for session in ended if session.is_usable]
             phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
             if len(usable) >= wanted:
-                useless = [each for each in found if not self._is_usable(each.episode)]
-                return self._taken([*usable[:wanted], *useless], len(waiting))
+                return [*usable[:wanted], *(session for session in ended if not session.is_usable)], len(waiting)
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
 
     async def _waiting(self) -> list[Rollout]:
         """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
         ended: Wanted = {"run": self._run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
-        first: Wanted = {**ended, "limit": _AT_ONCE}
+        first: Wanted = {**ended, "limit": _MAX_DROPPED}
         last: Wanted = {**ended, "newest": _LATEST}
         earliest, latest = await self._store.rollouts(**first), await self._store.rollouts(**last)
-        return list({each.id: each for each in (*earliest, *latest)}.values())
+        return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
-    async def _look(self, rollouts: Sequence[Rollout], wanted: int, before: float = math.inf) -> list[Scored]:
+    async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> list[_Ended]:
         """Those of these sessions that a step can take, the latest first; not many more than `wanted` usable ones.
 
-        The latest come from versions that are nearest to the weights. Those count that ended before the moment
-        `before`. What was scored is scored again when something new was said of it.
+        The latest come from versions that are nearest to the weights.
         """
-        known, self._seen = self._seen, {}
-        for each in rollouts:
-            if each.id not in known:
-                attempts = await self._store.attempts(each.id)
-                known[each.id] = _Seen(attempts[-1].ended or time.time() if attempts else 0.0)
-            self._seen[each.id] = known[each.id]
-        said = Counter(each.rollout for each in await self._store.annotations([AttemptKey(e.id, 0) for e in rollouts]))
-        latest = sorted(rollouts, key=lambda each: self._seen[each.id].ended, reverse=True)
-        old = [each for each in latest if self._is_old(self._seen[each.id])][-_AT_ONCE:]
-        young = [each for each in latest if not self._is_old(seen := self._seen[each.id]) and seen.ended <= before]
-        found: list[Scored] = []
-        for start in range(0, len(young), 2 * wanted):
-            found += await self._scored(young[start : start + 2 * wanted], said)
-            if sum(self._is_usable(each.episode) for each in found) >= wanted:
+        now, ids = time.time(), [rollout.id for rollout in rollouts]
+        ends = {attempt.rollout: attempt.ended or now for attempt in await self._store.attempts(*ids)}
+        annotations = await self._store.annotations([AttemptKey(id, 0) for id in ids])
+        said = Counter(annotation.rollout for annotation in annotations)
+        self._unrewarded = {id: self._unrewarded[id] for id in ids if id in self._unrewarded}
+        latest = sorted(rollouts, key=lambda rollout: ends.get(rollout.id, 0.0), reverse=True)
+        young = [rollout for rollout in latest if now - ends.get(rollout.id, 0.0) <= _MAX_AGE]
+        old = latest[len(young) :][-_MAX_DROPPED:]
+        changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != said[rollout.id]]
+        ended: list[_Ended] = []
+        for start in range(0, len(changed), 2 * wanted):
+            for scored in await self._collector.scored(changed[start : start + 2 * wanted]):
+                id = scored.rollout.id
+                if scored.episode.dropped is DropReason.NO_REWARD:
+                    self._unrewarded[id] = said[id]
+                else:
+                    ended.append(self._ended(ends[id], scored))
+            if sum(session.is_usable for session in ended) >= wanted:
                 break  # The others wait; in the end they are too old.
-        return [*found, *await self._scored(old, said)]
+        too_old = await self._collector.scored(old)
+        return [*ended, *(self._ended(ends.get(scored.rollout.id, 0.0), scored, is_old=True) for scored in too_old)]
 
-    async def _scored(self, rollouts: Sequence[Rollout], said: Mapping[str, int]) -> list[Scored]:
-        """Those of these sessions that a step can take; what is new, or has new feedback, is scored."""
-        changed = [each for each in rollouts if self._seen[each.id].said != said[each.id]]
-        for rollout, scored in zip(changed, await self._collector.scored(changed), strict=True):
-            seen = self._seen[rollout.id]
-            waits = scored.episode.dropped is DropReason.NO_REWARD and not self._is_old(seen)
-            seen.found, seen.said = None if waits else scored, said[rollout.id]
-        return [found for each in rollouts if (found := self._found(each.id)) is not None]
-
-    def _found(self, id: str) -> Scored | None:
-        """A session as a step takes it; None: it waits for a reward."""
-        seen = self._seen[id]
-        if seen.found is None:
-            return None
-        episode = seen.found.episode
-        ages = [self._age(t) for t in episode.transitions]
+    def _ended(self, end: float, scored: Scored, *, is_old: bool = False) -> _Ended:
+        """A session as a step takes it."""
+        episode = scored.episode
+        ages = [self._age(transition) for transition in episode.transitions]
         # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
         transitions = tuple(
-            t if age is None else replace(t, version=self._versions[t.policy] - age)
-            for t, age in zip(episode.transitions, ages, strict=True)
+            transition if age is None else replace(transition, version=self._versions[transition.policy] - age)
+            for transition, age in zip(episode.transitions, ages, strict=True)
         )
         episode = replace(episode, transitions=transitions)
-        is_stale = (
-            self._is_old(seen) or None in ages or staleness(episode, self._versions) > self._settings.max_staleness
-        )
+        is_stale = is_old or None in ages or staleness(episode, self._versions) > self._settings.max_staleness
         if episode.dropped is None and is_stale:
             episode = replace(episode, dropped=DropReason.STALE)
-        return replace(seen.found, episode=episode)
+        return _Ended(end, replace(scored, episode=episode), self._is_usable(episode))
 
     def _age(self, transition: Transition) -> int | None:
         """The updates since; None if the weights do not come from what answered."""
@@ -167,31 +191,14 @@ class SessionSource:
             return None
         return self._since(transition.version)
 
-    def _is_old(self, seen: _Seen) -> bool:
-        return time.time() - seen.ended > _MAX_AGE
-
     def _is_usable(self, episode: Episode) -> bool:
-        """Whether a step has something to train on in it."""
-        return episode.dropped is None and any(left_out(each, self._agents) is None for each in episode.transitions)
+        return episode.dropped is None and any(
+            left_out(transition, self._agents) is None for transition in episode.transitions
+        )
 
-    def _taken(self, scored: Sequence[Scored], waiting: int) -> Taken:
-        for seen in self._seen.values():
-            if seen.found is not None:  # Another step reads it again: tokens would fill the memory.
-                seen.found, seen.said = None, -1
-        usable = [each for each in scored if self._is_usable(each.episode)]
-        usable.sort(key=lambda each: self._seen[each.rollout.id].ended)
-        names = [(str(each.rollout.task.metadata.get("application")), each.rollout.group) for each in usable]
-        weights = capped_weights(names)
-        useless = [each for each in scored if not self._is_usable(each.episode)]
-        metrics = {
-            "sessions/trained": float(len(usable)),
-            "sessions/dropped": float(len(useless)),
-            "sessions/waiting": float(max(0, waiting - len(scored))),
-        }
-        if usable:
-            metrics["sessions/reward"] = sum(episode_return(each.episode) for each in usable) / len(usable)
-            metrics["sessions/weight"] = sum(weights) / len(usable)
-        return Taken([*usable, *useless], [*weights, *(1.0 for _ in useless)], metrics)
+
+def _name(rollout: Rollout) -> tuple[str, str]:
+    return str(rollout.task.metadata.get("application")), rollout.group
 
 
 def capped_weights(names: Sequence[tuple[str, str]]) -> list[float]:
@@ -206,51 +213,6 @@ def capped_weights(names: Sequence[tuple[str, str]]) -> list[float]:
     of_name = Counter(names)
     most = max(1.0, _NAME_SHARE * len(names))
     return [min(1.0, most / of_name[name]) for name in names]
-
-
-class MixedExperience:
-    """Each update gets the sessions of its step, each a group of one, and groups of rollouts of tasks.
-
-    The rollouts keep the learner from forgetting the tasks.
-    """
-
-    def __init__(self, sessions: SessionSource, tasks: Experience | None) -> None:
-        self._sessions, self._tasks = sessions, tasks
-
-    @property
-    def begun(self) -> int:
-        return 0 if self._tasks is None else self._tasks.begun
-
-    @property
-    def unfinished(self) -> list[int]:
-        return [] if self._tasks is None else self._tasks.unfinished
-
-    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
-        """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
-        taken = await self._sessions.take(context.step, phase)
-        groups = [[each.episode] for each in taken.scored]
-        errors = [error for each in taken.scored for error in each.reward_errors]
-        warn_of_failed_rules(Collected(groups, errors))
-        trained = taken.metrics["sessions/trained"]
-        tasks = Drawn([]) if self._tasks is None else await self._tasks.draw(updates_left, context, phase)
-        return Drawn(
-            groups=[*tasks.groups, *groups],
-            reward_errors=[*tasks.reward_errors, *errors],
-            weights=[*tasks.weights, *taken.weights],
-            new=[*tasks.new, *(episode for [episode] in groups)],
-            rollouts=[*tasks.rollouts, *(each.rollout for each in taken.scored)],
-            replayed=tasks.replayed,
-            buffered=tasks.buffered,
-            carried_over=tasks.carried_over,
-            in_flight=tasks.in_flight,
-            metrics=taken.metrics,
-            note=f"{trained:.0f} sessions {taken.metrics.get('sessions/reward', math.nan):.3f}",
-        )
-
-    async def cancel(self) -> None:
-        """Cancel running rollouts. Sessions go on."""
-        if self._tasks is not None:
-            await self._tasks.cancel()
 
 
 def updates_since(version: int, step: int, resets: Sequence[Sequence[int]]) -> int | None:

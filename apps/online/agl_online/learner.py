@@ -11,7 +11,6 @@ alone, so a learner that is killed at any point goes on as if it had not been.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,14 +28,12 @@ from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import train
 from agl_core.training.server import make_run_dir
 from agl_core.types import AlarmName
-from agl_online import canary, gate
-from agl_online.canary import Outcome, Outcomes
 from agl_online.config import LearnSection, check_learning, learn_section
 from agl_online.deployed import DeployedVersions
-from agl_online.experience import MixedExperience, SessionSource, updates_since
-from agl_online.kinds import Release, ReleaseCheck
-from agl_online.ledger import By, Decision, Ledger, LedgerError, Standing, State
+from agl_online.experience import SessionExperience, updates_since
 from agl_online.sessions import sessions_of
+from agl_online.trials import Outcomes, decide_at_gate, judge_canary, measure_divergence
+from agl_online.versions import By, Decision, Ledger, LedgerError, Standing, State
 
 _STORE = "store.sqlite"
 _LOOK = 1.0
@@ -60,11 +57,9 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
         make_run_dir(run_dir, partial(store_config, loaded.config))
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=1).all()
     step = read_state(checkpoints[-1]).step if checkpoints else 0
-    ledger = Ledger.of_run(run_dir)
-    for policy in loaded.policies:
-        ledger.begin(policy, step, "It is what the run was deployed with.")
-    share = section.canary.share
-    async with DeployedVersions(run_dir, loaded.config, share, observer.say, loaded.plugins) as deployed:
+    ledger = Ledger(run_dir)
+    ledger.begin(step, "It is what the run was deployed with.")
+    async with DeployedVersions(run_dir, loaded, section.canary.share, observer.say) as deployed:
         return await train(
             loaded,
             run_dir,
@@ -78,10 +73,6 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
 class Serving(Protocol):
     """What answers sessions."""
 
-    @property
-    def failed(self) -> Sequence[Outcome]:
-        """Sessions of which calls failed, since the start."""
-
     async def refresh(self) -> None:
         """Serve what the ledger says now."""
 
@@ -94,15 +85,9 @@ class Learner(Trainer):
     ledger: Ledger = field(kw_only=True)
     _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""
-    _checks: Mapping[str, ReleaseCheck] = field(init=False)
-    """The user's own of the gate, by name."""
     _outcomes: Outcomes = field(init=False)
-    _failures: int = field(default=0, init=False)
-    """Failed sessions of this restart from before the canary."""
 
     def __post_init__(self) -> None:
-        checks = self.loaded.sections["learn"].parts.get("gate.checks", {})
-        self._checks = {name: chosen.build() for name, chosen in checks.items()}
         # What an earlier version sampled is bound to have other log-probabilities.
         self.watch.settings = {AlarmName.LOGPROB_GAP: False, **self.watch.settings}
         self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
@@ -129,17 +114,17 @@ class Learner(Trainer):
 
     @property
     def _standing(self) -> Standing:
-        return self.ledger.current(self._policy)
+        return self.ledger.current()
 
     def _source(self) -> Source:
-        tasks, agents = self._section.groups_of_tasks, self.loaded.config.train.agents
-        sessions = SessionSource(
-            *(self._store, self.session.collector, self.session.run, self._section, agents),
+        tasks = self._section.groups_of_tasks
+        return SessionExperience(
+            *(self._store, self.session.collector, self.session.run, self._section),
+            *(self.loaded.config.train.agents, self._of_tasks(tasks) if tasks else None),
             versions=self.session.versions,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
             between=self._attend,
         )
-        return MixedExperience(sessions, self._of_tasks(tasks) if tasks else None)
 
     async def train(self) -> None:
         """Train from where `state` is to the last step, and then answer sessions until this is cancelled.
@@ -171,12 +156,12 @@ class Learner(Trainer):
     async def _after_step(self) -> None:
         await self._attend()
         standing = self._standing
-        is_free = standing.canary is None and standing.passed is None and standing.pinned is None
+        is_free = standing.canary is None and standing.passed is None
         if self._section.is_due(self.state.step) and is_free:
             if self.saved_step != self.state.step:
                 await uninterrupted(self.checkpoint())
             reason = f"The weights after step {self.state.step} are proposed."
-            self._decide(Decision(self._policy, self.state.step, State.CANDIDATE, By.TRAINING, reason))
+            self._decide(Decision(self.state.step, State.CANDIDATE, By.TRAINING, reason))
             await self._decide_at_gate()
 
     async def _decide_at_gate(self) -> None:
@@ -185,37 +170,30 @@ class Learner(Trainer):
         assert stable is not None, "the run is deployed"
         candidate = await self._evaluation_of(step)
         incumbent = await self._evaluation_of(stable)
-        weights = self.checkpoints.path(step) / self._policy / "model"
-        release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
-        against = await gate.objections(self._checks, release)
         engine, agents = self.session.engine, self.loaded.config.train.agents
-        apart = await gate.divergence(engine, self._policy, incumbent.episodes, agents)
-        decision = gate.decide(
-            *(self._policy, step, candidate, incumbent, self._section.gate), divergence=apart, objections=against
-        )
+        apart = await measure_divergence(engine, self._policy, incumbent.episodes, agents)
+        decision = decide_at_gate(step, candidate, incumbent, self._section.gate, divergence=apart)
         self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
         await self._attend()
 
-    async def _release(self, step: int) -> None:
+    def _release(self, step: int) -> None:
         """Let a version that passed the gate answer sessions: some of them first, if there is to be a canary."""
         share = self._section.canary.share
         reason, state = f"It answers {share:.0%} of the sessions.", State.CANARY
         if not share:
             reason, state = "It passed the gate, and there is to be no canary.", State.STABLE
-        self._decide(Decision(self._policy, step, state, By.GATE, reason))
-        self._outcomes.forget()
-        self._failures = len(self.deployed.failed)
+        self._decide(Decision(step, state, By.GATE, reason))
 
     async def _attend(self) -> None:
         """Look at the canary, begin one, and follow what was decided, by an operator too."""
         await self.session.engine.versions()  # EngineError if it was lost.
         standing = self._standing
         try:
-            if standing.pinned is None and standing.canary is not None:
+            if standing.canary is not None:
                 await self._look_at(standing.canary)
-            elif standing.pinned is None and standing.passed is not None:
-                await self._release(standing.passed)
+            elif standing.passed is not None:
+                self._release(standing.passed)
         except LedgerError as error:  # An operator decided meanwhile.
             self.observer.say(str(error))
         await self._follow()
@@ -226,11 +204,9 @@ class Learner(Trainer):
         standing = self._standing
         assert standing.stable is not None, "the run is deployed"
         outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
-        failed = self.deployed.failed[self._failures :]
-        look = canary.look(self._policy, tried, standing.stable, [*failed, *outcomes], self._section.canary)
-        self.ledger.note(self._policy, tried, look.figures)
-        if look.decision is not None:
-            self._decide(look.decision)
+        decision = judge_canary(tried, standing.stable, outcomes, self._section.canary)
+        if decision is not None:
+            self._decide(decision)
 
     async def _follow(self) -> None:
         """Take the weights back to the stable version if they come from one that was rejected or rolled back."""
@@ -275,4 +251,4 @@ class Learner(Trainer):
 
     def _decide(self, decision: Decision) -> None:
         self.ledger.record(decision)
-        self.observer.say(f"{decision.policy}@{decision.step} {decision.state} (by {decision.by}): {decision.reason}")
+        self.observer.say(f"version {decision.step} {decision.state} (by {decision.by}): {decision.reason}")

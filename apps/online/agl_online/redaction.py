@@ -1,15 +1,21 @@
-"""What is taken out of texts before they are stored."""
+"""What is taken out of texts before they are stored: by patterns, and by redactors of plugins."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, overload
 
+from agl_core.decorators import component
+from agl_core.kinds import Kind
 from agl_core.types import Call, Choice, Json, ToolResult
-from agl_online.kinds import Redactor
+
+Redactor: TypeAlias = Callable[[str], str]
+"""Takes out of a text of real use what may not be stored."""
+REDACTOR = Kind("redactor")
+RedactFunction = TypeVar("RedactFunction", bound=Callable[..., str])
 
 PATTERNS: Mapping[str, str] = {
     "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
@@ -19,6 +25,18 @@ PATTERNS: Mapping[str, str] = {
     "secret": r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abprs]|AKIA)[-_A-Za-z0-9]{12,}|(?<=Bearer )[-_.=+/A-Za-z0-9]{12,}",
 }
 """The patterns that have a name."""
+
+
+@overload
+def redactor(function: RedactFunction) -> RedactFunction: ...
+@overload
+def redactor(*, name: str) -> Callable[[RedactFunction], RedactFunction]: ...
+def redactor(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(text, *, settings…) -> str` a redactor: it returns the text of a session as it may be stored.
+
+    A call on whose texts it raises is answered, and not recorded.
+    """
+    return component(function, REDACTOR, name)
 
 
 def _is_text_part(value: Json) -> bool:

@@ -1,4 +1,4 @@
-"""All sessions of a server: whose request is of which, and when each begins, ends and is removed.
+"""All sessions of a server: whose request is of which, when each begins, ends and is removed, and feedback on them.
 
 A session is a rollout of mode `use` with one attempt. It belongs to no worker and to no trainer.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import shlex
-import shutil
 import time
-from collections import OrderedDict
+import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.routing import Route
 
 from agl_core.config.load import LoadedConfig
-from agl_core.errors import ConfigError, StoreError
+from agl_core.errors import ConfigError, StoreError, StoreRefusedError
 from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
 from agl_core.server.attempt import AttemptState
@@ -28,25 +30,13 @@ from agl_core.server.errors import ApiError
 from agl_core.server.keys import Keys, SourceFactory, SpanOwner
 from agl_core.server.upstream import Answering, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
-from agl_core.types import Ending, Mode, Rollout, RolloutState, Run
+from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
 from agl_core.wire.workers import Empty
 from agl_online.config import OnlineSection, online_section
-from agl_online.keys import ApplicationKeys
-from agl_online.kinds import Redactor
-from agl_online.redaction import Redaction
-from agl_online.session import (
-    LONGEST_WAIT,
-    RECORDED,
-    SESSION_ID,
-    UNRECORDED,
-    UNRECORDED_CALLS,
-    ActiveSession,
-    Recorder,
-    SessionCounters,
-    SessionMaker,
-    checked_name,
-)
+from agl_online.feedback import Feedback, said_of
+from agl_online.redaction import Redaction, Redactor
+from agl_online.session import LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder, SessionCounters
 from agl_online.wire import (
     BEGIN_SESSION,
     DELETE_SESSIONS,
@@ -56,42 +46,24 @@ from agl_online.wire import (
     HEADER_SESSION_END,
     HEADER_SESSION_RECORD,
     OPERATIONS,
+    SESSION_NAME,
+    ApplicationKeys,
     BeginSession,
     DeleteReply,
     DeleteSessions,
     EndSession,
+    FeedbackReply,
+    FeedbackRequest,
     SessionReply,
 )
 
 logger = logging.getLogger(__name__)
 
-_GIB = 1 << 30
-_REMEMBERED = 10_000
-"""Ended sessions that memory keeps."""
+_RECORDED, _UNRECORDED = "use", "off"
+"""What the ids of sessions begin with: those that are stored, and those that are not."""
+_SESSION_ID = re.compile(rf"({_RECORDED}|{_UNRECORDED})-([0-9a-f]{{24}})-([0-9a-f]{{12}})")
 _DAY = 86_400.0
 _BETWEEN_REMOVALS = 600.0
-
-
-@dataclass(slots=True)
-class Room:
-    """What sessions may fill; the limit is in GiB."""
-
-    folder: Path
-    """Of the store."""
-    least: float
-    """The free space of the disk below which there is none."""
-    _was_there: bool = True
-
-    async def is_there(self) -> bool:
-        """Whether there is room now; a change for the worse is logged."""
-        there = await asyncio.to_thread(self._look)
-        if self._was_there and not there:
-            logger.warning("There is no room for more sessions in %s: they are answered, not recorded.", self.folder)
-        self._was_there = there
-        return there
-
-    def _look(self) -> bool:
-        return shutil.disk_usage(self.folder).free >= self.least * _GIB
 
 
 class Sessions:
@@ -117,63 +89,60 @@ class Sessions:
     ) -> None:
         self.counted = SessionCounters()
         self.keys = ApplicationKeys(keys, settings.applications)
-        self.redaction = Redaction(settings.redact, redactors)
-        self._settings, self._run, self._say = settings, run, say
-        self._room = Room(folder, settings.min_free_gib)
-        self._store, self._operator = store, keys
-        self._recorder = Recorder(store, self.redaction, self.counted)
-        self._maker = SessionMaker(store, run, self._recorder, answering, self.end)
+        self._redaction = Redaction(settings.redact, redactors)
+        self._settings, self._run, self._folder, self._say = settings, run, folder, say
+        self._store, self._operator, self._answering = store, keys, answering
+        self._recorder = Recorder(store, self._redaction, self.counted)
         self._watching: asyncio.Task[None] | None = None
         self._open: dict[str, ActiveSession] = {}
         """By id."""
         self._named: dict[str, ActiveSession] = {}
         """Open ones, by what stands for their names."""
-        self._known: OrderedDict[str, ActiveSession] = OrderedDict()
-        """Open and ended ones, by id."""
+        self._alive: WeakValueDictionary[str, ActiveSession] = WeakValueDictionary()
+        """Also ended ones that somebody still has, such as a call under way: what is deleted must not come back."""
         self._unerased: set[str] = set()
         """Ids that could not be erased yet."""
         self._unwritten: list[ActiveSession] = []
         """Ended ones whose end could not be written yet."""
-        self._beginning = asyncio.Lock()
+        self._beginning, self._taking = asyncio.Lock(), asyncio.Lock()
         self._removed = float("-inf")
-
-    @property
-    def open(self) -> int:
-        return len(self._open)
 
     @property
     def counters(self) -> dict[str, int]:
         """For the server's health."""
-        return {f"online_{name}": count for name, count in {**asdict(self.counted), "open": self.open}.items()}
+        counts = {**asdict(self.counted), "open": len(self._open)}
+        return {f"online_{name}": count for name, count in counts.items()}
 
     @property
     def routes(self) -> list[Route]:
         """The routes of applications, of what collects feedback, and of operators."""
-        from agl_online.desk import FeedbackDesk
-
-        desk = FeedbackDesk(self, self._store)
         return [
             route_of(BEGIN_SESSION, self.keys.caller, self._answer_begin),
             route_of(END_SESSION, self.keys.caller, self._answer_end),
-            route_of(FEEDBACK, self.keys.collector, desk.take),
+            route_of(FEEDBACK, self.keys.collector, self._answer_feedback),
             route(DELETE_SESSIONS, self._operator, self._answer_delete),
         ]
 
     async def start(self, base_url: str) -> None:
         """Go on with the sessions that an earlier server left open, and look after them."""
-        await self._take_up()
+        for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
+            session = await self._recalled(rollout)
+            if session is not None:
+                self._open[rollout.id] = self._named[rollout.group] = session
         self._watching = asyncio.create_task(self._watch())
         first = next(iter(self._settings.applications))
         answers = self._settings.upstream or "the versions of the run"
-        self._say(f"use: {base_url}/v1, answered by {answers}; {self.open} sessions open")
-        self._say(f"     keys: agl sessions key {shlex.quote(str(self._room.folder))} {first}")
+        self._say(f"use: {base_url}/v1, answered by {answers}; {len(self._open)} sessions open")
+        self._say(f"     keys: agl sessions key {shlex.quote(str(self._folder))} {first}")
 
-    async def _take_up(self) -> None:
-        self._recorder.is_full = not await self._room.is_there()
-        for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
-            session = await self._maker.recalled(rollout)
-            if session is not None:
-                self._open[rollout.id] = self._named[rollout.group] = self._known[rollout.id] = session
+    async def stop(self) -> None:
+        """Wait a little for what is being written."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        writing = {task for session in (*self._open.values(), *self._unwritten) for task in session.committing}
+        if writing:
+            await asyncio.wait(writing, timeout=LONGEST_WAIT)
 
     async def attempt_of(self, request: Request) -> ActiveSession | None:
         """The session that a model call belongs to; it is begun if need be. None if the call is of no session.
@@ -182,7 +151,7 @@ class Sessions:
         """
         named = request.path_params.get("rollout") or request.headers.get(HEADER_ROLLOUT, "").rpartition("/")[0]
         recorded = request.headers.get(HEADER_SESSION_RECORD) != "off"
-        if SESSION_ID.fullmatch(named):
+        if _SESSION_ID.fullmatch(named):
             session = await self._of_id(named, self.keys.user_of_session(request, named))
             if session.recorded and not recorded:
                 await self._opt_out(session)
@@ -190,13 +159,24 @@ class Sessions:
             application = None if named else self.keys.application_of(request)
             if application is None:
                 return None
-            name = checked_name(request.headers.get(HEADER_SESSION))
-            session = await self.begin(application, name, recorded=recorded)
+            name = _checked_name(request.headers.get(HEADER_SESSION))
+            session = await self._begin(application, name, recorded=recorded)
         session.ends_with_reply |= request.headers.get(HEADER_SESSION_END) == "1"
         session.used = time.time()
         return session
 
-    async def begin(self, application: str, name: str | None, *, recorded: bool = True) -> ActiveSession:
+    async def owner_of_spans(self, request: Request) -> SpanOwner | None:
+        """The session whose own address and key a request has."""
+        session = await self.attempt_of(request) if "rollout" in request.path_params else None
+        if session is None:
+            return None
+
+        async def owner(trace: str) -> ActiveSession:
+            return session
+
+        return owner
+
+    async def _begin(self, application: str, name: str | None, *, recorded: bool) -> ActiveSession:
         """The open session of this name, else a new one; without a name one that ends with its first reply."""
         place = secrets.token_hex(12) if name is None else self.keys.place_of(application, name)
         async with self._beginning:
@@ -204,35 +184,104 @@ class Sessions:
             is_new = session is None
             if session is None:
                 may_be = recorded and (name is None or await self._may_be_recorded(place))
-                id = f"{RECORDED if may_be else UNRECORDED}-{place}-{secrets.token_hex(6)}"
-                session = self._maker.new(id, application, name)
+                id = f"{_RECORDED if may_be else _UNRECORDED}-{place}-{secrets.token_hex(6)}"
+                session = self._new(id, application, name)
                 session.ends_with_reply = name is None
-                self._open[id] = self._known[id] = self._named[place] = session
+                self._open[id] = self._named[place] = session
                 self.counted.begun += 1
         if not recorded and (is_new or session.recorded):
             await self._opt_out(session)
         return session
 
-    async def begin_durably(self, application: str, name: str | None, *, recorded: bool) -> ActiveSession:
-        """The same for a session that may have several calls; it is in the store before its first one, if it can be."""
-        session = await self.begin(application, name or secrets.token_hex(12), recorded=recorded)
-        await self._recorder.begin(session)
+    async def _may_be_recorded(self, place: str) -> bool:
+        """Whether the sessions of a name have not opted out; False if the store cannot be read."""
+        try:
+            return not await self._store.erased([place])
+        except StoreError as error:
+            logger.error("A session is not recorded, because the store cannot be read: %s", error)
+            return False
+
+    async def _of_id(self, id: str, application: str) -> ActiveSession:
+        """The session of an id, for a request that has its key: open, as the store has it, or a new one of this id."""
+        async with self._beginning:
+            session = self._alive.get(id)
+            if session is not None:
+                return session
+            try:
+                if id.startswith(_RECORDED) and not await self._store.erased([id]):
+                    rollout = await self._stored(id)
+                    session = None if rollout is None else await self._recalled(rollout)
+                    session = session or self._new(id, application, None)
+            except StoreError as error:
+                logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
+            if session is None:
+                session = self._new(id, application, None)
+                session.recorded = False
+            if not session.closed:
+                self._open[id] = session
+            return session
+
+    def _new(self, id: str, application: str, name: str | None) -> ActiveSession:
+        place = id.split("-")[1]
+        task = Task(place, None, "use", {"application": application, "session": name})
+        rollout = Rollout(id, self._run, 0, place, task, Mode.USE, 0, 0, RolloutState.RUNNING)
+        attempt = Attempt(id, 0, application, started=time.time())
+        return self._active(rollout, attempt, recorded=id.startswith(_RECORDED))
+
+    async def _stored(self, id: str) -> Rollout | None:
+        """The session of this id, as the store has it."""
+        try:
+            rollout = await self._store.rollout(id)
+        except StoreRefusedError:
+            return None
+        return rollout if rollout.id == id and rollout.mode is Mode.USE else None
+
+    async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
+        """A session of the store with what its calls left behind, to go on with; None if it has none."""
+        attempts = await self._store.attempts(rollout.id)
+        if not attempts:
+            return None
+        calls = await self._store.calls([attempts[0].key])
+        session = self._active(rollout, attempts[0], begun=True)
+        session.used = max([attempts[0].started, *(call.ended for call in calls)])
+        session.answered.recall(calls)
+        session.started_calls = max((call.sequence + 1 for call in calls), default=0)
+        session.completed_calls = sum(not call.late for call in calls)
+        session.version = next((call.version for call in reversed(calls) if call.version is not None), None)
+        session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
+        if rollout.state is RolloutState.DONE:
+            session.state = AttemptState.COUNTED
         return session
 
-    async def located(self, application: str, name: str) -> Rollout:
+    def _active(self, rollout: Rollout, record: Attempt, **known: Any) -> ActiveSession:
+        session = ActiveSession(
+            rollout,
+            record,
+            deadline=float("inf"),
+            application=str(rollout.task.metadata.get("application")),
+            recorder=self._recorder,
+            answered_by=self._answering,
+            end=self.end,
+            used=record.started,
+            **known,
+        )
+        self._alive[session.id] = session
+        return session
+
+    async def _located(self, application: str, name: str) -> Rollout:
         """An application's session by its id or name; of several of one name, the latest.
 
         ApiError 404 if there is none, 410 if it was deleted, 403 if it is another application's.
         """
         place = self.keys.place_of(application, name)
-        known = self._known.get(name) or self._named.get(place)
-        if known is not None and known.recorded:
-            found: Rollout | None = known.rollout
-        elif SESSION_ID.fullmatch(name):
-            found = await self._maker.stored(name)
+        session = self._alive.get(name) or self._named.get(place)
+        if session is not None and session.recorded:
+            rollout: Rollout | None = session.rollout
+        elif _SESSION_ID.fullmatch(name):
+            rollout = await self._stored(name)
         else:
-            found = next(iter(await self._store.rollouts(group=place, mode=Mode.USE, newest=1)), None)
-        if found is None:
+            rollout = next(iter(await self._store.rollouts(group=place, mode=Mode.USE, newest=1)), None)
+        if rollout is None:
             if await self._store.erased([name, place]):
                 raise ApiError(
                     410,
@@ -245,66 +294,53 @@ class Sessions:
                 f"in the reply's header {HEADER_SESSION}, or by the name that the application gave it.",
                 code="session_unknown",
             )
-        if found.task.metadata.get("application") != application:
-            raise _foreign(f"session {name!r}")
-        return found
-
-    async def written(self, id: str) -> None:
-        """Wait for what is being written of a session: a reply may go out before its call is written."""
-        session = self._known.get(id)
-        if session is not None:
-            await session.settled()
-
-    async def traced(self, application: str, trace: str) -> list[tuple[str, str]]:
-        """The session and the id of each call of an application with this trace id, the earliest first.
-
-        ApiError 403 if only other applications have such calls: services share the trace of a request.
-        """
-        found = [each for each in await self._store.traced(trace) if SESSION_ID.fullmatch(each[0])]
-        rollouts = {id: await self._store.rollout(id) for id in dict.fromkeys(session for session, _ in found)}
-        own = [each for each in found if rollouts[each[0]].task.metadata.get("application") == application]
-        if found and not own:
-            raise _foreign(f"trace {trace!r}")
-        return own
-
-    async def owner_of_spans(self, request: Request) -> SpanOwner | None:
-        """Of an application's own key, each trace's open session with the latest call of it; else the request's."""
-        application = None if "rollout" in request.path_params else self.keys.application_of(request)
-        session = None if application is not None else await self.attempt_of(request)
-        if application is None and session is None:
-            return None
-
-        async def owner(trace: str) -> ActiveSession | None:
-            if application is None:
-                return session
-            found = [name for name, _ in await self.traced(application, trace) if name in self._open]
-            return self._open[found[-1]] if found else None
-
-        return owner
-
-    async def end_named(self, application: str, name: str) -> None:
-        """End an application's session by its id or name; one that has ended stays as it is. ApiError as above."""
-        rollout = await self.located(application, name)
-        session = self._known.get(rollout.id)
-        if session is not None:
-            await self.end(session, "request")
+        if rollout.task.metadata.get("application") != application:
+            raise ApiError(
+                403,
+                f"The session {name!r} is another application's; this key is not for it.",
+                code="foreign_session",
+            )
+        return rollout
 
     async def end(self, session: ActiveSession, by: str) -> None:
         """End a session, durably if the store can be written; one that has ended stays as it is."""
         if session.closed:
             return
         session.state = AttemptState.CLOSING
-        self._forget(session)
+        self._open.pop(session.id, None)
+        if self._named.get(session.rollout.group) is session:
+            del self._named[session.rollout.group]
         missed = {UNRECORDED_CALLS: session.missed} if session.missed else {}
         session.record = replace(session.record, result={"ended_by": by, **missed})
         if not await self._write_end(session):
             self._unwritten.append(session)
         self.counted.ended += 1
 
-    async def delete(self, ids: Collection[str]) -> int:
+    async def _write_end(self, session: ActiveSession) -> bool:
+        """Write how a session ended; False if that has to be tried again."""
+        if not await session.wait_until_written():
+            return False
+        if session.begun and session.recorded:
+            ending, error = Ending.FINISHED, None
+            if session.missed:
+                ending, error = Ending.LOST, f"{session.missed} of its calls were answered and could not be recorded."
+            elif not session.completed_calls:
+                ending = Ending.NO_CALL
+            record = replace(session.record, ended=session.used, ending=ending, error=error)
+            record = replace(record, passed_through=session.passed_through or None)
+            rollout = replace(session.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+            try:
+                await self._store.put(record, rollout)
+            except StoreError as failed:
+                logger.error("The end of session %s is not written yet: %s", session.id, failed)
+                return False
+        session.state = AttemptState.COUNTED
+        return True
+
+    async def _delete(self, ids: Collection[str]) -> int:
         """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
-        asked = sorted(set(ids) - await self._store.erased(ids))
-        unknown = [id for id in asked if not await self._is_there(id)]
+        known = {*self._alive, *await self._store.erased(ids)}
+        unknown = [id for id in sorted(set(ids) - known) if await self._stored(id) is None]
         if unknown:
             raise ApiError(
                 404,
@@ -312,131 +348,18 @@ class Sessions:
                 f"list` has the ids.",
                 code="session_unknown",
             )
-        for id in ids:
-            session = self._known.get(id)
-            if session is not None:
-                await self._silence(session)
+        for session in [session for id in ids if (session := self._alive.get(id)) is not None]:
+            session.recorded = False
+            await session.wait_until_written()
+            await self.end(session, "deletion")
         removed = await self._store.erase(ids)
         self.counted.deleted += removed
         return removed
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(min(LONGEST_WAIT, self._settings.idle_minutes * 60 / 4))
-            try:
-                await self.look()
-            except Exception as error:
-                trace = not isinstance(error, StoreError)
-                logger.error("Sessions could not be looked after: %s", error, exc_info=trace)
-
-    async def look(self) -> None:
-        """End sessions that are idle, remove old ones, and see whether there is room."""
-        self._recorder.is_full = not await self._room.is_there()
-        before = time.time() - self._settings.idle_minutes * 60
-        for session in [each for each in self._open.values() if each.used < before and not each.asking]:
-            await self.end(session, "idle")
-        await self._erase_soon(())
-        self._unwritten = [each for each in self._unwritten if not await self._write_end(each)]
-        await self._remove_old()
-
-    async def stop(self) -> None:
-        """Wait a little for what is being written."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        writing = {task for session in self._known.values() for task in session.committing}
-        if writing:
-            await asyncio.wait(writing, timeout=LONGEST_WAIT)
-
-    async def _answer_begin(self, application: str, body: BeginSession) -> SessionReply:
-        session = await self.begin_durably(application, body.name, recorded=body.record)
-        key = self.keys.of_session(session.application, session.id)
-        return SessionReply(session=session.id, path=rollout_path(*session.key), key=key, recorded=session.recorded)
-
-    async def _answer_end(self, application: str, body: EndSession) -> Empty:
-        await self.end_named(application, body.session)
-        return Empty()
-
-    async def _answer_delete(self, body: DeleteSessions) -> DeleteReply:
-        return DeleteReply(deleted=await self.delete(body.sessions))
-
-    async def _of_id(self, id: str, application: str) -> ActiveSession:
-        """The session of an id, for a request that has its key."""
-        session = self._known.get(id)
-        if session is None:
-            async with self._beginning:
-                session = self._known.get(id) or await self._found(id, application)
-                self._known[id] = session
-        return session
-
-    async def _found(self, id: str, application: str) -> ActiveSession:
-        """What the store has of a session that memory does not have, or a new one of this id."""
-        recorded = id.startswith(RECORDED)
-        try:
-            if recorded and not await self._store.erased([id]):
-                rollout = await self._maker.stored(id)
-                session = None if rollout is None else await self._maker.recalled(rollout)
-                return self._opened(session or self._maker.new(id, application, None))
-        except StoreError as error:
-            logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
-        session = self._maker.new(id, application, None)
-        session.recorded = False
-        return self._opened(session)
-
-    def _opened(self, session: ActiveSession) -> ActiveSession:
-        if not session.closed:
-            self._open[session.id] = session
-        return session
-
-    async def _may_be_recorded(self, place: str) -> bool:
-        """Whether the sessions of a name have not opted out; False if the store cannot be read."""
-        try:
-            return not await self._store.erased([place])
-        except StoreError as error:
-            logger.error("A session is not recorded, because the store cannot be read: %s", error)
-            return False
-
-    async def _write_end(self, session: ActiveSession) -> bool:
-        """Write how a session ended; False if that has to be tried again."""
-        if not await session.settled():
-            return False
-        if not session.begun or not session.recorded:
-            session.state = AttemptState.COUNTED
-            return True
-        ending, error = Ending.FINISHED, None
-        if session.missed:
-            ending, error = Ending.LOST, f"{session.missed} of its calls were answered and could not be recorded."
-        elif not session.completed_calls:
-            ending = Ending.NO_CALL
-        record = replace(session.record, ended=session.used, ending=ending, error=error)
-        record = replace(record, passed_through=session.passed_through or None)
-        rollout = replace(session.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
-        try:
-            await self._store.put(record, rollout)
-        except StoreError as failed:
-            logger.error("The end of session %s is not written yet: %s", session.id, failed)
-            return False
-        session.record, session.rollout = record, rollout
-        session.state = AttemptState.COUNTED
-        session.answered.clear()
-        return True
-
-    def _forget(self, session: ActiveSession) -> None:
-        self._open.pop(session.id, None)
-        if self._named.get(session.rollout.group) is session:
-            del self._named[session.rollout.group]
-        self._known.move_to_end(session.id)
-        while len(self._known) > _REMEMBERED + len(self._open):
-            oldest = next(iter(self._known.values()))
-            if not oldest.closed:
-                self._known.move_to_end(oldest.id)
-            else:
-                del self._known[oldest.id]
-
     async def _opt_out(self, session: ActiveSession) -> None:
         """Store nothing of a session any more, nor of others of its name, and remove what is stored."""
         session.recorded = False
-        await session.settled()
+        await session.wait_until_written()
         await self._erase_soon((session.id, session.rollout.group))
 
     async def _erase_soon(self, ids: Collection[str]) -> None:
@@ -451,26 +374,98 @@ class Sessions:
         except StoreError as error:
             logger.error("Sessions opted out, but cannot be removed from the store yet: %s", error)
 
-    async def _silence(self, session: ActiveSession) -> None:
-        """End a session of which nothing is to be left."""
-        session.recorded = False
-        await session.settled()
-        await self.end(session, "deletion")
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(LONGEST_WAIT, self._settings.idle_minutes * 60 / 4))
+            try:
+                await self._look()
+            except Exception as error:
+                trace = not isinstance(error, StoreError)
+                logger.error("Sessions could not be looked after: %s", error, exc_info=trace)
 
-    async def _is_there(self, id: str) -> bool:
-        return id in self._known or await self._maker.stored(id) is not None
+    async def _look(self) -> None:
+        """End sessions that are idle, and remove old ones."""
+        before = time.time() - self._settings.idle_minutes * 60
+        for session in [each for each in self._open.values() if each.used < before and not each.asking]:
+            await self.end(session, "idle")
+        await self._erase_soon(())
+        self._unwritten = [session for session in self._unwritten if not await self._write_end(session)]
+        if self._settings.keep_days is not None and time.monotonic() - self._removed >= _BETWEEN_REMOVALS:
+            old = await self._store.ended_before(Mode.USE, time.time() - self._settings.keep_days * _DAY)
+            if old:
+                await self._delete(old)
+            self._removed = time.monotonic()
 
-    async def _remove_old(self) -> None:
-        if self._settings.keep_days is None or time.monotonic() - self._removed < _BETWEEN_REMOVALS:
-            return
-        old = await self._store.ended_before(Mode.USE, time.time() - self._settings.keep_days * _DAY)
-        if old:
-            await self.delete(old)
-        self._removed = time.monotonic()
+    async def _answer_begin(self, application: str, body: BeginSession) -> SessionReply:
+        """A session that may have several calls; it is in the store before its first one, if it can be."""
+        session = await self._begin(application, body.name or secrets.token_hex(12), recorded=body.record)
+        await self._recorder.begin(session)
+        key = self.keys.of_session(session.application, session.id)
+        return SessionReply(session=session.id, path=rollout_path(*session.key), key=key, recorded=session.recorded)
+
+    async def _answer_end(self, application: str, body: EndSession) -> Empty:
+        session = self._open.get((await self._located(application, body.session)).id)
+        if session is not None:
+            await self.end(session, "request")
+        return Empty()
+
+    async def _answer_delete(self, body: DeleteSessions) -> DeleteReply:
+        return DeleteReply(deleted=await self._delete(body.sessions))
+
+    async def _answer_feedback(self, application: str, request: FeedbackRequest) -> FeedbackReply:
+        """Record feedback on a session of this application, durably, however late, and once.
+
+        ApiError 404 or 410 if there is no such call or session (any more), 403 if it is another application's.
+        """
+        name = request.session
+        if request.call is not None:
+            of_call = _SESSION_ID.search(request.call)
+            if of_call is None:
+                raise _no_call(request.call)
+            name = of_call[0]
+        assert name is not None, "the request was checked"
+        session = (await self._located(application, name)).id
+        active = self._alive.get(session)
+        if active is not None:  # A reply may go out before its call is written.
+            await active.wait_until_written()
+        key = AttemptKey(session, 0)
+        if request.call is not None and request.call not in {call.id for call in await self._store.calls([key])}:
+            raise _no_call(request.call)
+        feedback = Feedback(
+            session,
+            id=request.id or uuid.uuid4().hex,
+            received=time.time(),
+            rewards=request.rewards,
+            call=request.call,
+            correction=self._redaction.json(request.correction),
+            note=None if request.note is None else self._redaction.text(request.note),
+        )
+        async with self._taking:
+            is_new = feedback.id not in {known.id for known in said_of(await self._store.annotations([key]))}
+            if is_new:
+                await self._store.put(feedback.annotation)
+        self.counted.feedback += is_new
+        return FeedbackReply(session=session, call=request.call, new=is_new)
 
 
-def _foreign(what: str) -> ApiError:
-    return ApiError(403, f"The {what} is another application's; this key is not for it.", code="foreign_session")
+def _checked_name(name: str | None) -> str | None:
+    """The name that an application gave a session, if any. ApiError 400 if it cannot be one."""
+    if name is not None and not re.fullmatch(SESSION_NAME.removesuffix("$"), name):
+        raise ApiError(
+            400,
+            f"The header {HEADER_SESSION} has to be a name of up to 200 letters, digits, '.', '_', ':' and '-', not "
+            f"{name[:40]!r}.",
+            code="session_name",
+        )
+    return name
+
+
+def _no_call(call: str) -> ApiError:
+    return ApiError(
+        404,
+        f"There is no call {call!r} in a session here. A call is named by the `id` of the reply that its client got.",
+        code="call_unknown",
+    )
 
 
 def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
@@ -486,7 +481,7 @@ def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Answering, say: 
     settings = online_section(loaded)
     redactors = [chosen.build() for chosen in loaded.sections["online"].parts.get("redactors", {}).values()]
 
-    async def made(store: Store, keys: Keys) -> Sessions:
+    async def make(store: Store, keys: Keys) -> Sessions:
         if not isinstance(store, ErasableStore):
             raise ConfigError(
                 f"[online] needs a store that can remove what it has and take feedback, and "
@@ -497,4 +492,4 @@ def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Answering, say: 
         run = (await store.runs())[-1].id
         return Sessions(settings, store, keys, answering, run=run, folder=run_dir, redactors=redactors, say=say)
 
-    return made
+    return make

@@ -1,11 +1,16 @@
-"""The requests about sessions of real use: of applications, of what collects feedback, and of operators."""
+"""The requests about sessions of real use: of applications, of what collects feedback, of operators; and their keys."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, TypeAlias
+import hmac
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
+from starlette.requests import Request
 
+from agl_core.server.keys import Keys, carries, refused_key
 from agl_core.wire.workers import AnyOperation, Body, Empty, Operation, Right
 
 HEADER_SESSION = "x-agl-session"
@@ -14,16 +19,12 @@ HEADER_SESSION_END = "x-agl-session-end"
 """`1`: the session ends with the reply to this call."""
 HEADER_SESSION_RECORD = "x-agl-session-record"
 """`off`: nothing of the session is stored."""
-HEADER_ANSWERED = "x-agl-policy"
-"""On a reply of a served policy: the version that answered, as `calc@40`."""
 
 APPLICATION, COLLECTOR = "application", "feedback"
 """Whose keys the requests need, beside those of core: of `agl sessions key`, and with `--feedback`."""
 
 MAX_FEEDBACK = 1 << 20
 """Bytes of one feedback."""
-MAX_PARTS = 100
-"""Numbers in one feedback."""
 MAX_SESSIONS = 1000
 """Sessions that one request may name."""
 SESSION_NAME = r"^[A-Za-z0-9._:-]{1,200}$"
@@ -56,39 +57,25 @@ class EndSession(Body):
 
 
 class FeedbackRequest(Body):
-    """Say how good a session was, or the reply to one call. Sending it again changes nothing."""
+    """Say how good the reply to one call was, or a session. Sending it again changes nothing."""
 
     call: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
         None, description="The id of a reply, as the client of the model got it."
     )
     session: Name | None = Field(None, description="A session's id or name; of several of one name, the latest.")
-    trace: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = Field(
-        None, description="The W3C trace id of the requests to the model: it means the last reply of this trace."
+    rewards: dict[Name, _Number] = Field(
+        {}, max_length=100, description="Numbers by name, such as thumbs: 1 is up, 0 is down."
     )
-    reward: _Number | None = None
-    parts: dict[Name, _Number] = Field({}, max_length=MAX_PARTS, description="Further numbers, by name.")
-    thumbs: Literal["up", "down"] | None = None
     correction: JsonValue = Field(None, description="What the answer should have been.")
     note: str | None = Field(None, max_length=100_000)
     id: Name | None = Field(None, description="Feedback that is sent again under this id is taken in once.")
 
-    @property
-    def rewards(self) -> dict[str, float]:
-        """All its numbers, by name."""
-        own = {"feedback": self.reward, "thumbs": None if self.thumbs is None else float(self.thumbs == "up")}
-        return {**self.parts, **{name: value for name, value in own.items() if value is not None}}
-
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.call is None and self.session is None and self.trace is None:
-            raise ValueError("names neither a call nor a session nor a trace")
-        if self.call is not None and self.trace is not None:
-            raise ValueError("names a call and a trace: a trace means its last call")
+        if (self.call is None) == (self.session is None):
+            raise ValueError("has to name a call or a session")
         if not self.rewards and self.correction is None and self.note is None:
-            raise ValueError("says nothing: give reward, parts, thumbs, correction or note")
-        for name in ("feedback", "thumbs"):
-            if name in self.parts:
-                raise ValueError(f"a part cannot be called '{name}', which has a field of its own")
+            raise ValueError("says nothing: give rewards, correction or note")
         return self
 
 
@@ -96,7 +83,7 @@ class FeedbackReply(Body):
     """What the feedback was joined with."""
 
     session: str
-    call: str | None = Field(description="Of a trace its last one; null: it is about the whole session.")
+    call: str | None = Field(description="Null: it is about the whole session.")
     new: bool = Field(description="False: this was taken in before.")
 
 
@@ -118,3 +105,59 @@ FEEDBACK = Operation("POST", "/agl/v1/feedback", COLLECTOR, FeedbackRequest, Fee
 DELETE_SESSIONS = Operation("POST", "/agl/v1/sessions/delete", Right.OPERATOR, DeleteSessions, DeleteReply)
 
 OPERATIONS: tuple[AnyOperation, ...] = (BEGIN_SESSION, END_SESSION, FEEDBACK, DELETE_SESSIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationKeys:
+    """Keys derived from those of a run's server.
+
+    application  model calls of a deployed application, which are recorded as sessions; beginning and ending these
+    session      the calls of one session
+    feedback     feedback on the sessions of one application
+    """
+
+    server: Keys
+    applications: Mapping[str, int]
+    """By name, the number of its keys: another number makes other keys."""
+
+    def of_application(self, name: str) -> str:
+        return self.server.derive(f"application/{self.applications[name]}/{name}")
+
+    def of_feedback(self, name: str) -> str:
+        return self.server.derive(f"feedback/{self.applications[name]}/{name}")
+
+    def of_session(self, application: str, session: str) -> str:
+        return self.server.derive(f"session/{self.applications[application]}/{application}/{session}")
+
+    def place_of(self, application: str, name: str) -> str:
+        """A stand-in for the name that an application gave a session, in ids; it does not reveal the name."""
+        return hmac.digest(self.server.secret.encode(), f"name/{application}/{name}".encode(), "sha256").hex()[:24]
+
+    def application_of(self, request: Request) -> str | None:
+        """The application whose key the request carries; None if it is no such key."""
+        return self._holder(request, self.of_application)
+
+    def caller(self, request: Request) -> str:
+        """The same; ApiError 401 instead of None."""
+        name = self.application_of(request)
+        if name is None:
+            raise refused_key(request, "This route takes an application's key (`agl sessions key RUN APPLICATION`).")
+        return name
+
+    def collector(self, request: Request) -> str:
+        """The application on whose sessions the request's key may give feedback. ApiError 401 without one."""
+        name = self._holder(request, self.of_feedback)
+        if name is None:
+            hint = "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`)."
+            raise refused_key(request, hint)
+        return name
+
+    def user_of_session(self, request: Request, session: str) -> str:
+        """The application whose session this is, by the key that the request carries. ApiError 401 without it."""
+        name = self._holder(request, lambda application: self.of_session(application, session))
+        if name is None:
+            raise refused_key(request, "A session's own path takes the key that came with the session.")
+        return name
+
+    def _holder(self, request: Request, key_of: Callable[[str], str]) -> str | None:
+        return next((name for name in self.applications if carries(request, key_of(name))), None)

@@ -44,7 +44,7 @@ async def test_each_traveller_is_one_session_with_one_thumb_at_most(tmp_path: Pa
     async with SqliteStore(tmp_path / "store.sqlite") as store, ScriptedUpstream() as model:
         model.answer = always_the_cheapest
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
-        section = OnlineSection(upstream="http://unused/v1", applications={"desk": 1}, min_free_gib=0)
+        section = OnlineSection(upstream="http://unused/v1", applications={"desk": 1})
         settings = RunSettings(SamplingSection(), seed=0, timeout=60, attempts=1)
         source = Sessions(section, store, KEYS, fixed_upstream(upstream, settings), run="run", folder=tmp_path)
         async with running_stack(store=store, keys=KEYS, source=source) as stack:
@@ -64,4 +64,4 @@ async def test_each_traveller_is_one_session_with_one_thumb_at_most(tmp_path: Pa
         assert visit.right is not visit.names_airline
         assert visit.thumbs == (honest(visit.right, visit.number) if asked.gives_feedback else None)
     thumbs = [each.rewards["thumbs"] for each in feedback]
-    assert sorted(thumbs) == sorted(float(each.thumbs == "up") for each in visits if each.thumbs)
+    assert sorted(thumbs) == sorted(visit.thumbs for visit in visits if visit.thumbs is not None)

@@ -15,20 +15,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tomli_w
 from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.testing.upstream import ScriptedUpstream
 
-CONFIG: dict[str, Any] = {
-    "config_version": 1,
-    "name": "shop",
-    "agent": {"entry": "an_agent:solve"},
-    "tasks": {"train": {"source": "absent"}},
-    "policies": {"default": {"model": {"path": "./absent"}}},
-    "algorithm": {"name": "absent"},
-    "engine": {"name": "absent"},
-}
+from ..versions.deployed_runs import make_deployed
+
+PAGE = Path(__file__).parents[4] / "docs" / "deploy-and-learn.md"
 AGL = (sys.executable, "-c", "from agl_core.cli import main; main()")
 
 
@@ -42,14 +35,14 @@ class Place:
     """In this process; the server alone has one of its own."""
 
     def key(self, *arguments: str) -> str:
-        found = self.agl("sessions", "key", "shop", "support", *arguments)
+        found = self.agl("sessions", "key", "support", "support", *arguments)
         assert found.returncode == 0, found.stderr
         return found.stdout.strip()
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[tuple[subprocess.Popen[str], str]]:
         with subprocess.Popen(
-            [*AGL, "serve", "shop.toml"], cwd=self.folder, stdout=subprocess.PIPE, text=True
+            [*AGL, "serve", "support.toml"], cwd=self.folder, stdout=subprocess.PIPE, text=True
         ) as server:
             try:
                 assert server.stdout is not None
@@ -60,7 +53,7 @@ class Place:
                 server.communicate()
 
     def listed(self) -> list[dict[str, Any]]:
-        found = self.agl("sessions", "list", "shop", "--json")
+        found = self.agl("sessions", "list", "support", "--json")
         assert found.returncode == 0, found.stderr
         sessions: list[dict[str, Any]] = json.loads(found.stdout)
         return sessions
@@ -68,11 +61,12 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """With the configuration with which the page begins: it names no tasks and no model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     with ScriptedUpstream() as model:
-        online = {"upstream": model.url, "applications": {"support": 1}, "min_free_gib": 0.0}
-        (tmp_path / "shop.toml").write_text(tomli_w.dumps({**CONFIG, "online": online}))
+        page = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
+        (tmp_path / "support.toml").write_text(page.replace("http://127.0.0.1:8000/v1", model.url))
         yield Place(tmp_path, model, agl)
 
 
@@ -97,7 +91,7 @@ def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_c
         replies.append(ask(url, key, "three", "talk", **{"x-agl-session-end": "1"}))
         said = httpx.post(
             f"{url}/agl/v1/feedback",
-            json={"call": replies[0].id, "thumbs": "up", "id": "f"},
+            json={"call": replies[0].id, "rewards": {"thumbs": 1}, "id": "f"},
             headers={"Authorization": f"Bearer {place.key('--feedback')}"},
         )
         assert said.status_code == 200, said.text
@@ -105,7 +99,7 @@ def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_c
     with place.serving() as (server, url):
         again = httpx.post(
             f"{url}/agl/v1/feedback",
-            json={"call": replies[0].id, "thumbs": "up", "id": "f"},
+            json={"call": replies[0].id, "rewards": {"thumbs": 1}, "id": "f"},
             headers={"Authorization": f"Bearer {place.key('--feedback')}"},
         )
         assert again.json()["new"] is False
@@ -114,62 +108,42 @@ def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_c
     assert by_name["talk"]["calls"] == 3
     assert [each["rewards"] for each in by_name["talk"]["feedback"]] == [{"thumbs": 1.0}]
     assert [each["calls"] for name, each in by_name.items() if name != "talk"] == [1]
-    shown = place.agl("show", "shop", by_name["talk"]["id"])
+    shown = place.agl("show", "support", by_name["talk"]["id"])
     assert shown.returncode == 0, shown.stderr
     assert all(text in shown.stdout for text in ("one", "two", "three"))
-    told = place.agl("sessions", "show", "shop", by_name["talk"]["id"])
+    listed = place.agl("rollouts", "support", "--mode", "use")
+    assert by_name["talk"]["id"] in listed.stdout
+    told = place.agl("sessions", "show", "support", by_name["talk"]["id"])
     assert "thumbs 1" in told.stdout
-
-
-PAGE = Path(__file__).parents[4] / "docs" / "deploy-and-learn.md"
-
-
-def test_the_page_begins_with_a_configuration_that_records(place: Place) -> None:
-    """It names no tasks and no model; what reads a run reads this one too."""
-    page = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
-    (place.folder / "shop.toml").write_text(
-        page.replace("http://127.0.0.1:8000/v1", place.model.url).replace("support", "shop", 1)
-    )
-    with place.serving() as (_, url):
-        ask(url, place.key(), "a question", "talk")
-        [session] = place.listed()
-    with place.serving():
-        assert [each["calls"] for each in place.listed()] == [1]
-    for command in (["show", "shop", session["id"]], ["rollouts", "shop", "--mode", "use"]):
-        shown = place.agl(*command)
-        assert shown.returncode == 0, shown.stderr
-        assert session["id"] in shown.stdout
-    trained = place.agl("train", "shop.toml")
-    assert (trained.returncode, "nothing to train" in trained.stderr) == (2, True)
 
 
 def test_sessions_are_deleted_by_the_server_or_without_one(place: Place) -> None:
     def raw() -> bytes:
-        return b"".join(each.read_bytes() for each in (place.folder / "runs" / "shop").glob("store.sqlite*"))
+        return b"".join(each.read_bytes() for each in (place.folder / "runs" / "support").glob("store.sqlite*"))
 
     with place.serving() as (_, url):
         key = place.key()
         for name in ("Rapunzel", "Aschenputtel", "Dornröschen"):
             ask(url, key, name, f"talk-{name[0]}")
         first, second, third = [each["id"] for each in place.listed()]
-        done = place.agl("sessions", "delete", "shop", first)
+        done = place.agl("sessions", "delete", "support", first)
         assert done.returncode == 0, done.stderr
         assert [each["id"] for each in place.listed()] == [second, third]
         assert b"Rapunzel" not in raw()
-        unknown = place.agl("sessions", "delete", "shop", f"use-{'0' * 24}-{'0' * 12}")
+        unknown = place.agl("sessions", "delete", "support", f"use-{'0' * 24}-{'0' * 12}")
         assert unknown.returncode == 2
         assert "There is no session" in unknown.stderr
-    done = place.agl("sessions", "delete", "shop", second)
+    done = place.agl("sessions", "delete", "support", second)
     assert done.returncode == 0, done.stderr
     assert [each["id"] for each in place.listed()] == [third]
     assert b"Aschenputtel" not in raw()
-    unknown = place.agl("sessions", "delete", "shop", "use-nothing")
+    unknown = place.agl("sessions", "delete", "support", "use-nothing")
     assert unknown.returncode == 2
     assert "nothing was deleted" in unknown.stderr
 
 
 def test_what_is_wrong_is_said(place: Place) -> None:
-    no_key = place.agl("sessions", "key", "shop", "support")
+    no_key = place.agl("sessions", "key", "support", "support")
     assert no_key.returncode == 2
     assert "not a run's folder" in no_key.stderr
     for change, says in (
@@ -181,11 +155,36 @@ def test_what_is_wrong_is_said(place: Place) -> None:
         ("online.upstream_key_env='NO_SUCH_KEY'", "NO_SUCH_KEY is not set"),
         ("online.upstream='http://127.0.0.1:9/v1'", "cannot be reached"),
     ):
-        refused = place.agl("serve", "shop.toml", "--set", change)
+        refused = place.agl("serve", "support.toml", "--set", change)
         assert refused.returncode == 2, change
         assert says in refused.stderr, (change, refused.stderr)
-    assert not (place.folder / "runs" / "shop").exists()
+    assert not (place.folder / "runs" / "support").exists()
     with place.serving():
-        other = place.agl("sessions", "key", "shop", "nobody")
+        other = place.agl("sessions", "key", "support", "nobody")
         assert other.returncode == 2
         assert "no application 'nobody'. Known: support" in other.stderr
+    trained = place.agl("train", "support.toml")
+    assert (trained.returncode, "nothing to train" in trained.stderr) == (2, True)
+
+
+PLUGIN = """
+from pathlib import Path
+Path(__file__).with_name("it-ran").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("sessions list calc", "sessions delete calc s1", "sessions key calc shop", "versions list calc"),
+        *("policy export calc@10 --out policy", "policy serve calc@10"),
+    ],
+)
+def test_no_code_of_the_run_runs(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_deployed(tmp_path / "runs" / "calc", 10).run
+    (run / "plugin.py").write_text(PLUGIN)
+    config = run / "config.toml"
+    config.write_text('plugins = ["plugin.py"]\n' + config.read_text())
+    agl(*command.split())
+    assert not (run / "it-ran").exists()

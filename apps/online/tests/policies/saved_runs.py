@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,29 +36,27 @@ def make_run(
         "algorithm": {"name": "grpo"},
         "credit": {"name": "identical"},
         "rewards": {"answer": {"rule": "exact_match"}},
-        "train": {"steps": 40},
+        "seed": 1,
+        "train": {"steps": 40, "groups_per_step": 4, "group_size": 8},
         "engine": {"name": "not-installed"},
     }
     (folder / "config.toml").write_text(tomli_w.dumps(config))
     checkpoints = Checkpoints(folder / "checkpoints", keep)
     for step, reward in rewards.items():
-        add_checkpoint(checkpoints, step, reward, list(sections), adapter=adapter)
+        add_checkpoint(checkpoints, step, reward, config, adapter=adapter)
     return checkpoints
 
 
 def add_checkpoint(
-    checkpoints: Checkpoints, step: int, reward: float | None, policies: list[str], *, adapter: bool = False
+    checkpoints: Checkpoints, step: int, reward: float | None, config: dict[str, Any], *, adapter: bool
 ) -> None:
     """One more, and the evaluation behind it."""
     part = checkpoints.begin(step)
-    for policy in policies:
+    for policy in config["policies"]:
         model = part / policy / "model"
         model.mkdir(parents=True)
         (model / "weights").write_text(f"{policy} of step {step}")
         (model / ("adapter_config.json" if adapter else "config.json")).write_text("{}")
-    evaluations = [] if reward is None else [{"step": step, "set": "eval", "mode": "greedy", "reward": reward}]
-    checkpoints.commit(part, RunState(step=step, evaluations=evaluations))
-    if reward is not None:
-        line = {"step": step, "kind": "eval", "eval/greedy/reward/mean": reward, "eval/greedy/rollouts": 20.0}
-        with (checkpoints.folder.parent / "metrics.jsonl").open("a") as metrics:
-            metrics.write(json.dumps(line) + "\n")
+    evaluation = {"step": step, "set": "eval", "mode": "greedy", "reward": reward, "rollouts": 20}
+    evaluations = [] if reward is None else [evaluation]
+    checkpoints.commit(part, RunState(step=step, evaluations=evaluations, config=config))

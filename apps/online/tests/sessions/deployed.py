@@ -21,12 +21,12 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Mode, Rollout
 from agl_online.config import OnlineSection
 from agl_online.feedback import Feedback, said_of
-from agl_online.keys import ApplicationKeys
-from agl_online.kinds import Redactor
+from agl_online.redaction import Redactor
 from agl_online.sessions import Sessions, fixed_upstream
+from agl_online.wire import ApplicationKeys
 
 SAMPLED = RunSettings(SamplingSection(temperature=0.7, max_tokens=512), seed=1, timeout=30, attempts=2)
-SETTINGS: dict[str, Any] = {"upstream": "http://unused/v1", "applications": {"shop": 1, "mail": 1}, "min_free_gib": 0}
+SETTINGS: dict[str, Any] = {"upstream": "http://unused/v1", "applications": {"shop": 1, "mail": 1}}
 KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
 
 

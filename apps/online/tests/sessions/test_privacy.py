@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agl_core.testing.scripts import Hold, Say
-from agl_core.types import AttemptKey, Mode, RolloutState
+from agl_core.types import RolloutState
 from agl_online.redaction import Redaction
 
 from .deployed import Deployed, deployed
@@ -36,7 +34,7 @@ async def test_nothing_of_a_session_that_opted_out_is_stored(use: Deployed, tmp_
     assert await use.sessions() == []
     assert b"secret" not in raw(tmp_path)
     for target in ({"call": reply.id}, {"session": begun["session"]}):
-        assert (await use.say(**target, thumbs="up", note="a secret note")).status_code in (404, 410)
+        assert (await use.say(**target, rewards={"thumbs": 1}, note="a secret note")).status_code in (404, 410)
     assert b"secret" not in raw(tmp_path)
     assert use.counted("unrecorded") == 0, "that counts what should have been recorded"
 
@@ -56,7 +54,7 @@ async def test_opting_out_later_removes_what_was_stored_and_outlives_the_server(
             extra_headers={"x-agl-session-record": "off"},
         )
         assert await use.sessions() == []
-        assert (await use.say(session="talk", thumbs="up")).status_code == 410
+        assert (await use.say(session="talk", rewards={"thumbs": 1})).status_code == 410
     async with deployed(tmp_path) as use:
         assert (await use.ask("still private", "talk")).id
         agent = use.agent(begun["key"], begun["path"])
@@ -69,7 +67,7 @@ async def test_opting_out_later_removes_what_was_stored_and_outlives_the_server(
 async def test_a_deleted_session_is_gone_and_stays_gone(use: Deployed, tmp_path: Path) -> None:
     reply = await use.ask("Rumpelstilzchen", "talk")
     await use.ask("where is it?", "other")
-    await use.say(call=reply.id, thumbs="up", note="Rapunzel")
+    await use.say(call=reply.id, rewards={"thumbs": 1}, note="Rapunzel")
     [session, other] = await use.sessions()
     operator = use.operator
     assert (await use.post("sessions/delete", operator, sessions=[session.id])).json() == {"deleted": 1}
@@ -78,7 +76,7 @@ async def test_a_deleted_session_is_gone_and_stays_gone(use: Deployed, tmp_path:
         assert text not in raw(tmp_path)
     assert await use.sessions() == [other]
     for target in ({"call": reply.id}, {"session": session.id}):
-        said = await use.say(**target, thumbs="up")
+        said = await use.say(**target, rewards={"thumbs": 1})
         assert (said.status_code, said.json()["error"]["code"]) == (410, "session_deleted")
     unknown = await use.post("sessions/delete", operator, sessions=[other.id, f"use-{'0' * 24}-{'0' * 12}"])
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_unknown")
@@ -219,19 +217,5 @@ async def test_old_sessions_are_removed(tmp_path: Path) -> None:
         while len(await use.sessions()) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         assert await use.sessions() == [new]
-        assert (await use.say(session=old.id, thumbs="up")).status_code == 410
+        assert (await use.say(session=old.id, rewards={"thumbs": 1})).status_code == 410
     assert b"Rumpelstilzchen" not in raw(tmp_path)
-
-
-async def test_pruning_a_run_leaves_its_sessions_whole(tmp_path: Path) -> None:
-    async with deployed(tmp_path) as use:
-        await use.ask("hello", "talk", **{"x-agl-session-end": "1"})
-    from agl_core.store.sqlite import SqliteStore
-
-    async with SqliteStore(tmp_path / "store.sqlite") as store:
-        assert await store.prune(10) == 0
-        [session] = await store.rollouts(mode=Mode.USE)
-        [call] = await store.calls([AttemptKey(session.id, 0)])
-        assert call.prompt_ids is not None
-    with closing(sqlite3.connect(tmp_path / "store.sqlite")) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

@@ -7,11 +7,9 @@ from typing import Any
 
 import httpx
 
-from agl_core.server import Keys
 from agl_core.types import AttemptKey
-from agl_online.keys import ApplicationKeys
 
-from .deployed import KEYS, Deployed, deployed
+from .deployed import Deployed, deployed
 
 CHAT = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -45,7 +43,7 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
         "a call of another application's session": (foreign, CHAT, set()),
         "beginning": ("/agl/v1/sessions", {}, {"application"}),
         "ending": ("/agl/v1/sessions/end", {"session": "talk"}, {"application"}),
-        "feedback": ("/agl/v1/feedback", {"call": reply.id, "thumbs": "up"}, {"feedback"}),
+        "feedback": ("/agl/v1/feedback", {"call": reply.id, "rewards": {"thumbs": 1}}, {"feedback"}),
         "deletion": ("/agl/v1/sessions/delete", {"sessions": ["use-x"]}, {"operator"}),
         "a lease": ("/agl/v1/leases", {"worker": "w", "capacity": 1}, {"worker"}),
     }
@@ -99,36 +97,9 @@ async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_p
         async with deployed(tmp_path, applications=applications) as use:
             assert (await post(use, "/v1/chat/completions", old[0])).status_code == 401
             assert (await post(use, f"{begun['path']}/v1/chat/completions", old[1])).status_code == 401
-            said = await use.post("feedback", old[2], call=reply.id, thumbs="up")
+            said = await use.post("feedback", old[2], call=reply.id, rewards={"thumbs": 1})
             assert said.status_code == 401
             if "shop" in applications:
-                assert (await use.say(call=reply.id, thumbs="up")).status_code == 200
+                assert (await use.say(call=reply.id, rewards={"thumbs": 1})).status_code == 200
                 await use.ask("the same session", "talk")
                 assert {call.rollout for call in await use.calls()} == {begun["session"]}
-
-
-def test_the_keys_of_applications_are_all_different() -> None:
-    session = "use-1-1"
-    made = [
-        each
-        for number in (1, 2)
-        for keys in [ApplicationKeys(Keys(secret="s"), {"shop": number, "mail": number})]
-        for name in ("shop", "mail")
-        for each in (keys.of_application(name), keys.of_feedback(name), keys.of_session(name, session))
-    ]
-    made += [Keys(secret="s").of_attempt(AttemptKey(session, 0)), Keys(secret="s").of_lease(AttemptKey(session, 0))]
-    assert len(set(made)) == len(made) == 14
-
-
-async def test_a_server_that_records_no_use_has_no_such_routes(use: Deployed) -> None:
-    from agl_core.testing.server import running_stack
-
-    assert "/agl/v1/feedback" in use.server.openapi["paths"]
-    async with running_stack(keys=KEYS) as stack:
-        assert "/agl/v1/feedback" not in stack.server.openapi["paths"]
-        for route in ("sessions", "feedback"):
-            url = f"{stack.server.base_url}/agl/v1/{route}"
-            got = await use.http.post(
-                url, json={}, headers={"Authorization": f"Bearer {use.keys.of_application('shop')}"}
-            )
-            assert got.status_code == 404

@@ -131,7 +131,7 @@ async def test_open_sessions_are_taken_up_by_the_next_server(tmp_path: Path) -> 
         calls = await use.calls()
         assert [call.sequence for call in calls if call.rollout == by_name["talk"].id] == [0, 1]
         assert [call.sequence for call in calls if call.rollout == begun["session"]] == [0]
-        assert (await use.say(call=ended, thumbs="up")).status_code == 200
+        assert (await use.say(call=ended, rewards={"thumbs": 1})).status_code == 200
 
 
 async def test_a_retry_of_the_client_is_no_second_call(use: Deployed) -> None:

@@ -31,11 +31,10 @@ from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
 from agl_core.training.stall import StallWatch
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode
-from agl_online.canary import Outcome
 from agl_online.config import LearnSection
 from agl_online.feedback import users_said
 from agl_online.learner import Learner
-from agl_online.ledger import Ledger
+from agl_online.versions import Ledger
 
 from .sessions_of_use import Sessions
 
@@ -98,8 +97,6 @@ class World:
     live: Callable[[int], float] = lambda version: 0.5
     """The share of the sessions of a version that get a thumbs up."""
     learn: dict[str, Any] = field(default_factory=dict)
-    checks: Mapping[str, Any] = field(default_factory=dict)
-    """What the gate asks beside the rewards."""
     kill: Callable[[str], bool] = lambda decision: False
     """Whether the learner is killed right after a decision was written."""
     drift: float = 0.0
@@ -112,13 +109,8 @@ class World:
     learner: Learner = field(init=False)
 
     @property
-    def failed(self) -> list[Outcome]:
-        """No call fails."""
-        return []
-
-    @property
     def ledger(self) -> Ledger:
-        return Ledger.of_run(self.run)
+        return Ledger(self.run)
 
     @property
     def decisions(self) -> list[tuple[int, str]]:
@@ -126,7 +118,7 @@ class World:
 
     async def refresh(self) -> None:
         """Sessions end, answered by what the ledger says; every second one by the canary."""
-        serving = self.ledger.current("default").serving
+        serving = self.ledger.current().serving
         for _ in range(4):
             self.ended += 1
             version = serving[self.ended % len(serving)]
@@ -149,7 +141,7 @@ class World:
         if found:
             state = read_state(found[-1])
             await self.engine.load(found[-1])
-        self.ledger.begin("default", state.step, "the start")
+        self.ledger.begin(state.step, "the start")
         self.learner = self._made(steps, folder, state)
         self.restarts += 1
         await self.learner.train()
@@ -174,7 +166,7 @@ class World:
             config=config,
             policies={"default": PolicyPlan(algorithm, credit)},
             plugins=Plugins(),
-            sections={"learn": Chosen(section, learn, parts={"gate.checks": self.checks})},
+            sections={"learn": Chosen(section, learn)},
         )
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
@@ -198,7 +190,7 @@ class World:
             *(loaded, session, Fifo(), checkpoints, log, Observer()),
             state=state,
             saved_step=state.step,
-            deployed=self,
+            deployed=cast(Any, self),
             ledger=self.ledger,
             world=self,
         )

@@ -11,13 +11,15 @@ from typing import Any, cast
 
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
+from agl_core.protocols import DrawContext
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
+from agl_core.training.experience import Drawn
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
 from agl_core.types import Attempt, Call, Ending, Mode, Rollout, RolloutState, Task
 from agl_online.config import LearnSection
-from agl_online.experience import SessionSource, Taken, updates_since
+from agl_online.experience import SessionExperience, updates_since
 from agl_online.feedback import Feedback, users_said
 
 NOTHING: Mapping[Ending, float | str] = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}
@@ -68,13 +70,13 @@ class Sessions:
         self.count += 1
         await self.store.put(Feedback(id, f"f{self.count}", time.time(), {"thumbs": thumbs}).annotation)
 
-    def source(self, between: Callable[[], Awaitable[None]] | None = None) -> SessionSource:
+    def source(self, between: Callable[[], Awaitable[None]] | None = None) -> SessionExperience:
         """A learner's source, as after a start."""
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
         collector = Collector(self.store, nobody, rules, NOTHING, Plugins().hook, lambda: None)
-        return SessionSource(
-            *(self.store, collector, "run", LearnSection(**self.settings), ("*",)),
+        return SessionExperience(
+            *(self.store, collector, "run", LearnSection(**self.settings), ("*",), None),
             versions={"default": self.engine_version},
             since=lambda version: updates_since(version, self.step, self.resets),
             between=between or self._once(),
@@ -91,17 +93,17 @@ class Sessions:
 
         return between
 
-    async def take(self, source: SessionSource | None = None) -> Taken:
+    async def take(self, source: SessionExperience | None = None) -> Drawn:
         """The sessions of the next step, which is made with them."""
         with Observer().phase("rollouts", self.step + 1) as phase:
-            return await (source or self.source()).take(self.step + 1, phase)
+            return await (source or self.source()).draw(1, DrawContext(self.step + 1, 0, {}, 0, 1), phase)
 
-    async def train(self, taken: Taken) -> list[str]:
+    async def train(self, taken: Drawn) -> list[str]:
         """The step is made and recorded; its rollouts."""
         self.step += 1
         self.engine_version += 1
-        await self.store.put(*(replace(each.rollout, step=self.step) for each in taken.scored))
-        return [each.rollout.id for each in taken.scored]
+        await self.store.put(*(replace(each, step=self.step) for each in taken.rollouts))
+        return [each.id for each in taken.rollouts]
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agl_online.canary import Outcome, look, low
 from agl_online.config import CanarySection
-from agl_online.ledger import State
+from agl_online.trials import Outcome, judge_canary, lower_bound
+from agl_online.versions import State
 
 STABLE, CANARY = 10, 20
 SETTINGS = CanarySection(share=0.4, tolerance=0.15)
@@ -35,10 +35,10 @@ def decided(
 ) -> tuple[State, int] | None:
     """The first decision, and after how many sessions of both arms it fell."""
     for count in looks:
-        seen = look("default", CANARY, STABLE, outcomes[:count], settings)
-        if seen.decision is not None:
-            assert seen.decision.step == CANARY
-            return seen.decision.state, count
+        seen = judge_canary(CANARY, STABLE, outcomes[:count], settings)
+        if seen is not None:
+            assert seen.step == CANARY
+            return seen.state, count
     return None
 
 
@@ -58,10 +58,10 @@ def test_the_bounds_hold_at_all_times_at_once(draw: Draw) -> None:
     for seed in range(200):
         rng = np.random.default_rng([7, seed])
         values = np.array([draw(rng) for _ in range(400)])
-        missed += low(values, 0.1) > mean + 0.01
+        missed += lower_bound(values, 0.1) > mean + 0.01
     assert missed <= 20, "0.1 of 200"
     rng = np.random.default_rng(11)
-    assert low(np.array([draw(rng) for _ in range(3000)]), 0.1) > mean - 0.06, "it closes in"
+    assert lower_bound(np.array([draw(rng) for _ in range(3000)]), 0.1) > mean - 0.06, "it closes in"
 
 
 def test_a_worse_canary_is_hardly_ever_promoted() -> None:
@@ -99,59 +99,42 @@ def test_a_better_canary_is_promoted_soon() -> None:
 def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() -> None:
     outcomes = [replace(each, reward=10 * (each.reward or 0.0) - 5) for each in sessions(1, 600, solved(1), solved(0))]
     settings = CanarySection(reward=(-5, 5), tolerance=0.5, min_sessions=100)
-    early = look("default", CANARY, STABLE, outcomes[:200], settings)
-    assert early.decision is None
-    assert (early.figures["canary/reward"], early.figures["stable/reward"]) == (5.0, -5.0)
-    late = look("default", CANARY, STABLE, outcomes, settings)
-    assert late.decision is not None
-    assert late.decision.state is State.STABLE
-    assert 5 < late.decision.figures["difference/low"] < 10
+    assert judge_canary(CANARY, STABLE, outcomes[:200], settings) is None
+    late = judge_canary(CANARY, STABLE, outcomes, settings)
+    assert late is not None
+    assert late.state is State.STABLE
+    assert (late.figures["canary/reward"], late.figures["stable/reward"]) == (5.0, -5.0)
+    assert 5 < late.figures["difference/low"] < 10
 
 
 def test_no_user_outweighs_others() -> None:
     """One user floods the canary with bad sessions."""
     fair = sessions(3, 400, solved(0.9), solved(0.7))
-    flood = [Outcome(CANARY, "angry", 0.0, empty=1.0, tool_errors=1.0, lost=True) for _ in range(500)]
+    flood = [Outcome(CANARY, "angry", 0.0, empty=1.0, tool_errors=1.0) for _ in range(500)]
     mixed = [each for pair in zip(fair, [*flood[:400]], strict=True) for each in pair]
     assert decided(fair, SETTINGS, [400]) == (State.STABLE, 400)
     assert decided(mixed, SETTINGS, [800]) == (State.STABLE, 800)
-    assert look("default", CANARY, STABLE, flood, SETTINGS).figures["canary/sessions"] == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "says"),
-    [("tool_errors", "tool calls that fail"), ("empty", "empty answers"), ("lost", "sessions that fail")],
-)
+@pytest.mark.parametrize(("field", "says"), [("tool_errors", "tool calls that fail"), ("empty", "empty answers")])
 def test_a_limit_trips_after_few_sessions_whatever_the_reward(field: str, says: str) -> None:
     outcomes: list[Outcome] = []
-    seen = look("default", CANARY, STABLE, outcomes, SETTINGS)
-    while seen.decision is None:
+    while (seen := judge_canary(CANARY, STABLE, outcomes, SETTINGS)) is None:
         number = len(outcomes)
         is_canary = number % 5 == 0
-        bad = {field: 1.0 if field != "lost" else True} if is_canary else {}
-        outcomes.append(Outcome(CANARY if is_canary else STABLE, f"user-{number}", None, **bad))  # type: ignore[arg-type]
-        seen = look("default", CANARY, STABLE, outcomes, SETTINGS)
-    assert seen.decision.state is State.ROLLED_BACK
-    assert says in seen.decision.reason
+        bad = {field: 1.0} if is_canary else {}
+        outcomes.append(Outcome(CANARY if is_canary else STABLE, f"user-{number}", None, **bad))
+    assert seen.state is State.ROLLED_BACK
+    assert says in seen.reason
     assert seen.figures["canary/sessions"] <= 12
 
 
-def test_failed_sessions_count_wherever_they_stand() -> None:
-    """Those of which nothing was recorded are known apart from the others."""
-    failed = [Outcome(CANARY, f"failed-{number}", None, lost=True) for number in range(15)]
-    others = [Outcome(STABLE, f"user-{number}", 1.0) for number in range(135)]
-    for outcomes in ([*failed, *others], [*others, *failed]):
-        seen = look("default", CANARY, STABLE, outcomes, CanarySection(share=0.1))
-        assert seen.decision is not None
-        assert "sessions that fail is 1.000 in 15 sessions, and 0.000 in 135" in seen.decision.reason
-
-
 def test_what_stays_undecided_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_online.canary._MAX_SESSIONS", 300)
+    monkeypatch.setattr("agl_online.trials._MAX_SESSIONS", 300)
     outcomes = sessions(5, 2000, solved(0.5), solved(0.5))
     settings = CanarySection(tolerance=0.01)
-    seen = look("default", CANARY, STABLE, outcomes, settings)
-    assert seen.decision is not None
-    assert (seen.decision.state, "Nothing showed in time" in seen.decision.reason) == (State.ROLLED_BACK, True)
-    silent = [replace(each, reward=None) for each in outcomes]
-    assert look("default", CANARY, STABLE, silent, settings).decision is None, "missing feedback is missing, not 0"
+    seen = judge_canary(CANARY, STABLE, outcomes, settings)
+    assert seen is not None
+    assert (seen.state, "Nothing showed in time" in seen.reason) == (State.ROLLED_BACK, True)
+    silent = [replace(outcome, reward=None) for outcome in outcomes]
+    assert judge_canary(CANARY, STABLE, silent, settings) is None, "missing feedback is missing, not 0"

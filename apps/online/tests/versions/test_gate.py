@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import pytest
 
 from agl_core.training.evaluate import Evaluated, TaskScore
 from agl_online.config import GateSection
-from agl_online.gate import decide
-from agl_online.ledger import By, Decision, State
+from agl_online.trials import decide_at_gate
+from agl_online.versions import By, Decision, State
 
 SAME = np.random.default_rng(0).random(100) < 0.6
 NEAR = {"eval/sampled/kl": 0.02}
@@ -26,13 +26,12 @@ def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
 def decision(
     candidate: Evaluated,
     incumbent: Evaluated,
-    objections: Sequence[str] = (),
     divergence: Mapping[str, float] = NEAR,
     **limits: float,
 ) -> Decision:
     settings = GateSection(**limits)
-    found = decide("default", 20, candidate, incumbent, settings, divergence=divergence, objections=objections)
-    assert (found.policy, found.step, found.by) == ("default", 20, By.GATE)
+    found = decide_at_gate(20, candidate, incumbent, settings, divergence=divergence)
+    assert (found.step, found.by) == (20, By.GATE)
     return found
 
 
@@ -107,8 +106,3 @@ def test_how_far_a_version_may_be_from_the_served_one_is_limited() -> None:
     assert broken.state is State.REJECTED
     unknown = decision(evaluated(SAME), evaluated(SAME), divergence={})
     assert unknown.reason == "No sampled reply showed how far it is from the served version."
-
-
-def test_an_objection_of_the_users_own_checks_is_enough() -> None:
-    found = decision(evaluated(SAME), evaluated(SAME), objections=["swears: it swears", "slow: 9 s"])
-    assert (found.state, found.reason) == (State.REJECTED, "Swears: it swears; slow: 9 s.")

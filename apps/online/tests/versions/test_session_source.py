@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from agl_core.training.experience import Drawn
 from agl_core.types import Call, DropReason, Ending, Sampling
-from agl_online.experience import Taken
 
 from .sessions_of_use import WaitsError, sessions
 
 
-def reasons(taken: Taken) -> dict[str, str | None]:
-    return {each.rollout.id: each.episode.dropped for each in taken.scored}
+def reasons(taken: Drawn) -> dict[str, str | None]:
+    return {episode.rollout: episode.dropped for episode in taken.new}
 
 
 async def test_each_rewarded_session_is_used_once_the_latest_first(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ async def test_each_rewarded_session_is_used_once_the_latest_first(tmp_path: Pat
         first, silent, second, third = [await use.end(thumbs=t) for t in (1.0, None, 0.0, 1.0)]
         taken = await use.take()
         assert await use.train(taken) == [second, third]
-        assert [each.episode.terminal for each in taken.scored] == [0.0, 1.0]
+        assert [episode.terminal for episode in taken.new] == [0.0, 1.0]
         assert (taken.metrics["sessions/reward"], taken.metrics["sessions/waiting"]) == (0.5, 2.0)
         with pytest.raises(WaitsError):
             await use.take()
@@ -75,9 +75,9 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
             await use.end(version=4): DropReason.STALE,
         }
         taken = await use.take()
-        assert [each.rollout.id for each in taken.scored[:2]] == fresh
+        assert [episode.rollout for episode in taken.new[:2]] == fresh
         assert reasons(taken) == {**expected, **dict.fromkeys(fresh)}
-        versions = {each.rollout.id: each.episode.transitions[0].version for each in taken.scored[:2]}
+        versions = {episode.rollout: episode.transitions[0].version for episode in taken.new[:2]}
         assert versions == {fresh[0]: 8 - 3, fresh[1]: 8}, "in the engine's numbers"
 
 

@@ -1,0 +1,462 @@
+"""The commands of real use: `agl serve`, `learn`, `sessions`, `versions` and `policy`."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agl_core.cli.options import AsJson, Set
+from agl_core.cli.screen import Screen, print_json, shown
+from agl_core.config import CONFIG_FILE, check, load
+from agl_core.reading.words import number, one_line
+
+if TYPE_CHECKING:
+    from agl_core.config.load import LoadedConfig
+    from agl_core.protocols import Upstream
+    from agl_core.store.interface import Store
+    from agl_core.types import Ending, Rollout
+    from agl_online.config import OnlineSection
+    from agl_online.feedback import Feedback
+    from agl_online.versions import State
+
+Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
+Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id, or its beginning.")]
+Application = Annotated[str, typer.Argument(help="The application, as in [online.applications].")]
+Limit = Annotated[int, typer.Option(min=1, help="The number of sessions, the newest ones.")]
+ForFeedback = Annotated[bool, typer.Option("--feedback", help="The key for feedback alone.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME[@STEP]", help="As calc@40; calc alone means the version named above.")
+]
+Reason = Annotated[str, typer.Option(help="Why, for the ledger.")]
+Saved = Annotated[str, typer.Argument(metavar="NAME@STEP", help="As calc@40, calc@latest, calc@best or calc@stable.")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME[@STEP]...", help="As calc@40; calc alone: the latest.")]
+Out = Annotated[Path, typer.Option(help="The folder to write; it must not exist.")]
+Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]
+
+_BY_HAND = "An operator decided so."
+
+sessions = typer.Typer(help="List, show and delete sessions of real use.", no_args_is_help=True)
+versions = typer.Typer(help="List, promote and roll back the versions that answer real use.", no_args_is_help=True)
+policy = typer.Typer(help="Export and serve what runs have trained.", no_args_is_help=True)
+
+
+def serve(
+    target: Target,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Stand between deployed applications and their model: record their sessions, and take feedback on them.
+
+    The configuration has [online] with the applications and the model server (docs/deploy-and-learn.md). The run's
+    folder, runs/NAME, holds the store. The server may be killed at any time; start it again with the same command, and
+    open sessions go on.
+
+    This machine needs no weights, and of the plugins in the configuration only the store and the redactors.
+
+    To be reached from other machines, give it an address of this one with `--set server.host=…`, and set
+    AGL_WORKER_KEY. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
+    """
+    from agl_core.config.load import SERVED, store_config
+    from agl_core.server.listening import run
+    from agl_core.training.server import make_run_dir, removed_unless_begun
+
+    loaded, run_dir = load(_file(target), set_, needs=SERVED), _folder(target)
+    run_dir = run_dir or loaded.config.runs / loaded.config.name
+    is_new = not run_dir.exists()
+    if not (run_dir / CONFIG_FILE).exists():
+        make_run_dir(run_dir, partial(store_config, loaded.config))
+    with removed_unless_begun(run_dir if is_new else None) as begun:
+        run(_serve(loaded, run_dir, Screen(), begun))
+
+
+async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
+    from agl_core.errors import ConfigError
+    from agl_core.training.server import local_server, run_settings
+    from agl_online.config import online_section
+    from agl_online.sessions import fixed_upstream, sessions_of
+
+    online = online_section(loaded)
+    if "learn" in loaded.sections:
+        raise ConfigError(
+            "With [learn], versions of the run's own answer its sessions, and `agl learn` serves them: start that, or "
+            "leave [learn] out and name online.upstream."
+        )
+    answering = fixed_upstream(open_online_upstream(online, console), run_settings(loaded.config))
+    recorded = sessions_of(loaded, run_dir, answering, console.print)
+    stopping = asyncio.ensure_future(_signalled())  # A signal that comes early stops it as cleanly.
+    async with local_server(loaded, run_dir, recorded) as server:
+        begun()
+        console.print(f"serving {run_dir} at {server.base_url}")
+        async with shown(run_dir, loaded.config.server, server.keys.operator, console):
+            await stopping
+        console.print("stopping")
+
+
+def open_online_upstream(settings: OnlineSection, console: Screen) -> Upstream:
+    """What answers real use. ConfigError without its key, EngineError if it does not answer."""
+    from agl_core.cli.upstreams import open_upstream
+    from agl_core.errors import ConfigError
+    from agl_core.wire.keys import take_key
+
+    variable = settings.upstream_key_env
+    key = None if variable is None else take_key(variable)
+    if variable is not None and key is None:
+        raise ConfigError(
+            f"online.upstream_key_env: the environment variable {variable} is not set. Set it to the key of the model "
+            f"server {settings.upstream}, or leave upstream_key_env out."
+        )
+    assert settings.upstream is not None, "it was checked"
+    upstream, probe = open_upstream(settings.upstream.rstrip("/"), key or "none", settings.model)
+    if not probe.returns_ids:
+        console.print(f"note: no token ids are recorded, for {probe.missing}. Sessions can be read, not trained on.")
+    return upstream
+
+
+async def _signalled() -> None:
+    """Return on Ctrl-C or SIGTERM; a second one gets the default treatment."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number_ in signals:
+        loop.add_signal_handler(number_, stopped.set)
+    await stopped.wait()
+    for number_ in signals:
+        loop.remove_signal_handler(number_)
+
+
+def learn(
+    target: Target,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Serve a run's versions to applications, learn from their sessions, and test each new version before it serves.
+
+    The configuration has [online] with the applications, and [learn]. Everything runs on this machine: the engine that
+    trains, the one that answers, server and workers. The address for applications is printed at the start; `agl
+    sessions key` makes their keys.
+
+    Each step takes sessions that ended and have a reward. Every learn.propose_every steps the weights go to the gate,
+    and then to a share of the sessions, before they answer all of them (docs/deploy-and-learn.md). `agl versions` shows
+    what became of each version.
+
+    Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
+    """
+    from agl_core.cli.train import trained
+    from agl_core.wire.keys import OPERATOR_KEY
+    from agl_online.learner import learn as run_learning
+
+    loaded = load(_file(target), set_)
+    check(loaded)
+    run_dir = _folder(target) or loaded.config.runs / loaded.config.name
+    console = Screen()
+    console.print(f"run folder: {run_dir}")
+    learning = partial(run_learning, loaded, run_dir)
+    trained(loaded, run_dir, learning, os.environ.get(OPERATOR_KEY), console, f"agl learn {run_dir}")
+
+
+def _file(target: Path) -> Path:
+    return target / CONFIG_FILE if target.is_dir() else target
+
+
+def _folder(target: Path) -> Path | None:
+    return target if target.is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """One session as a list shows it."""
+
+    id: str
+    application: str
+    name: str | None
+    """What the application calls it."""
+    started: float | None
+    ended: float | None
+    """None: it is open."""
+    ending: Ending | None
+    calls: int
+    feedback: Sequence[Feedback]
+
+    @classmethod
+    async def read(cls, store: Store, rollout: Rollout) -> SessionEntry:
+        from agl_core.store.interface import ErasableStore
+        from agl_core.types import AttemptKey
+        from agl_online.feedback import said_of
+
+        key = AttemptKey(rollout.id, 0)
+        attempts = await store.attempts(rollout.id)
+        return cls(
+            id=rollout.id,
+            application=str(rollout.task.metadata.get("application")),
+            name=rollout.task.metadata.get("session"),
+            started=attempts[0].started if attempts else None,
+            ended=attempts[0].ended if attempts else None,
+            ending=rollout.ending,
+            calls=sum(not call.late and not call.undelivered for call in await store.calls([key])),
+            feedback=said_of(await store.annotations([key])) if isinstance(store, ErasableStore) else (),
+        )
+
+
+@sessions.command("list")
+def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
+    """List the sessions of a run, the newest last."""
+    from rich.table import Table
+
+    from agl_core.reading.runs import read_run
+    from agl_core.types import Mode
+
+    async def read(store: Store) -> list[SessionEntry]:
+        rollouts = await store.rollouts(mode=Mode.USE, newest=limit)
+        return [await SessionEntry.read(store, rollout) for rollout in rollouts]
+
+    entries = read_run(run, read)
+    if as_json:
+        print_json(entries)
+        return
+    table = Table("session", "application", "name", "started", "ended", "calls", "feedback")
+    for entry in entries:
+        numbers = {name: value for feedback in entry.feedback for name, value in feedback.rewards.items()}
+        table.add_row(
+            entry.id,
+            one_line(entry.application, 40),
+            one_line(entry.name or "-", 40),
+            _when(entry.started),
+            entry.ending.value if entry.ending else "open",
+            str(entry.calls),
+            _numbers(numbers) or ("said" if entry.feedback else "-"),
+        )
+    Screen().print(table)
+
+
+@sessions.command("show")
+def show_session(run: Run, id: Id, as_json: AsJson = False) -> None:
+    """Show a session and the feedback on it; agl show ID shows its calls."""
+    from agl_core.reading.runs import read_run
+
+    async def read(store: Store) -> SessionEntry:
+        return await SessionEntry.read(store, await store.rollout(id))
+
+    entry = read_run(run, read)
+    if as_json:
+        print_json(entry)
+        return
+    screen = Screen()
+    ended = entry.ending.value if entry.ending else "open"
+    screen.print(f"{entry.id}: {one_line(entry.application, 40)}, {one_line(entry.name or 'no name', 200)}")
+    screen.print(f"{_when(entry.started)}, {ended}, {entry.calls} calls")
+    for feedback in entry.feedback:
+        about = f"call {one_line(feedback.call, 100)}" if feedback.call else "the session"
+        screen.print(f"{_when(feedback.received)}, on {about}: {_numbers(feedback.rewards) or 'no number'}")
+        for what, text in (("correction", feedback.correction), ("note", feedback.note)):
+            if text is not None:
+                screen.print(f"  {what}: {one_line(str(text), 400)}")
+    screen.print(f"agl show {run} {entry.id}")
+
+
+@sessions.command("delete")
+def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
+    """Remove everything that was recorded of sessions, for good. Feedback on them is refused from then on."""
+    from agl_core.reading.runs import find_run
+    from agl_core.store.connections import is_written
+
+    folder = find_run(run)
+    if is_written(folder / "store.sqlite"):
+        deleted = _delete_by_server(folder, ids)
+    else:
+        deleted = asyncio.run(_delete_in_file(folder, ids))
+    if as_json:
+        print_json({"deleted": deleted})
+        return
+    nothing = f"; of {len(ids) - deleted} nothing was left" if deleted < len(ids) else ""
+    Screen().print(f"{deleted} sessions deleted{nothing}")
+
+
+def _delete_by_server(folder: Path, ids: list[str]) -> int:
+    from agl_core.errors import ConfigError
+    from agl_core.wire.client import BlockingClient
+    from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, ServerFile, take_keys
+    from agl_online.wire import DELETE_SESSIONS, DeleteSessions
+
+    server = ServerFile.read(folder / SERVER_FILE)
+    key = take_keys().get(OPERATOR_KEY) or (server and server.operator_key)
+    if server is None or not key:
+        raise ConfigError(
+            f"A server is writing {folder}, and the key to it is not known here. Set {OPERATOR_KEY} to the value that "
+            f"it has there, or stop the server first."
+        )
+    with BlockingClient(server.base_url, key) as client:
+        return client.ask(DELETE_SESSIONS, DeleteSessions(sessions=ids)).deleted
+
+
+async def _delete_in_file(folder: Path, ids: list[str]) -> int:
+    from agl_core.errors import StoreError
+    from agl_core.reading.runs import open_store
+    from agl_core.store.interface import ErasableStore
+    from agl_core.types import Mode
+
+    async with open_store(folder, read_only=False) as store:
+        if not isinstance(store, ErasableStore):
+            raise StoreError(f"The store of {folder} cannot remove sessions.")
+        known = {rollout.id for rollout in await store.rollouts(mode=Mode.USE)} | await store.erased(ids)
+        unknown = [id for id in ids if id not in known]
+        if unknown:
+            raise StoreError(f"There is no session {', '.join(unknown[:5])} in {folder}; nothing was deleted.")
+        return await store.erase(ids)
+
+
+@sessions.command("key")
+def print_key(run: Run, application: Application, feedback: ForFeedback = False) -> None:
+    """Print a key of an application: for its model calls and sessions, or for feedback on these."""
+    from agl_core.errors import ConfigError
+    from agl_core.reading.runs import find_run, read_settings
+    from agl_core.server.keys import Keys
+    from agl_core.wire.keys import SERVER_FILE, ServerFile
+    from agl_online.wire import ApplicationKeys
+
+    folder = find_run(run)
+    applications = read_settings(folder).get("online", {}).get("applications", {})
+    server = ServerFile.read(folder / SERVER_FILE)
+    if application not in applications:
+        known = ", ".join(applications) or "none: it has no [online]"
+        raise ConfigError(f"The run {folder} has no application '{application}'. Known: {known}.")
+    if server is None:
+        raise ConfigError(f"The run {folder} has no keys yet: start it once with `agl serve` or `agl learn`.")
+    keys = ApplicationKeys(Keys(secret=server.agent_secret), applications)
+    typer.echo(keys.of_feedback(application) if feedback else keys.of_application(application))
+
+
+@versions.command("list")
+def list_versions(run: Run, as_json: AsJson = False) -> None:
+    """List the versions of a deployed run: what each is, since when and why. --json has the figures behind it."""
+    from rich.table import Table
+
+    from agl_core.reading.runs import find_run, policy_names
+    from agl_online.policies import name_of
+    from agl_online.versions import Ledger
+
+    folder = find_run(run)
+    ledger = Ledger(folder)
+    standing = ledger.current()
+    names = {step: f"{name_of(folder, policy_names(folder)[0])}@{step}" for step in sorted(standing.decided)}
+    if as_json:
+        decisions = ledger.decisions()
+        entries = []
+        for step, name in names.items():
+            own = [decision for decision in decisions if decision.step == step]
+            entries.append({"name": name, "step": step, "state": standing.state(step), "decisions": own})
+        print_json(entries)
+        return
+    table = Table("version", "state", "since", "by", "reason")
+    for step, name in names.items():
+        decision, state = standing.decided[step], standing.state(step)
+        table.add_row(name, state, _when(decision.time), decision.by, one_line(decision.reason, 200))
+    Screen().print(table)
+
+
+@versions.command()
+def promote(name: Name, reason: Reason = _BY_HAND) -> None:
+    """Make a version that passed the gate the stable one. Without @STEP it is the canary, or else the last that passed.
+
+    New sessions get it; those that are open keep theirs.
+    """
+    from agl_online.versions import State
+
+    Screen().print(f"{_decided(name, State.STABLE, reason)} is the stable version")
+
+
+@versions.command()
+def rollback(name: Name, reason: Reason = _BY_HAND) -> None:
+    """Withdraw a version at once, from open sessions too. Without @STEP it is the canary, or else the stable version.
+
+    If it was the stable version, the one before it is stable again.
+    """
+    from agl_online.versions import State
+
+    Screen().print(f"{_decided(name, State.ROLLED_BACK, reason)} is rolled back")
+
+
+def _decided(name: str, state: State, reason: str) -> str:
+    """Write an operator's decision; returns the name of the version."""
+    from agl_online.policies import Version, find_policy, name_of
+    from agl_online.versions import By, Decision, Ledger, LedgerError, State
+
+    run, of_run = find_policy(name.partition("@")[0])
+    standing = Ledger(run).current()
+    otherwise = standing.passed if state is State.STABLE else standing.stable
+    step = standing.canary if standing.canary is not None else otherwise
+    if "@" in name:
+        step = Version.find(name).step
+    if step is None:
+        raise LedgerError(f"There is no such version of {name}: it was never deployed (`agl learn`), or none waits.")
+    Ledger(run).record(Decision(step, state, By.OPERATOR, reason))
+    return f"{name_of(run, of_run)}@{step}"
+
+
+@policy.command()
+def export(name: Saved, out: Out, set_: Set = []) -> None:  # noqa: B006
+    """Write a version as a Hugging Face folder, with tokenizer, chat template and model card.
+
+    It has all weights, or the adapter alone if the run trained one.
+    """
+    from agl_online.policies import Version
+    from agl_online.policies import export as write
+
+    version = Version.find(name)
+    write(version, out, set_)
+    Screen().print(f"{version} is in {out}")
+
+
+@policy.command("serve")
+def serve_policies(
+    names: Names,
+    host: Host = "127.0.0.1",
+    port: Port = 8400,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Serve versions to any client of OpenAI's or Anthropic's APIs, without a trainer. Nothing is recorded.
+
+    Requests name a version as their model, as it is named here. If only one is served, it answers whatever they name.
+
+    To be reached from other machines, set AGL_POLICY_KEY, which clients send as their API key, and name an address of
+    this machine with --host. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
+    """
+    from agl_core.server.listening import run
+    from agl_core.wire.keys import take_key
+    from agl_online.serving import POLICY_KEY
+
+    run(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen()))
+
+
+async def _serve_policies(
+    names: list[str], host: str, port: int, key: str | None, overrides: list[str], console: Screen
+) -> None:
+    from agl_online.serving import serving
+
+    console.print("starting the engine")
+    async with serving(names, host=host, port=port, key=key, overrides=overrides) as (url, engine):
+        console.print(f"serving at {url}/v1 (Anthropic's clients: {url})")
+        bearer = "" if key is None else " -H 'Authorization: Bearer '$AGL_POLICY_KEY"
+        body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        console.print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{bearer} -d '{body}'")
+        stopping = asyncio.ensure_future(_signalled())
+        while not stopping.done():
+            await engine.versions()  # EngineError once it is lost.
+            await asyncio.wait({stopping}, timeout=1.0)
+        console.print("stopping")
+
+
+def _numbers(rewards: Mapping[str, float]) -> str:
+    return ", ".join(f"{one_line(name, 40)} {number(value)}" for name, value in rewards.items())
+
+
+def _when(moment: float | None) -> str:
+    return "-" if moment is None else f"{datetime.datetime.fromtimestamp(moment):%Y-%m-%d %H:%M:%S}"

@@ -1,1 +1,0 @@
-"""`agl serve`, `agl learn`, `agl policy`, `agl sessions` and `agl versions`."""

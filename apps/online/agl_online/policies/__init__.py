@@ -1,1 +1,0 @@
-"""The policies that runs have trained: finding them by name, taking them along, serving them."""

@@ -1,0 +1,323 @@
+"""Whether a new version may answer sessions: at the gate by held-out tasks, and then as a canary by some sessions.
+
+The gate compares two evaluations task by task. A canary's sessions come one by one, and the question is asked after
+each. So its bounds hold at all times at once: confidence sequences for means of bounded values by betting (Waudby-Smith
+and Ramdas, "Estimating means of bounded random variables by betting", 2024, arXiv 2010.09686, section 4). The values
+are differences between sessions of both versions that ended beside each other, so that a change of what users want,
+which both see, says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
+from agl_core.learning.health import answer, has_failed
+from agl_core.protocols import Engine
+from agl_core.reading.evaluations import Comparison, compare
+from agl_core.returns import episode_return
+from agl_core.store.interface import ErasableStore
+from agl_core.training.evaluate import Evaluated
+from agl_core.training.metrics import mean
+from agl_core.training.rollouts import Collector, Scored
+from agl_core.types import AttemptKey, CreditKind, DropReason, Episode, Mode, Rollout, RolloutState
+from agl_online.config import CanarySection, GateSection
+from agl_online.versions import By, Decision, State
+
+_SOLVED = 1.0
+"""Nothing here depends on which rollouts count as solved."""
+_MIN_TASKS = 20
+"""Tasks of a set that both versions need: the interval of the difference takes means for normal."""
+_MAX_KL = 0.5
+"""How far a version may be from the served one in nats per token, by the served version's sampled replies."""
+_MAX_LENGTH = 2.0
+"""How many times as long responses may be."""
+_MAX_RISES = (
+    ("tool_results/failed", 0.1, "tool calls that fail"),
+    ("answers/empty", 0.05, "empty answers"),
+    ("answers/refused", 0.05, "answers that refuse"),
+    ("answers/question", 0.2, "answers that end with a question"),
+)
+"""By how much shares may rise at the gate that a policy may learn to raise in order to raise the reward."""
+_NO_CREDIT = PolicyCredit(
+    "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], kind=CreditKind.RETURN
+)
+"""What is only scored earns nothing."""
+_POINTS = 400
+"""The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
+_BOLDEST = 0.75
+"""The share of its capital that a bet may lose."""
+_MAX_SESSIONS = 2000
+"""Rewarded sessions of a canary without a decision, after which it is rolled back."""
+_REASONS = 3
+"""A rollback has three reasons: the reward, tool errors, empty answers."""
+
+
+def decide_at_gate(
+    step: int, candidate: Evaluated, incumbent: Evaluated, settings: GateSection, *, divergence: Mapping[str, float]
+) -> Decision:
+    """Whether a candidate passes the gate, with the figures that say so.
+
+    `candidate` and `incumbent` are evaluations of both versions on the same tasks, `divergence` how far apart they
+    are.
+    """
+    comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
+    figures = {name: value for comparison in comparisons for name, value in _figures(comparison)}
+    figures |= divergence
+
+    def beside(name: str) -> Iterator[tuple[str, float, float, str]]:
+        """A metric in each set and mode: its key, of both versions, and where it was measured."""
+        for key, now in candidate.metrics.items():
+            if key.endswith(f"/{name}"):
+                before = incumbent.metrics.get(key, 0.0)
+                figures.update({key: now, f"{key}/before": before})
+                yield key, now, before, key.removesuffix(f"/{name}").replace("/", ", ")
+
+    gains = [f"reward {before:.3f} → {now:.3f} on {where}" for _, now, before, where in beside("reward/mean")]
+    reasons = [*_worse_rewards(comparisons, settings)]
+    if not comparisons:
+        reasons.append("no task was evaluated with both versions")
+    if not divergence:
+        reasons.append("no sampled reply showed how far it is from the served version")
+    for key, nats in divergence.items():
+        if not nats <= _MAX_KL:
+            where = key.removesuffix("/kl").replace("/", ", ")
+            reasons.append(
+                f"it is {nats:.3f} nats per token from the served version on {where} (more than {_MAX_KL:g})"
+            )
+    for name, limit, what in _MAX_RISES:
+        for _, now, before, where in beside(name):
+            if now - before > limit:
+                reasons.append(f"the share of {what} rose from {before:.3f} to {now:.3f} on {where}")
+    for _, now, before, where in beside("length/response"):
+        if before and now > _MAX_LENGTH * max(before, 1.0):
+            reasons.append(f"responses grew from {before:.0f} to {now:.0f} tokens on {where}")
+    text = "; ".join(reasons or gains)
+    state = State.REJECTED if reasons else State.PASSED
+    return Decision(step, state, By.GATE, f"{text[:1].upper()}{text[1:]}.", figures)
+
+
+def _worse_rewards(comparisons: Sequence[Comparison], settings: GateSection) -> Iterator[str]:
+    for comparison in comparisons:
+        where, difference = f"{comparison.set}, {comparison.mode}", comparison.difference
+        if comparison.tasks < _MIN_TASKS:
+            yield f"{comparison.tasks} tasks are too few to compare rewards on {where} ({_MIN_TASKS} are enough)"
+        elif not difference.low > -settings.tolerance:
+            yield (
+                f"the reward on {where} may be lower by more than {settings.tolerance:g} ({difference.value:+.3f}, 95% "
+                f"interval {difference.low:+.3f} to {difference.high:+.3f})"
+            )
+
+
+def _figures(comparison: Comparison) -> Iterator[tuple[str, float]]:
+    where, difference = f"{comparison.set}/{comparison.mode}", comparison.difference
+    yield f"{where}/reward/difference", difference.value
+    yield f"{where}/reward/low", difference.low
+    yield f"{where}/reward/high", difference.high
+    yield f"{where}/tasks", float(comparison.tasks)
+
+
+async def measure_divergence(
+    engine: Engine, policy: str, episodes: Mapping[str, Sequence[Episode]], agents: Sequence[str]
+) -> dict[str, float]:
+    """KL(served ‖ new) in nats per token, by held-out set and mode: `eval/sampled/kl`.
+
+    `episodes` are of the served version, by set and mode, and the engine holds the weights of the new one. For a
+    recorded token with d = log π_new − log π_served it is the mean of exp(d) − 1 − d, which is never negative (k3 of
+    Schulman, "Approximating KL divergence", 2020). A greedy reply is no sample of a distribution, and so is not
+    counted; nor is one without exact log-probabilities. Without any other reply there is no figure.
+    """
+    figures = {}
+    for where, evaluated in episodes.items():
+        groups = [[episode] for episode in evaluated]
+        batch = make_batches(groups, BatchPlan({policy: _NO_CREDIT}, agents)).batches.get(policy)
+        if batch is not None:
+            served_R = batch.behaviour_logprobs_R[batch.mask_R].astype(np.float64)
+            change_R = (await engine.logprobs(policy, batch))[batch.mask_R] - served_R
+            figures[f"{where}/kl"] = float(np.mean(np.expm1(change_R) - change_R))
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one session came to."""
+
+    version: int
+    """The version that answered it."""
+    name: str
+    """What ties sessions of one name: `Rollout.group`."""
+    reward: float | None
+    """None: no user gave any."""
+    tool_errors: float = 0.0
+    """The share of its tool calls that failed."""
+    empty: float = 0.0
+    """The share of its answers that are empty."""
+
+
+_LIMITS: Sequence[tuple[str, str, float, Callable[[Outcome], float]]] = (
+    ("tool_errors", "tool calls that fail", 0.1, lambda outcome: outcome.tool_errors),
+    ("empty", "empty answers", 0.05, lambda outcome: outcome.empty),
+)
+"""Name and words of each share, by how much it may rise, and what a session adds to it."""
+
+
+def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Decision | None:
+    """What the sessions since the canary began say: promote it, roll it back, or (None) go on.
+
+    `outcomes` are those of sessions that began after the canary did, in the order of their ends. Asked after every
+    session, a canary whose mean reward is lower by `tolerance` or more is promoted with a probability of at most
+    `error`. One that is as good in every respect is rolled back with a probability of at most `error`, apart from those
+    that end undecided.
+    """
+    first: dict[tuple[str, int], Outcome] = {}
+    for outcome in outcomes:
+        first.setdefault((outcome.name, outcome.version), outcome)  # So no user outweighs others.
+    counted = list(first.values())
+    arms = {"canary": canary, "stable": stable}
+    rewards, figures = dict[str, list[float]](), dict[str, float]()
+    for arm, version in arms.items():
+        own = [outcome for outcome in counted if outcome.version == version]
+        rewards[arm] = [outcome.reward for outcome in own if outcome.reward is not None]
+        figures |= {f"{arm}/sessions": float(len(own)), f"{arm}/rewarded": float(len(rewards[arm]))}
+        figures |= {f"{arm}/reward": mean(rewards[arm])}
+        figures |= {f"{arm}/{name}": mean(map(value, own)) for name, _, _, value in _LIMITS}
+
+    def decision(state: State, reason: str) -> Decision:
+        return Decision(canary, state, By.CANARY, reason, figures)
+
+    for name, what, limit, value in _LIMITS:
+        if lower_bound(differences(counted, canary, stable, value), settings.error / _REASONS, -1.0) > limit:
+            here, there = (f"{figures[f'{arm}/{name}']:.3f} in {figures[f'{arm}/sessions']:.0f}" for arm in arms)
+            return decision(
+                State.ROLLED_BACK, f"The share of {what} is {here} sessions, and {there} with version {stable}."
+            )
+    smallest, largest = settings.reward
+    width = largest - smallest
+
+    def reward(outcome: Outcome) -> float | None:
+        given = outcome.reward
+        return None if given is None else min(max((given - smallest) / width, 0.0), 1.0)
+
+    changes = differences(counted, canary, stable, reward)
+    here, there = (f"{figures[f'{arm}/reward']:.3f} in {len(rewards[arm])}" for arm in arms)
+    means = f"{here} sessions, and {there} with version {stable}"
+    low = figures["difference/low"] = width * lower_bound(changes, settings.error, -1.0)
+    high = figures["difference/high"] = -width * lower_bound(-changes, settings.error / _REASONS, -1.0)
+    if high < 0:
+        return decision(State.ROLLED_BACK, f"The live reward is lower: {means}.")
+    if low > -settings.tolerance and min(map(len, rewards.values())) >= settings.min_sessions:
+        return decision(State.STABLE, f"The live reward is {means}; the difference is above {low:+.3f}.")
+    if len(rewards["canary"]) >= _MAX_SESSIONS:
+        return decision(State.ROLLED_BACK, f"Nothing showed in time that it is as good: the live reward is {means}.")
+    return None
+
+
+def differences(
+    outcomes: Iterable[Outcome], canary: int, stable: int, value: Callable[[Outcome], float | None]
+) -> NDArray[np.float64]:
+    """Of one block of sessions after another, by how much the canary's mean value is above the stable version's.
+
+    A block ends as soon as it has sessions of both, whatever their values are; so the expectation of each difference
+    is that of the versions. Values are between 0 and 1; None: the session has none.
+    """
+    changes = []
+    block: dict[int, list[float]] = {canary: [], stable: []}
+    for outcome in outcomes:
+        measured = value(outcome)
+        if measured is None or outcome.version not in block:
+            continue
+        block[outcome.version].append(measured)
+        if all(block.values()):
+            changes.append(mean(block[canary]) - mean(block[stable]))
+            block = {canary: [], stable: []}
+    return np.asarray(changes, dtype=np.float64)
+
+
+def lower_bound(values: NDArray[np.float64], error: float, smallest: float = 0.0) -> float:
+    """A number that the mean of such values is above, at all times at once, but for a probability of `error`.
+
+    The values are between `smallest` and 1, in their order. A bet on each against a mean of m wins or loses; its
+    capital is a martingale if m is the mean, and passes 1/error with a probability of `error` at most (Ville).
+
+    >>> lower_bound(np.ones(200), 0.05) > 0.95, lower_bound(np.zeros(200), 0.05)
+    (True, 0.0)
+    """
+    shares = (values - smallest) / (1 - smallest)
+    if not shares.any():
+        return smallest
+    times = np.arange(1, len(shares) + 1)
+    means = (0.5 + np.cumsum(shares)) / (times + 1)
+    variances = (0.25 + np.cumsum((shares - means) ** 2)) / (times + 1)
+    before = np.concatenate([[0.25], variances[:-1]])
+    bets = np.sqrt(2 * np.log(1 / error) / (before * times * np.log1p(times)))
+    points = np.arange(1, _POINTS + 1) / _POINTS
+    stakes = np.minimum(bets[:, None], _BOLDEST / points)
+    capital = np.cumsum(np.log1p(stakes * (shares[:, None] - points)), axis=0).max(axis=0)
+    possible = np.flatnonzero(capital < np.log(1 / error))
+    share = float((possible[0] if len(possible) else _POINTS) / _POINTS)
+    return smallest + (1 - smallest) * share
+
+
+_UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.PLUGIN, DropReason.REWARD_FAILED, DropReason.NON_FINITE})
+
+
+class Outcomes:
+    """Reads them from the store; what was read before is read again only when something new was said of it."""
+
+    def __init__(self, store: ErasableStore, collector: Collector, run: str) -> None:
+        self._store, self._collector, self._run = store, collector, run
+        self._moment = math.nan
+        self._known: dict[str, tuple[int, float, Outcome | None]] = {}
+        """By session: the feedback that was counted, when it ended, and what it came to."""
+        self._earlier: set[str] = set()
+        """Sessions that began before the moment."""
+
+    async def since(self, moment: float, versions: Collection[int]) -> list[Outcome]:
+        """The sessions of these versions that began after this moment and have ended, in the order of their ends."""
+        if moment != self._moment:
+            self._moment, self._known, self._earlier = moment, {}, set()
+        ended = await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE)
+        listed = [rollout for rollout in ended if rollout.id not in self._earlier]
+        keys = [AttemptKey(rollout.id, 0) for rollout in listed]
+        said = Counter(annotation.rollout for annotation in await self._store.annotations(keys))
+        changed: list[tuple[Rollout, float]] = []
+        for rollout in listed:
+            known = self._known.get(rollout.id)
+            if known is not None and known[0] == said[rollout.id]:
+                continue
+            attempts = await self._store.attempts(rollout.id)
+            if not attempts or attempts[-1].started < moment:
+                self._earlier.add(rollout.id)
+            else:
+                changed.append((rollout, attempts[-1].ended or attempts[-1].started))
+        scored = await self._collector.scored([rollout for rollout, _ in changed])
+        for (rollout, end), result in zip(changed, scored, strict=True):
+            self._known[rollout.id] = (said[rollout.id], end, outcome_of(result))
+        there = {rollout.id for rollout in listed}
+        ends = sorted((end, id) for id, (_, end, _) in self._known.items() if id in there)
+        outcomes = (self._known[id][2] for _, id in ends)
+        return [outcome for outcome in outcomes if outcome is not None and outcome.version in versions]
+
+
+def outcome_of(scored: Scored) -> Outcome | None:
+    """What one session came to; None if no version of the run answered it, or several did."""
+    episode = scored.episode
+    versions = {transition.version for transition in episode.transitions}
+    version = versions.pop() if len(versions) == 1 else None
+    if version is None:
+        return None
+    results = [result for transition in episode.transitions for result in transition.tool_results]
+    reply = answer(episode)
+    return Outcome(
+        version=version,
+        name=scored.rollout.group,
+        reward=None if episode.dropped in _UNSCORED else episode_return(episode),
+        tool_errors=sum(map(has_failed, results)) / len(results) if results else 0.0,
+        empty=float(reply is not None and not reply.strip()),
+    )

@@ -1,0 +1,286 @@
+"""The versions of a deployed run: what each is, which decision may follow, and the durable ledger of decisions."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from agl_core import private
+from agl_core.errors import AglError
+from agl_core.reading.runs import policy_names
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+
+LEDGER_FILE = "versions.jsonl"
+"""One decision on each line."""
+
+
+class LedgerError(AglError, ValueError):
+    """A decision on a version makes no sense after those before it, or the ledger cannot be read."""
+
+
+class State(StrEnum):
+    """What a version is."""
+
+    CANDIDATE = "candidate"
+    """It has a checkpoint, and was not tested."""
+    REJECTED = "rejected"
+    """It did not pass the gate."""
+    PASSED = "passed"
+    """It passed the gate, and waits for its canary."""
+    CANARY = "canary"
+    """It answers a share of the sessions."""
+    STABLE = "stable"
+    """It answers all the others."""
+    RETIRED = "retired"
+    """A later version took its place."""
+    ROLLED_BACK = "rolled_back"
+    """It was served, and withdrawn as worse."""
+
+
+class By(StrEnum):
+    """Who decided."""
+
+    START = "start"
+    """Nobody: it is what the run was deployed with."""
+    TRAINING = "training"
+    """Nobody: training wrote a checkpoint."""
+    GATE = "gate"
+    CANARY = "canary"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """That a version became something, and why."""
+
+    step: int
+    """The version: the step of its checkpoint; 0: what training started from."""
+    state: State
+    by: By
+    reason: str
+    """One sentence for people."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that made it."""
+    time: float = field(default_factory=time.time)
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """All versions, after some decisions."""
+
+    decided: Mapping[int, Decision] = field(default_factory=dict)
+    """The last decision on each version, by its step."""
+    stables: tuple[int, ...] = ()
+    """The versions that were stable and were not rolled back, in their order; the last one is."""
+    canary: int | None = None
+    tested: frozenset[int] = frozenset()
+    """Versions that passed the gate, or that the run was deployed with."""
+
+    @property
+    def stable(self) -> int | None:
+        """The stable version; None before the run is deployed."""
+        return self.stables[-1] if self.stables else None
+
+    @property
+    def previous(self) -> int | None:
+        """What is stable again if the stable version is rolled back."""
+        return self.stables[-2] if len(self.stables) > 1 else None
+
+    @property
+    def passed(self) -> int | None:
+        """The latest version that waits for its canary."""
+        waiting = (step for step, decision in self.decided.items() if decision.state is State.PASSED)
+        return max(waiting, default=None)
+
+    @property
+    def serving(self) -> list[int]:
+        """The versions that answer sessions, the stable one first."""
+        return [step for step in (self.stable, self.canary) if step is not None]
+
+    @property
+    def kept(self) -> list[int]:
+        """The versions whose checkpoints are needed, the stable one first."""
+        found = (self.stable, self.canary, self.passed, self.previous)
+        return list(dict.fromkeys(step for step in found if step is not None))
+
+    def state(self, step: int) -> State | None:
+        """What a version is now; None if nothing was ever decided on it."""
+        if step == self.stable:
+            return State.STABLE
+        if step in self.stables and step != self.canary:
+            return State.RETIRED
+        decision = self.decided.get(step)
+        return None if decision is None else decision.state
+
+    def after(self, decision: Decision) -> Standing:
+        """The same after one more decision."""
+        step, state = decision.step, decision.state
+        standing = replace(
+            self, decided={**self.decided, step: decision}, canary=None if step == self.canary else self.canary
+        )
+        others = tuple(each for each in self.stables if each != step)
+        match state:
+            case State.PASSED:
+                return replace(standing, tested=self.tested | {step})
+            case State.REJECTED:
+                return replace(standing, tested=self.tested - {step})
+            case State.CANARY:
+                return replace(standing, canary=step)
+            case State.STABLE:
+                tested = self.tested | {step} if decision.by is By.START else self.tested
+                return replace(standing, stables=(*others, step), tested=tested)
+            case State.ROLLED_BACK if step != self.canary:
+                return replace(standing, stables=others)
+        return standing
+
+    def problem(self, decision: Decision) -> str | None:
+        """Why a decision makes no sense now; None if it does. Whether the version has a checkpoint is not asked."""
+        step, state, now = decision.step, decision.state, self.state(decision.step)
+        if decision.by is By.START:
+            return None if self.stable is None else f"Version {self.stable} is stable already."
+        if self.stable is None:
+            return "Nothing is stable yet: the run was never deployed."
+        if decision.by is By.CANARY and state is not State.CANARY and step != self.canary:
+            return f"It is {now or 'unknown'} and not the canary any more."
+        is_serving = now in (State.CANARY, State.STABLE)
+        if state is State.ROLLED_BACK:
+            if now is State.STABLE and self.previous is None:
+                return "There is nothing to roll back to: no other version was stable before."
+            return None if is_serving else f"It is {now or 'unknown'}, and answers no sessions."
+        if state not in (State.CANARY, State.STABLE):
+            return f"It is {now} now, and answers sessions." if is_serving else None
+        if step not in self.tested:
+            return "The gate did not pass it."
+        if state is State.CANARY and self.canary is not None:
+            return f"Version {self.canary} is the canary; there is one at a time."
+        return "It is stable already." if step == self.stable else None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The ledger of the run in this folder; it may be empty. Any number of processes may read and write it.
+
+        ledger = Ledger(run_dir)
+        ledger.begin(0, "what training started from")
+        ledger.record(Decision(20, State.CANDIDATE, By.TRAINING, "a checkpoint was written"))
+        ledger.current().stable
+
+    The stable version is also the run's mark `stable`, so that `NAME@stable` means it, and the checkpoints that it
+    needs are kept. The file comes first: a mark that a kill left behind is put right by the next `settle` or `record`.
+    """
+
+    run: Path
+
+    @property
+    def file(self) -> Path:
+        return self.run / LEDGER_FILE
+
+    def decisions(self) -> list[Decision]:
+        """All decisions, the oldest first. LedgerError if the file is damaged.
+
+        A last line that a kill left incomplete was never decided, and is left out.
+        """
+        return self._parsed(self.file.read_bytes() if self.file.exists() else b"")
+
+    def current(self) -> Standing:
+        """What each version is now."""
+        return _standing(self.decisions())
+
+    def begin(self, step: int, reason: str) -> None:
+        """Deploy the run with this version as its stable one; if it is deployed already, nothing changes."""
+        if self.current().stable is None:
+            self.record(Decision(step, State.STABLE, By.START, reason))
+
+    def record(self, decision: Decision) -> Standing:
+        """Write a decision, durably, and mark what follows from it. Returns what the versions are then.
+
+        LedgerError if the decision makes no sense: the gate did not pass the version, another one is the canary,
+        nothing is left to roll back to, …
+        """
+        with self._open() as file:
+            standing = self._read(file)
+            problem = standing.problem(decision) or self._missing(_needed(standing, decision))
+            if problem is not None:
+                raise LedgerError(f"Version {decision.step} of {self.run} cannot become {decision.state}. {problem}")
+            # JSON cannot say what is not finite.
+            figures = {name: float(value) for name, value in decision.figures.items() if math.isfinite(value)}
+            file.write(orjson.dumps(asdict(replace(decision, figures=figures))) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            standing = standing.after(decision)
+            self._mark(standing)
+            return standing
+
+    def settle(self) -> Standing:
+        """Put right the mark that a kill between a decision and its mark left behind. Returns what the versions are."""
+        with self._open() as file:
+            standing = self._read(file)
+            self._mark(standing)
+            return standing
+
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        """The file, locked against other writers, without an incomplete last line."""
+        with open(self.file, "a+b", opener=private.opener) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            yield file
+
+    def _read(self, file: BinaryIO) -> Standing:
+        file.seek(0)
+        return _standing(self._parsed(file.read()))
+
+    def _parsed(self, content: bytes) -> list[Decision]:
+        decisions = []
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+            try:
+                read: dict[str, Any] = orjson.loads(line)
+                decisions.append(Decision(**{**read, "state": State(read["state"]), "by": By(read["by"])}))
+            except (ValueError, TypeError, LookupError) as error:
+                raise LedgerError(
+                    f"Line {number} of {self.file} is no decision ({error!r}). Restore the file from a backup, or "
+                    f"remove the line if you know what it decided."
+                ) from error
+        return decisions
+
+    def _mark(self, standing: Standing) -> None:
+        if standing.stable is not None:
+            self._checkpoints.mark_stable(self._policy, standing.stable, standing.kept)
+
+    def _missing(self, step: int | None) -> str | None:
+        """What is wrong if a version is not there."""
+        is_there = not step or (self._checkpoints.path(step) / self._policy / "model").is_dir()
+        return None if is_there else f"There is no checkpoint of step {step}."
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.run / CHECKPOINTS, keep=1)
+
+    @property
+    def _policy(self) -> str:
+        """A run that is deployed has one."""
+        return policy_names(self.run)[0]
+
+
+def _standing(decisions: Iterable[Decision]) -> Standing:
+    return functools.reduce(Standing.after, decisions, Standing())
+
+
+def _needed(standing: Standing, decision: Decision) -> int | None:
+    """The version that has to be there for a decision to hold."""
+    if decision.state is State.ROLLED_BACK:
+        return standing.previous if decision.step == standing.stable else None
+    return None if decision.state is State.REJECTED else decision.step

@@ -1,0 +1,228 @@
+"""Saved versions by name, as a folder, and served to the official clients over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import yaml
+
+from agl_core.errors import CheckpointError, ConfigError, ServerError
+from agl_core.protocols import Upstream
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.scripts import Say
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_online.policies import Source, Version, export
+from agl_online.serving import POLICY_KEY, answering, serving
+
+from .saved_runs import make_run
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    make_run(tmp_path / "runs" / "calc", {10: 0.5, 20: 0.9, 30: 0.4}, base=tmp_path / "base").mark_stable("default", 10)
+    make_run(tmp_path / "runs" / "tuned", {3: None}, adapter=True, base=tmp_path / "base")
+    policies = {name: {"model": {"path": "base"}, "agents": [name]} for name in ("solver", "critic")}
+    make_run(tmp_path / "runs" / "debate", {4: None}, policies=policies)
+    make_run(tmp_path / "runs" / "young", {})
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("name", "means"),
+    [
+        ("calc", "calc@30"),
+        ("calc@latest", "calc@30"),
+        ("calc@best", "calc@20"),
+        ("calc@stable", "calc@10"),
+        ("runs/calc@0", "calc@0"),
+        ("debate:critic@4", "debate:critic@4"),
+    ],
+)
+def test_a_name_means_a_version(name: str, means: str) -> None:
+    assert str(Version.find(name)) == means
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("calk@10", "calk is not a run's folder"),
+        ("calc@11", "no checkpoint step-000011. It has: step-000010"),
+        ("calc@lattest", "no checkpoint lattest"),
+        ("young@best", "no checkpoint best"),
+        ("debate@4", "solver, critic"),
+        ("debate:solvr@4", "solver, critic"),
+    ],
+)
+def test_a_name_that_means_nothing_is_an_error(name: str, says: str) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=says):
+        Version.find(name)
+
+
+def test_an_exported_version_says_what_trained_it_and_how_it_was_evaluated(tmp_path: Path) -> None:
+    export(Version.find("calc@20"), tmp_path / "out")
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1]) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["agl", "reinforcement-learning"],
+    }
+    for said in ("# calc@20", "| base model | base |", "grpo, credit identical", "train (jsonl)"):
+        assert said in card
+    assert "| eval | greedy | 20 |  | 0.900 |" in card
+    assert str(tmp_path) not in card, "a place on this machine is of no use elsewhere"
+    assert (tmp_path / "out" / "weights").read_text() == "default of step 20"
+
+
+def test_an_adapter_names_its_base_where_it_is(tmp_path: Path) -> None:
+    export(Version.find("tuned"), tmp_path / "out")
+    described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(tmp_path / "base")
+    spec = Source.of(tmp_path / "runs" / "tuned").spec(Version.find("tuned"))
+    assert (spec.model, spec.adapter) == (
+        str(tmp_path / "base"),
+        str(tmp_path / "runs" / "tuned" / "checkpoints" / "step-000003" / "default" / "model"),
+    )
+
+
+def test_nothing_is_written_where_something_is_wrong(tmp_path: Path) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="exists"):
+        export(Version.find("calc"), tmp_path / "base")
+    with pytest.raises(ConfigError, match="what training started from"):
+        export(Version.find("calc@0"), tmp_path / "out")
+    tuned = Version.find("tuned")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"there is no folder.*--set policies\.default\.model\.path"):
+        export(tuned, tmp_path / "out")
+    (tmp_path / "moved").rename(tmp_path / "base")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A running server of policies; the scripted model server says by which name it was asked."""
+
+    upstream: ScriptedUpstream
+    url: str
+
+    def openai(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    async def ask(self, model: str, key: str = "none") -> str | None:
+        async with self.openai(key) as client:
+            completion = await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "Who are you?"}]
+            )
+        return completion.choices[0].message.content
+
+
+@asynccontextmanager
+async def answered(runs: Path, *names: str, key: str | None = None) -> AsyncIterator[Bench]:
+    async with ScriptedUpstream() as upstream, SqliteStore(runs.parent / "unused.sqlite") as store:
+        upstream.answer = lambda received: Say(received.body["model"])
+        served = Upstream((upstream.url,), {name: name for name in names}, "key", returns_ids=False)
+        source = Source.of(runs / "calc")
+        async with answering(served, source, store, host="127.0.0.1", port=0, key=key) as url:
+            yield Bench(upstream, url)
+        assert await store.rollouts() == []
+
+
+async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
+    async with answered(runs, "calc") as bench:
+        asked: Any = {"model": "calc", "max_tokens": 9}
+        async with bench.openai() as client:
+            chat = await client.chat.completions.create(
+                **asked, messages=[{"role": "user", "content": "Hi"}], temperature=0.5, stream=True
+            )
+            streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
+            completion = await client.completions.create(**asked, prompt="Hi")
+            response = await client.responses.create(model="calc", input="Hi")
+            assert await client.responses.retrieve(response.id) == response
+            following = await client.responses.create(model="calc", input="And then?", previous_response_id=response.id)
+        async with anthropic.AsyncAnthropic(base_url=bench.url, api_key="none", max_retries=0) as other:
+            message = await other.messages.create(**asked, messages=[{"role": "user", "content": "Hi"}])
+
+    block = message.content[0]
+    assert block.type == "text"
+    assert {streamed, completion.choices[0].text, response.output_text, following.output_text, block.text} == {"calc"}
+    sent = [received.body for received in bench.upstream.received]
+    assert (sent[0]["temperature"], sent[0]["max_tokens"]) == (0.5, 9)
+    assert sent[2]["max_tokens"] == 48, "without a limit of the request's own, that of training"
+    assert [message["content"] for message in sent[3]["messages"]] == ["Hi", response.output_text, "And then?"]
+
+
+async def test_requests_name_a_version_and_one_alone_answers_any_name(runs: Path) -> None:
+    async with answered(runs, "calc", "calc@10") as bench:
+        assert [await bench.ask(name) for name in ("calc", "calc@10")] == ["calc", "calc@10"]
+        with pytest.raises(openai.NotFoundError, match=r"calc@11.*calc@10"):
+            await bench.ask("calc@11")
+        async with bench.openai() as client:
+            assert [model.id async for model in client.models.list()] == ["calc", "calc@10"]
+    async with answered(runs, "calc@10") as bench:
+        assert await bench.ask("gpt-4o-mini") == "calc@10"
+
+
+async def test_the_key_is_needed_where_there_is_one(runs: Path) -> None:
+    async with answered(runs, "calc", key="s3cret") as bench, httpx.AsyncClient(trust_env=False) as bare:
+        for key in ("wrong", "s3cret-"):
+            with pytest.raises(openai.AuthenticationError, match=POLICY_KEY):
+                await bench.ask("calc", key)
+            async with bench.openai(key) as client:
+                with pytest.raises(openai.AuthenticationError, match=POLICY_KEY):
+                    await client.models.list()
+        assert await bench.ask("calc", "s3cret") == "calc"
+        headers = {"Authorization": "Bearer s3cret"}
+        refused = await bare.post(f"{bench.url}/agl/v1/leases", json={"worker": "w", "capacity": 1}, headers=headers)
+        assert refused.status_code == 401, "it opens no other door"
+
+
+@pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"host": "rebound.example:80"}])
+async def test_without_a_key_no_web_page_is_answered(runs: Path, headers: dict[str, str]) -> None:
+    async with answered(runs, "calc") as bench, httpx.AsyncClient() as client:
+        body = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
+        refused = await client.post(f"{bench.url}/v1/chat/completions", json=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_name")
+        assert bench.upstream.received == []
+
+
+@pytest.mark.parametrize(("host", "key"), [("0.0.0.0", None), ("192.0.2.1", None), ("127.0.0.1", "a\nb")])
+async def test_others_are_served_with_a_valid_key_only(host: str, key: str | None) -> None:
+    with pytest.raises(ServerError, match=POLICY_KEY):
+        async with serving(["calc"], host=host, port=0, key=key):
+            pass
+
+
+READING = """
+from agl_core.cli import main
+from agl_core.server import listening
+
+def run(serving):
+    key = serving.cr_frame.f_locals["key"]
+    print(key, key in open("/proc/self/environ").read())
+    serving.close()
+
+listening.run = run
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of a process")
+def test_the_key_is_taken_out_of_what_the_system_shows_of_the_environment() -> None:
+    started = [sys.executable, "-c", READING, "policy", "serve", "calc"]
+    shown = subprocess.run(started, env={**os.environ, POLICY_KEY: "s3cret-key"}, capture_output=True, text=True)
+    assert shown.stdout.split() == ["s3cret-key", "False"], shown.stderr
