@@ -37,4 +37,4 @@ def test_some_never_give_feedback() -> None:
 @pytest.mark.parametrize(("said", "right"), [("It costs 70.", True), ("70 or 20", False), ("No.", False), ("", False)])
 def test_the_last_number_is_the_answer(said: str, right: bool) -> None:
     assert is_right(said, Wish("Rome", "Friday", "Kite")) is right
-    assert honest(right, 0) == ("up" if right else "down")
+    assert honest(right, 0) == float(right)
