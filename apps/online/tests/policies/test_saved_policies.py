@@ -152,7 +152,6 @@ async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
             streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
             completion = await client.completions.create(**asked, prompt="Hi")
             response = await client.responses.create(model="calc", input="Hi")
-            assert await client.responses.retrieve(response.id) == response
             following = await client.responses.create(model="calc", input="And then?", previous_response_id=response.id)
         async with anthropic.AsyncAnthropic(base_url=bench.url, api_key="none", max_retries=0) as other:
             message = await other.messages.create(**asked, messages=[{"role": "user", "content": "Hi"}])
