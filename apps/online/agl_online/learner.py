@@ -11,7 +11,7 @@ alone, so a learner that is killed at any point goes on as if it had not been.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -92,6 +92,7 @@ class Learner(Trainer):
         self.watch.settings = {AlarmName.LOGPROB_GAP: False, **self.watch.settings}
         self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
         super().__post_init__()
+        self._plan = replace(self._plan, min_group_size=1)  # A session is the only one of its kind.
 
     @property
     def _store(self) -> ErasableStore:
@@ -107,10 +108,6 @@ class Learner(Trainer):
     @property
     def _section(self) -> LearnSection:
         return learn_section(self.loaded)
-
-    @property
-    def _min_group_size(self) -> int:
-        return 1  # A session is the only one of its kind.
 
     @property
     def _standing(self) -> Standing:
