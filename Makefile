@@ -157,7 +157,7 @@ bench-trl: install $(ORACLES)/.installed ## Train SmolLM2-135M by agl and by TRL
 	@$(BIN)/python tests/benchmarks/trl_training.py --model examples/smollm/policy --folder .bench-trl --write
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
-gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); writes the figures of docs/gpu.md
+gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); prints the figures
 	@PYTHONPATH="$(subst $(empty) ,:,$(foreach each,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(each))):$$PYTHONPATH" \
 		$(PYTHON) -m tests.gpu
 

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/engine_speed.py sampling [--large]
     python tests/benchmarks/engine_speed.py update [--large]
-    .venv-oracles/bin/python tests/benchmarks/engine_speed.py step
+    python tests/benchmarks/engine_speed.py step
 
 *sampling*: 16 prompts of 60 tokens, 8 responses of 32 tokens each, all at once, by the engine's sampler and by
 transformers' own `generate`. Both draw from the whole distribution; the sampler also gives the log-probability of every
@@ -12,9 +12,7 @@ token.
 which is what one concatenated sequence costs. In trees, rollouts of a group are one tree wherever that is expected to
 pay. Both give the same loss and gradient, to rounding.
 
-*step*: a step of GRPO by the engine and by TRL: sampling the same 16 · 8 replies, scoring them, and one update. Both
-begin with the same random weights and the same prompts, and reward the replies alike. It has no agent and no server,
-whose work TRL does not do. It needs both, after `make oracles`.
+*step*: a step of GRPO by the engine: sampling 16 · 8 replies, scoring them, and one update.
 
 These times are CPU seconds of one thread, the best of some rounds that alternate, so that other programs disturb the
 ratio little. `--large` adds a model of 135M parameters (4 GiB, minutes).
@@ -253,51 +251,9 @@ def steps_of_agl(model: Loaded, prompts: list[Any]) -> list[float]:
     return seconds
 
 
-def steps_of_trl(model: Any, prompts: list[Any]) -> list[float]:
-    """CPU seconds of each step of TRL's trainer with transformers' `generate`, which ends no reply early."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    class Clock(TrainerCallback):
-        seconds: list[float] = []  # noqa: RUF012
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self._began = time.process_time()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.process_time() - self._began)
-
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(model.config.vocab_size)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
-            use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=STEPS, learning_rate=LEARNING_RATE,
-            beta=0.0, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-            max_completion_length=RESPONSE, generation_kwargs={"min_new_tokens": RESPONSE},
-        )  # fmt: skip
-        GRPOTrainer(
-            model=model,
-            args=config,
-            reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
-            train_dataset=Dataset.from_list([{"prompt": " ".join(f"w{token}" for token in ids)} for ids in prompts]),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=words, pad_token="w0", eos_token="w1", padding_side="left"
-            ),
-            callbacks=[clock := Clock()],
-        ).train()
-    return clock.seconds
-
-
 def step(models: Sequence[str]) -> Iterator[str]:
     model = loaded(SMALL)
-    prompts = make_prompts(model.vocabulary)
-    trl, agl = min(steps_of_trl(make_model(**MODELS[SMALL]), prompts)), min(steps_of_agl(model, prompts))
-    yield f"{SMALL} | {trl:.2f} | {agl:.2f} | {agl / trl:.2f}"
+    yield f"{SMALL} | {min(steps_of_agl(model, make_prompts(model.vocabulary))):.2f}"
 
 
 HERE = Path(__file__).parent
@@ -430,7 +386,7 @@ PARTS: Mapping[str, tuple[str, Callable[[Sequence[str]], Iterator[str]]]] = {
     "update": (
         "model | transitions of a group | tokens, rows | tokens, trees | CPU s, rows | CPU s, trees | ratio", update
     ),
-    "step": ("model | CPU s, TRL | CPU s, agl | ratio", step),
+    "step": ("model | CPU s", step),
 }  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """Check and measure the engines on one CUDA GPU, in ten minutes, with what is installed; see docs/gpu.md.
 
-    python -m tests.gpu                # writes the figures into docs/gpu.md, each part's when it ends
-    python -m tests.gpu --part speed   # one part; the figures of the others stay
-    python -m tests.gpu --device cpu   # plays the parts small, on the CPU, and writes nothing
+    python -m tests.gpu                # prints the figures in Markdown, each part's when it ends
+    python -m tests.gpu --part speed   # one part
+    python -m tests.gpu --device cpu   # plays the parts small, on the CPU
 
 An engine is used as a run uses it: its process is started, asked over HTTP, and updated with its own replies. veRL's
-parts are left out, and say so, where veRL is not installed. The exit status is 1 if a part failed, or found the GPU and
+part is left out, and says so, where veRL is not installed. The exit status is 1 if a part failed, or found the GPU and
 the CPU further apart than rounding explains.
 """
 
@@ -16,11 +16,9 @@ import asyncio
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,7 +47,6 @@ from agl_core.types import Batch
 from agl_torch.engine import TorchEngine
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.plugin import TorchOptions
-from agl_torch.training.batching import Limits, micro_batches, score
 from agl_torch.training.trainer import PolicyTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -262,7 +259,7 @@ async def compare(model: Model, setup: Setup) -> Table:
         for dtype, bounds in BOUNDS.items():
             own_rows, same = await replies(device, dtype)
             own = batch_of(own_rows)
-            served = np.abs(logprobs(load(folder, device, dtype), own) - own.behaviour_logprobs_R)
+            served = np.abs(trainer_of(load(folder, device, dtype)).logprobs(own) - own.behaviour_logprobs_R)
             updated = Updated.of(folder, device, dtype, common)
             gap = np.abs(updated.logprobs_R - reference.logprobs_R)
             cosine = float(torch.nn.functional.cosine_similarity(updated.change, reference.change, dim=0))
@@ -298,8 +295,8 @@ class Updated:
     @classmethod
     def of(cls, model: Path, device: str, dtype: str, batch: Batch) -> Updated:
         loaded = load(model, device, dtype)
-        before_R, before = logprobs(loaded, batch), weights_of(loaded)
-        trainer = PolicyTrainer(loaded, OptimizerSection(learning_rate=1e-3), tokens_per_micro_batch=TOKENS_PER_PASS)
+        trainer = trainer_of(loaded)
+        before_R, before = trainer.logprobs(batch), weights_of(loaded)
         # The loss of the first pass over a batch does not depend on the weights: every ratio is one.
         metrics = trainer.update(batch, Grpo(GrpoOptions(beta=0.0, epochs=2))).metrics
         return cls(before_R, metrics["loss"], metrics["grad_norm"], weights_of(loaded) - before)
@@ -309,14 +306,8 @@ def load(model: Path, device: str, dtype: str) -> LoadedModel:
     return load_model(spec_of(model, dtype), torch.device(device), 0)
 
 
-def logprobs(loaded: LoadedModel, batch: Batch) -> NDArray[np.float64]:
-    """[R] as an update computes them."""
-    logprobs_R = torch.zeros(len(batch.behaviour_logprobs_R), dtype=torch.float64)
-    limits = Limits.of(loaded.model, TOKENS_PER_PASS)
-    with torch.no_grad():
-        for micro in micro_batches(batch, np.arange(len(batch)), limits, loaded.device):
-            logprobs_R[micro.tokens_R.cpu()] = score(loaded.model, micro).logprobs_R.double().cpu()
-    return logprobs_R.numpy()
+def trainer_of(loaded: LoadedModel) -> PolicyTrainer:
+    return PolicyTrainer(loaded, OptimizerSection(learning_rate=1e-3), tokens_per_micro_batch=TOKENS_PER_PASS)
 
 
 def weights_of(loaded: LoadedModel) -> torch.Tensor:
@@ -374,46 +365,13 @@ async def speed_of(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[
     )
 
 
-def verl_parity(setup: Setup, seconds: float) -> Table:
-    """The parity bench of agl-verl (docs/verl-parity.md) on one GPU: veRL's training workers over nccl."""
-    command = [sys.executable, "-m", "algorithms.verl.tests.make_parity", "--device", setup.device]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=verl_environment(), capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError from None
-    if done.returncode != 0:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
-    return parity_table(json.loads(done.stdout.splitlines()[-1]))
-
-
-def verl_environment() -> dict[str, str]:
-    """With agl's part of veRL's workers named: used from source, it has no entry point."""
-    return {"VERL_USE_EXTERNAL_MODULES": "agl_verl.verl_plugin", **os.environ}
-
-
-def parity_table(cases: Mapping[str, dict[str, Any] | str]) -> Table:
-    """By case the bench's figures, or why it was not run."""
-    rows, beyond = [], []
-    for name, case in cases.items():
-        if isinstance(case, str):
-            rows.append((name, f"not run: {case}", "", "", ""))
-            continue
-        advantages, loss, cosine, norm = (case[key] for key in ("advantages", "loss", "cosine", "norm"))
-        rows.append((name, f"{advantages:.1e}", f"{loss:.1e}", f"1 - {1 - cosine:.1e}", f"{norm:.1e}"))
-        if not case["within"]:
-            beyond.append(f"{name}: the engines' updates are further apart than docs/verl-parity.md allows.")
-    columns = ("algorithm", "advantages: difference", "loss: difference", "change: cosine", "change: norm, relative")
-    return Table(columns, rows, beyond)
-
-
 def verl_steps(setup: Setup, seconds: float) -> Table:
     """Three steps of the veRL engine with vLLM on one GPU: a merged LoRA adapter, offloading, a restart."""
     from agl_verl.engine import VerlEngine
     from agl_verl.plugin import VerlOptions
 
-    os.environ.update(verl_environment())
+    # agl's part of veRL's workers: used from source, it has no entry point.
+    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "agl_verl.verl_plugin")
     options = VerlOptions.model_validate(
         {"device": setup.device, "attention": "sdpa", "offload": True, "serving_memory": 0.3, "max_context": 1024}
     )
@@ -466,16 +424,12 @@ async def three_steps(make: Make, setup: Setup, dtype: str, replies: tuple[int, 
     return Table(columns, rows, beyond)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-BEGIN, END = "<!-- written by `make gpu` -->", "<!-- to here -->"
-VERL = ("verl", "ray", "tensordict", "transfer_queue", "hydra")
-NAMES = {"verl": "veRL", "ray": "Ray", "vllm": "vLLM", "transfer_queue": "TransferQueue", "hydra": "hydra-core"}
-"""Distributions that are not called as their module is."""
+VERL = ("verl", "ray", "vllm", "tensordict", "transfer_queue", "hydra")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One table of the page."""
+    """One table."""
 
     title: str
     play: Callable[[Setup, float], Table]
@@ -487,63 +441,38 @@ class Part:
 PARTS: Mapping[str, Part] = {
     "agreement": Part("The torch engine on the GPU and on the CPU", agreement),
     "speed": Part("Tokens per second and memory", speed),
-    "verl_parity": Part("veRL's update and the torch engine's", verl_parity, VERL),
     "verl_steps": Part(
-        "Three steps of the veRL engine, with a LoRA adapter, offloading and a restart", verl_steps, (*VERL, "vllm")
+        "Three steps of the veRL engine, with a LoRA adapter, offloading and a restart", verl_steps, VERL
     ),
 }
 
 
-def missing(needs: Sequence[str]) -> list[str]:
-    """The modules that are not installed, by the names of their distributions."""
-    return [NAMES.get(name, name) for name in needs if importlib.util.find_spec(name) is None]
-
-
-def play(name: str, device: str, folder: Path, deadline: float) -> tuple[str, str]:
-    """Play a part: its outcome, "measured", "not run" or "failed", and its text in Markdown. It stops no other part."""
+def play(part: Part, device: str, folder: Path, deadline: float) -> tuple[str, bool]:
+    """Play a part: its text in Markdown, and whether it went well. It stops no other part."""
     remaining = deadline - time.monotonic()
-    if absent := missing(PARTS[name].needs):
-        return "not run", f"Not run: not installed: {', '.join(absent)}."
+    if absent := [name for name in part.needs if importlib.util.find_spec(name) is None]:
+        return f"Not run: not installed: {', '.join(absent)}.", True
     if remaining <= 0:
-        return "not run", "Not run: the time was over."
+        return "Not run: the time was over.", True
     folder.mkdir()
     began = time.monotonic()
     try:
-        table = PARTS[name].play(Setup(device, folder), remaining)
-    except TimeoutError:
-        traceback.print_exc()
-        return "failed", f"Not run to its end: the time was over after {remaining:.0f} s."
+        table = part.play(Setup(device, folder), remaining)
     except Exception as error:
         traceback.print_exc()
-        return "failed", f"**It failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}**"
+        return f"**It failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}**", False
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     paragraphs = ["\n".join(f"| {' | '.join(line)} |" for line in lines), *(f"**{text}**" for text in table.beyond)]
-    outcome = "failed" if table.beyond else "measured"
-    return outcome, "\n\n".join([*paragraphs, f"It took {time.monotonic() - began:.0f} s."])
-
-
-def written(page: str, name: str, machine: str, text: str) -> str:
-    """The page with this text in place of what it had of that part; the other parts stay."""
-    before, rest = page.split(BEGIN)
-    figures, after = rest.split(END)
-    sections = {section.partition("\n")[0]: section.strip() for section in figures.split("### ")[1:]}
-    title = PARTS[name].title
-    sections[title] = f"{title}\n\nMeasured on: {machine}.\n\n{text}"
-    ordered = "\n\n".join(f"### {sections[part.title]}" for part in PARTS.values() if part.title in sections)
-    return f"{before}{BEGIN}\n\n{ordered}\n\n{END}{after}"
+    return "\n\n".join([*paragraphs, f"It took {time.monotonic() - began:.0f} s."]), not table.beyond
 
 
 def machine(device: str) -> str:
-    """What it is measured on: the device, its driver, the versions, the date."""
+    """What it is measured on: the device, the versions, the date."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}; {time.strftime('%d %B %Y')}"
     if device == "cpu":
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), {versions}"
     properties = torch.cuda.get_device_properties(0)
-    driver = Path("/proc/driver/nvidia/version")
-    words = driver.read_text().split() if driver.exists() else []
-    number = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
-    memory = f"{properties.total_memory / 2**30:.0f} GiB"
-    return f"{properties.name} ({memory}), driver {number}, CUDA {torch.version.cuda}, {versions}"
+    return f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}, {versions}"
 
 
 def main() -> int:
@@ -552,24 +481,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no part goes on after that many")
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one; may be repeated")
     options = parser.parse_args()
-    on_gpu = options.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"Nothing was run: no CUDA GPU: torch {torch.__version__} finds none. --device cpu plays on the CPU.")
-    deadline, outcomes = time.monotonic() + 60 * options.minutes, []
+    deadline, went_well = time.monotonic() + 60 * options.minutes, True
+    print(f"Measured on: {machine(options.device)}.\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="agl-gpu-") as folder:
         for name in options.part or PARTS:
-            print(f"{PARTS[name].title} …", flush=True)
-            outcome, text = play(name, options.device, Path(folder) / name, deadline)
+            text, good = play(PARTS[name], options.device, Path(folder) / name, deadline)
             print(f"### {PARTS[name].title}\n\n{text}\n", flush=True)
-            outcomes.append(outcome)
-            if on_gpu and outcome != "not run":  # Written at once: what comes after it may be killed.
-                page = PAGE.read_text(encoding="utf-8")
-                PAGE.write_text(written(page, name, machine("cuda"), text), encoding="utf-8")
-    if on_gpu:
-        print(f"The figures are in {PAGE}.")
-    elif "measured" in outcomes:
-        print(f"Played on: {machine('cpu')}. This is a stand-in: docs/gpu.md has figures of GPUs only.")
-    return int("failed" in outcomes)
+            went_well = went_well and good
+    return int(not went_well)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""veRL's parts of the kit, played on the CPU. Needs veRL, Ray and vLLM (`make test-verl`)."""
+"""veRL's part of the kit, played on the CPU. Needs veRL, Ray and vLLM (`make test-verl`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .test_gpu_kit import ROOT
 
 @pytest.mark.timeout(3600)
 def test_verls_parts_play_on_a_cpu() -> None:
-    chosen = ("--device", "cpu", "--minutes", "55", "--part", "verl_parity", "--part", "verl_steps")
+    chosen = ("--device", "cpu", "--minutes", "55", "--part", "verl_steps")
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu", *chosen], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "ot run: " not in done.stdout
-    for row in ("GRPO", "PPO with its critic", "1", "2", "3, resumed"):
+    for row in ("1", "2", "3, resumed"):
         assert f"| {row} | " in done.stdout

@@ -1,16 +1,8 @@
-"""Writes docs/verl-parity.md: `python -m algorithms.verl.tests.make_parity`, in the environment of `make test-verl`.
-
-With `--device cuda` (or cpu) it writes nothing, and its last line is JSON: what was measured there, by case.
-"""
+"""Writes docs/verl-parity.md: `python -m algorithms.verl.tests.make_parity`, in the environment of `make test-verl`."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -55,30 +47,6 @@ without weight among others (`live_parity.py`).
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"])
-    device = parser.parse_args().device
-    if device is None:
-        write_page()
-    else:
-        print(json.dumps(measured(device)))
-
-
-def measured(device: str) -> dict[str, dict[str, Any] | str]:
-    """By case its `parity.Distance`, or why it cannot be run on the device."""
-    from . import parity
-
-    found: dict[str, dict[str, Any] | str] = {}
-    for name, case in parity.CASES.items():
-        if case.name == "ppo" and device == "cuda" and importlib.util.find_spec("flash_attn") is None:
-            found[name] = "flash-attn is not installed"
-            continue
-        distance = parity.distance(ROOT / "examples" / "calc" / "policy", case, device)
-        found[name] = {**asdict(distance), "within": distance.within}
-    return found
-
-
-def write_page() -> None:
     from . import parity
 
     rows = []

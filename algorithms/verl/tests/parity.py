@@ -72,10 +72,10 @@ class Distance:
         return close and self.cosine >= 0.9999 and self.norm <= 1e-3 and self.same_dropped
 
 
-def distance(model: Path, case: Case, device: str = "cpu") -> Distance:
+def distance(model: Path, case: Case) -> Distance:
     """Make the updates with both engines, from the same weights."""
-    by_torch = verl_bench.TorchBench(model, case.name, case.options, device)
-    by_verl = verl_bench.VerlBench(model, case.name, case.options, device)
+    by_torch = verl_bench.TorchBench(model, case.name, case.options)
+    by_verl = verl_bench.VerlBench(model, case.name, case.options)
     found = []
     for number, step in enumerate(STEPS):
         batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number, step=step)

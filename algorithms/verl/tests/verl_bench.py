@@ -59,15 +59,17 @@ class Made:
     """Which of veRL's rows are pad rows."""
 
 
-def one_process(device: str = "cpu") -> None:
-    """Be veRL's only worker, on the CPU or on the first GPU."""
+def one_process() -> None:
+    """Be veRL's only worker, on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(
         {
             ENGINE_VARIABLE: "1",
-            **({CPU_VARIABLE: "1", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"} if device == "cpu" else {}),
+            CPU_VARIABLE: "1",
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",
             "HF_HUB_OFFLINE": "1",
             "RANK": "0",
             "WORLD_SIZE": "1",
@@ -77,8 +79,7 @@ def one_process(device: str = "cpu") -> None:
         }
     )
     if not torch.distributed.is_initialized():
-        backends = "cpu:gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        torch.distributed.init_process_group(backends, rank=0, world_size=1)
+        torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1)
 
 
 def recorded_batch(
@@ -95,8 +96,7 @@ def optimizer() -> OptimizerSection:
 class TorchBench:
     """The torch engine's trainer, for one algorithm on one model."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any], device: str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
         self._spec = PolicySpec(model=str(model), dtype="float32")
         self._loaded = replace(self._fresh(), context_length=TOO_LONG)
         self._algorithm = ChosenAlgorithm.of(name, options).build()
@@ -132,18 +132,18 @@ class TorchBench:
         return torch.cat([each.detach().flatten().cpu() for each in self._trainer._critic._trained])
 
     def _fresh(self) -> LoadedModel:
-        return load_model(self._spec, self._device, 0)
+        return load_model(self._spec, torch.device("cpu"), 0)
 
 
 class VerlBench:
     """veRL's workers for one algorithm on one model."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any], device: str = "cpu") -> None:
-        one_process(device)
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
+        one_process()
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
         self.version = 0
-        config = configuration(model, self.chosen, device)
+        config = configuration(model, self.chosen)
         self.actor = _worker(config, "actor")
         self.actor.set_loss_fn(partial(actor_loss, self.chosen))
         self.reference = _worker(config, "ref") if self.algorithm.needs_reference else None
@@ -289,15 +289,14 @@ class VerlBench:
         return {name: tensor.detach().to("cpu", torch.float32).clone() for name, tensor in generator}
 
 
-def configuration(model: Path, chosen: ChosenAlgorithm, device: str = "cpu") -> Any:
+def configuration(model: Path, chosen: ChosenAlgorithm) -> Any:
     """veRL's whole configuration as the engine makes it of a run's settings."""
     from omegaconf import open_dict
 
     policy = PolicySpec(str(model), "float32", optimizer=optimizer().model_dump(), algorithm=chosen.name)
     context = EngineContext(Path("unused"), 0, {"default": policy}, False, (), "key", TRAINING_STEPS)
-    attention = "auto" if chosen.build().needs_critic else "sdpa"
-    settings = VerlOptions(device=device, attention=attention, gradient_checkpointing=False, tokens_per_micro_batch=512)
-    config = compose(settings, context, algorithm=chosen.build(), cpu=device == "cpu")
+    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=512)
+    config = compose(settings, context, algorithm=chosen.build(), cpu=True)
     with open_dict(config):  # As `AglTrainer._init_dataloader` does.
         for each in (config.actor_rollout_ref.actor.optim, config.critic.optim):
             each.total_training_steps = TRAINING_STEPS
