@@ -103,9 +103,9 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class KeepingTracker(Tracker, Protocol):
-    """A tracker that also keeps checkpoints and rollouts."""
+    """A tracker that also keeps rollouts."""
 
-    def keep(self, step: int, checkpoint: Path, best: Sequence[Mapping[str, Json]]) -> None:
+    def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
         """A checkpoint was made after a step; `best` are rollouts of the step with high rewards, the best first.
 
         Each has `rollout`, `reward`, `ending`, `task` and `result`.

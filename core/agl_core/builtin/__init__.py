@@ -22,9 +22,8 @@ def register_components(register: Register) -> None:
         csv_tasks,
         dataset_tasks,
         jsonl_tasks,
-        parquet_tasks,
     )
-    from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbOptions, WandbTracker
+    from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbTracker
     from agl_core.store.sqlite import build
 
     register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
@@ -32,9 +31,8 @@ def register_components(register: Register) -> None:
     register(kinds.STORE, "sqlite", build)
     register(kinds.TASK_SOURCE, "jsonl", jsonl_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "csv", csv_tasks, options=FileOptions)
-    register(kinds.TASK_SOURCE, "parquet", parquet_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "hf", dataset_tasks, options=DatasetOptions)
     register(kinds.TASK_SOURCE, "recorded", recorded, options=RecordedOptions, needs=recorded_needs)
     wandb, mlflow = "Weights & Biases: pip install 'agl-core[wandb]'.", "MLflow: pip install 'agl-core[mlflow]'."
-    register(kinds.TRACKER, "wandb", WandbTracker, options=WandbOptions, doc=wandb)
+    register(kinds.TRACKER, "wandb", WandbTracker, doc=wandb)
     register(kinds.TRACKER, "mlflow", MlflowTracker, options=MlflowOptions, doc=mlflow)

@@ -38,6 +38,8 @@ from agl_core.types import Episode
 
 _ALPHA = 0.6
 """How much the priority counts in what is drawn: the paper's value for proportional priorities."""
+_CAPACITY = 256
+"""Groups kept to be replayed; the oldest leave first. Staleness ends most of them before."""
 
 
 class Fifo:
@@ -75,7 +77,6 @@ class PrioritisedOptions(BaseModel):
     ratio: float = Field(
         1.0, gt=0, le=100, description="Groups replayed in an update for each new one, if there are enough."
     )
-    capacity: int = Field(256, ge=1, description="Groups kept to be replayed; the oldest leave first.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class _Kept:
 class Prioritised:
     """Every new group once, in the order of completion; beside them those of earlier updates, by priority.
 
-    A group can be replayed until an episode of it is older than `async.max_staleness`, or more than `capacity` groups
+    A group can be replayed until an episode of it is older than `async.max_staleness`, or 256 groups
     came after it. What is drawn is a function of the run's seed, the step and the groups that it has.
     """
 
@@ -121,7 +122,7 @@ class Prioritised:
         # Without dropped episodes: those were recorded the first time.
         usable = ([e for e in group.episodes if e.dropped is None and e.transitions] for group in by_name)
         kept = [_Kept(group, spread(group)) for group in usable if len(group) >= context.min_group_size]
-        self._kept = [*self._kept, *kept][-self._options.capacity :]
+        self._kept = [*self._kept, *kept][-_CAPACITY:]
         return [*new, *replays]
 
     def _replays(self, count: int, context: DrawContext) -> list[DrawnGroup]:

@@ -1,4 +1,4 @@
-"""Tasks from files and data sets: the task sources "jsonl", "csv", "parquet" and "hf" (Hugging Face datasets).
+"""Tasks from files and data sets: the task sources "jsonl", "csv" and "hf" (Parquet files and Hugging Face datasets).
 
 What a row has beside the task's input and id is the task's metadata, which rewards see and the agent does not.
 """
@@ -48,7 +48,8 @@ class DatasetOptions(ColumnOptions):
     """The dataset, and its columns."""
 
     dataset: str = Field(
-        min_length=1, description="A folder, relative to the configuration file, or a name on the Hugging Face hub."
+        min_length=1,
+        description="A Parquet file or a folder, relative to the configuration file, or a name on the Hugging Face hub",
     )
     subset: str | None = Field(None, description="Which of the dataset's configurations, if it has several.")
     split: str = Field("train", min_length=1, description="Which of the dataset's splits.")
@@ -156,29 +157,16 @@ def csv_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
     return RowTasks(rows, options, str(path))
 
 
-def parquet_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
-    """Tasks from a Parquet file (needs `agl-core[export]`)."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    path = folder / options.path.expanduser()
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"The tasks {path} cannot be read as Parquet: {error}.") from error
-    return RowTasks(rows, options, str(path))
-
-
 def dataset_tasks(options: DatasetOptions, folder: Path, seed: int) -> RowTasks:
-    """Tasks from a Hugging Face dataset, by its folder or its name on the hub (needs `agl-core[export]`)."""
+    """Tasks from a Parquet file, or a Hugging Face dataset by its folder or name (needs `agl-core[export]`)."""
     import datasets
 
     path, where = folder / Path(options.dataset).expanduser(), f"The dataset '{options.dataset}'"
     try:
         if (path / "state.json").is_file():
             rows = datasets.load_from_disk(path)
+        elif path.suffix == ".parquet":
+            rows = datasets.load_dataset("parquet", data_files=str(path), split="train")
         elif (path / "dataset_dict.json").is_file():
             rows = datasets.load_from_disk(path)[options.split]
         else:
@@ -192,18 +180,14 @@ def dataset_tasks(options: DatasetOptions, folder: Path, seed: int) -> RowTasks:
     return RowTasks(rows, options, where)
 
 
-def _missing(path: Path) -> ConfigError:
-    return ConfigError(
-        f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
-    )
-
-
 def _read_utf8(path: Path) -> str:
     """The text of a file of tasks. ConfigError names what is wrong with it, and where."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise ConfigError(
+            f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
+        ) from None
     except OSError as error:
         raise ConfigError(f"The tasks {path} cannot be read: {error}.") from error
     try:

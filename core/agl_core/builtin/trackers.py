@@ -1,4 +1,4 @@
-"""The trackers "mlflow" and "wandb" (Weights & Biases): metrics, configuration, checkpoints and the best rollouts.
+"""The trackers "mlflow" and "wandb" (Weights & Biases): metrics, configuration and the best rollouts.
 
 Each is behind an extra of agl-core. A resumed run goes on with the same run there.
 """
@@ -15,21 +15,21 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import private
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import PluginError
+from agl_core.kinds import NoOptions
 from agl_core.types import Json
 
-Opened = TypeVar("Opened")
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _MAX_PARAMETER = 1000, 100, 500
 _STRANGE = re.compile(r"[^\w\-. :/]")
 
 
-class OpenedLate(ABC, Generic[Opened]):
+class OpenedLate(ABC):
     """Opens the tracker's run when there is something to log, so that training begins without it.
 
     If that fails, the error is raised once, and whatever comes later is ignored: each further try could take long.
@@ -46,31 +46,22 @@ class OpenedLate(ABC, Generic[Opened]):
                 f"or leave it out (--set trackers.{self.module}=false)."
             )
         self.run_dir = run_dir
-        self._opened: Opened | None = None
-        self._failed = False
+        self.opened: Any = None
+        self._tried = False
+
+    def open(self) -> Any:
+        """The tracker's run; None if it could not be opened."""
+        if not self._tried:
+            self._tried = True
+            file = self.run_dir / f"{self.module}-run"  # The id there, for a resumed run.
+            config = tomllib.loads((self.run_dir / CONFIG_FILE).read_text())
+            self.opened, id = self._open(file.read_text().strip() or None if file.exists() else None, config)
+            private.write(file, id)
+        return self.opened
 
     @abstractmethod
-    def open(self, id: str | None) -> tuple[Opened, str]:
+    def _open(self, id: str | None, config: Mapping[str, Any]) -> tuple[Any, str]:
         """Begin the tracker's run, or go on with that of this id; with its id."""
-
-    @property
-    def opened(self) -> Opened | None:
-        """None: it could not be opened."""
-        if self._opened is None and not self._failed:
-            self._failed = True
-            file = self.run_dir / f"{self.module}-run"  # The id there, for a resumed run.
-            self._opened, id = self.open(file.read_text().strip() or None if file.exists() else None)
-            private.write(file, id)
-            self._failed = False
-        return self._opened
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened is not None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return tomllib.loads((self.run_dir / CONFIG_FILE).read_text())
 
 
 class MlflowOptions(BaseModel):
@@ -83,23 +74,22 @@ class MlflowOptions(BaseModel):
         description="The tracking server (http://HOST:PORT) or file (sqlite:////PATH); absent: as MLFLOW_TRACKING_URI "
         "says, else mlflow.db in the run's folder.",
     )
-    checkpoints: bool = Field(True, description="Whether the weights of checkpoints are kept as artifacts.")
 
 
-class MlflowTracker(OpenedLate[tuple[Any, str]]):
+class MlflowTracker(OpenedLate):
     """Opened, it is MLflow's client and the id of the run."""
 
     module = "mlflow"
 
     def __init__(self, options: MlflowOptions, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self._options = options
+        self._uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI")
 
-    def open(self, id: str | None) -> tuple[tuple[Any, str], str]:
+    def _open(self, id: str | None, config: Mapping[str, Any]) -> tuple[tuple[Any, str], str]:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        uri, folder = self._options.uri or os.environ.get("MLFLOW_TRACKING_URI"), self.run_dir.resolve()
+        uri, folder = self._uri, self.run_dir.resolve()
         client = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
         if id is not None:
             client.update_run(id, status="RUNNING")
@@ -109,7 +99,7 @@ class MlflowTracker(OpenedLate[tuple[Any, str]]):
         artifacts = None if uri else (folder / "mlflow").as_uri()
         experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
         id = str(client.create_run(experiment, run_name=self.run_dir.name).info.run_id)
-        parameters = [Param(_named(key), text[:_MAX_PARAMETER]) for key, text in flat(self.config).items()]
+        parameters = [Param(_named(key), text[:_MAX_PARAMETER]) for key, text in flat(config).items()]
         for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             client.log_batch(id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
         return (client, id), id
@@ -117,27 +107,22 @@ class MlflowTracker(OpenedLate[tuple[Any, str]]):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        if self.opened is None:
+        if (opened := self.open()) is None:
             return
-        (client, id), now = self.opened, int(time.time() * 1000)
+        (client, id), now = opened, int(time.time() * 1000)
         values = [Metric(_named(key), value, now, step) for key, value in metrics.items()]
         for start in range(0, len(values), _METRICS_AT_ONCE):
             client.log_batch(id, metrics=values[start : start + _METRICS_AT_ONCE])
 
-    def keep(self, step: int, checkpoint: Path, best: Sequence[Mapping[str, Json]]) -> None:
-        """A table of rollouts, and each policy's weights."""
-        if self.opened is None:
-            return
-        (client, id), name = self.opened, f"step-{step:06d}"
-        if best:
+    def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
+        """A table of rollouts."""
+        if (opened := self.open()) is not None:
+            client, id = opened
             table = {"columns": list(best[0]), "data": [list(rollout.values()) for rollout in best]}
-            client.log_dict(id, table, f"best_rollouts/{name}.json")
-        if self._options.checkpoints:
-            for model in sorted(checkpoint.glob("*/model")):
-                client.log_artifacts(id, str(model), f"checkpoints/{name}/{model.parent.name}")
+            client.log_dict(id, table, f"best_rollouts/step-{step:06d}.json")
 
     def close(self) -> None:
-        if self.is_open and self.opened is not None:
+        if self.opened is not None:
             client, id = self.opened
             client.set_terminated(id)
 
@@ -164,24 +149,15 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
     return texts
 
 
-class WandbOptions(BaseModel):
-    """Where the run goes. Project, key, server and mode are W&B's own: WANDB_PROJECT, WANDB_API_KEY, …"""
-
-    model_config = ConfigDict(extra="forbid")
-
-    checkpoints: bool = Field(True, description="Whether the weights of checkpoints are kept as artifacts.")
-
-
-class WandbTracker(OpenedLate[Any]):
-    """Opened, it is W&B's run."""
+class WandbTracker(OpenedLate):
+    """Opened, it is W&B's run. Project, key, server and mode are W&B's own: WANDB_PROJECT, WANDB_API_KEY, …"""
 
     module = "wandb"
 
-    def __init__(self, options: WandbOptions, run_dir: Path) -> None:
+    def __init__(self, options: NoOptions, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self._options = options
 
-    def open(self, id: str | None) -> tuple[Any, str]:
+    def _open(self, id: str | None, config: Mapping[str, Any]) -> tuple[Any, str]:
         import wandb
 
         id = id or uuid.uuid4().hex[:12]
@@ -191,7 +167,7 @@ class WandbTracker(OpenedLate[Any]):
             project=os.environ.get("WANDB_PROJECT", "agl"),
             name=self.run_dir.name,
             dir=str(self.run_dir),
-            config=self.config,
+            config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
         run.define_metric("step")
@@ -199,27 +175,20 @@ class WandbTracker(OpenedLate[Any]):
         return run, id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if (run := self.opened) is not None:
+        if (run := self.open()) is not None:
             run.log({**metrics, "step": step})
 
-    def keep(self, step: int, checkpoint: Path, best: Sequence[Mapping[str, Json]]) -> None:
-        """A table of rollouts, and an artifact with each policy's weights."""
+    def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
+        """A table of rollouts."""
         import wandb
 
-        if (run := self.opened) is None:
-            return
-        if best:
+        if (run := self.open()) is not None:
             rows = [[_cell(value) for value in rollout.values()] for rollout in best]
             run.log({"best_rollouts": wandb.Table(columns=list(best[0]), data=rows), "step": step})
-        if self._options.checkpoints:
-            artifact = wandb.Artifact(f"{run.id}-weights", type="model", metadata={"step": step})
-            for model in sorted(checkpoint.glob("*/model")):
-                artifact.add_dir(str(model), name=model.parent.name)
-            run.log_artifact(artifact)
 
     def close(self) -> None:
-        if self.is_open and (run := self.opened) is not None:
-            run.finish()
+        if self.opened is not None:
+            self.opened.finish()
 
 
 def _cell(value: Json) -> Any:

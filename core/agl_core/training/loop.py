@@ -299,7 +299,7 @@ class Trainer:
         await self.session.engine.save(part)
         self.saved_step = self.state.step
         folder = await asyncio.to_thread(self.checkpoints.commit, part, self.state)
-        await asyncio.to_thread(self.log.keep, self.state.step, folder, self._latest.new)
+        await asyncio.to_thread(self.log.keep, self.state.step, self._latest.new)
         return folder
 
     def count_time(self) -> None:

@@ -229,8 +229,8 @@ class MetricsLog:
             with self._reported(name):
                 tracker.log(step, tracked)
 
-    def keep(self, step: int, checkpoint: Path, episodes: Sequence[Episode]) -> None:
-        """Give a checkpoint, and the best of the step's rollouts, to the trackers that keep them."""
+    def keep(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Give the best of the step's rollouts to the trackers that keep them."""
         best = sorted(episodes, key=lambda episode: -(episode.terminal or 0.0))[:BEST]
         rows = [
             {
@@ -243,9 +243,9 @@ class MetricsLog:
             for episode in best
         ]
         for name, tracker in self._trackers.items():
-            if isinstance(tracker, KeepingTracker):
+            if isinstance(tracker, KeepingTracker) and rows:
                 with self._reported(name):
-                    tracker.keep(step, checkpoint, rows)
+                    tracker.keep(step, rows)
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from agl_core.types.records import Json, Text, Time
+from agl_core.types.records import Json
 
 Record = TypeVar("Record")
 
@@ -61,7 +61,7 @@ def fields_of(record: type) -> Mapping[str, Field]:
     if is_dataclass(record):
         defaults = {f.name for f in fields(record) if (f.default, f.default_factory) != (MISSING, MISSING)}
     described = {}
-    for name, hint in get_type_hints(record, include_extras=True).items():
+    for name, hint in get_type_hints(record).items():
         optional = NoneType in get_args(hint)
         [type_] = [part for part in get_args(hint) if part is not NoneType] if optional else [hint]
         described[name] = Field(name, _form(type_), optional, name in defaults)
@@ -158,14 +158,8 @@ def _exactly(type_: type, named: str) -> Callable[[Json, str], Any]:
     return from_json
 
 
-def _dump_name(value: str) -> str:
-    if not isinstance(value, str):  # SQLite would make a text of a number
-        raise TypeError(f"it must be a text, not {value!r:.60}")
-    return value
-
-
 def _dump_text(value: str) -> str | bytes:
-    if not value.isascii():
+    if not value.isascii():  # What a model, a tool or an exception wrote may hold lone surrogates, which are no UTF-8.
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -193,12 +187,10 @@ def _float_from_json(data: Json, place: str) -> float:
 
 
 _FORMS: Mapping[Any, Form] = {
-    str: Form("TEXT", _dump_name, _unchanged, _unchanged, _exactly(str, "a text")),
-    Text: Form("TEXT", _dump_text, _load_text, _unchanged, _exactly(str, "a text")),
+    str: Form("TEXT", _dump_text, _load_text, _unchanged, _exactly(str, "a text")),
     int: Form("INTEGER", operator.index, _unchanged, _unchanged, _exactly(int, "an integer")),
     bool: Form("INTEGER", int, bool, _unchanged, _exactly(bool, "true or false")),
     float: Form("REAL", _dump_float, float, _float_to_json, _float_from_json),
-    Time: Form("REAL", float, float, _float_to_json, _float_from_json),
     Any: Form("TEXT", dump_json, load_json, _freely, lambda data, place: data),
     Mapping[str, Json]: Form("TEXT", dump_json, load_json, _freely, _exactly(dict, "an object")),
 }

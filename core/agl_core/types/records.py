@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,8 @@ from agl_core.types.names import Ending, FinishReason, Mode, RolloutState, Sourc
 
 Json = Any
 """Any JSON value: None, bool, int, float, str, list or dict of these."""
-Text = Annotated[str, "may hold lone surrogates"]
-"""What a model, a tool or an exception wrote: it may hold lone surrogates, which are no UTF-8."""
-Time = Annotated[float, "Unix seconds"]
-"""Unix seconds. NaN is none: where a time may be missing, it is stored as missing; elsewhere it is refused."""
+Time = float
+"""Unix seconds."""
 
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -99,7 +97,7 @@ class Attempt:
     ending: Ending | None = None
     result: Json = None
     """What the agent returned."""
-    error: Text | None = None
+    error: str | None = None
     """The exception's type and message, when it crashed; a hint what to do, when it made no call."""
     passed_through: Mapping[str, Json] | None = None
     """Requests that were passed on and not recorded (embeddings, audio, …), by route; None if there were none."""
@@ -147,7 +145,7 @@ class Choice:
     """[T] float32, natural log-probabilities under the sampling temperature (behaviour log-probabilities)."""
     mask: TokenMask | None = None
     """[T] bool, True where the policy sampled the token, False where it was forced; None: all sampled."""
-    parse_error: Text | None = None
+    parse_error: str | None = None
     """What was wrong with the tool calls in this response, if they did not parse."""
 
 
@@ -170,9 +168,9 @@ class Call:
     started: Time
     ended: Time
     api: str = "chat.completions"
-    agent: Text | None = None
+    agent: str | None = None
     """The agent that made the call, from an adapter; None if no adapter named it."""
-    parent_span: Text | None = None
+    parent_span: str | None = None
     """The span that enclosed the call, for tools without call ids."""
     prompt_ids: Tokens | None = None
     """[P] int32; None if the upstream returned none."""
@@ -188,7 +186,7 @@ class Call:
     """Prompt tokens taken from the cache."""
     late: bool = False
     """It does not count: it ended after its attempt was closed, or its client never got the reply and repeated it."""
-    retry_of: Text | None = None
+    retry_of: str | None = None
     """The marker of the client's own retry: calls of one attempt with the same marker are one call."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables when it made the call; None if they were not set."""
@@ -198,7 +196,7 @@ class Call:
     """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
     stamped: bool = True
     """Whether the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
-    trace: Text | None = None
+    trace: str | None = None
     """The W3C trace id of the request that made it (`traceparent`), 32 hexadecimal digits; None if it had none."""
 
     @property
@@ -219,24 +217,24 @@ class ToolResult:
     """Unique among the tool results of its source and attempt: one that is reported twice is recorded once."""
     rollout: str
     attempt: int
-    tool: Text
+    tool: str
     status: ToolStatus
-    tool_call_id: Text | None = None
+    tool_call_id: str | None = None
     arguments: Json = None
     result: Json = None
-    error: Text | None = None
+    error: str | None = None
     """The exception's type and message."""
-    agent: Text | None = None
-    span: Text | None = None
-    parent_span: Text | None = None
+    agent: str | None = None
+    span: str | None = None
+    parent_span: str | None = None
     """Joins the tool result to the call with the same parent if it has no tool_call_id, or several calls share it."""
     started: Time | None = None
     ended: Time | None = None
     source: Source = Source.ADAPTER
     """Where the tool result comes from."""
-    adapter: Text | None = None
+    adapter: str | None = None
     """Which adapter or instrumentation saw it; None: the agent's own code, or the conversation."""
-    status_rule: Text | None = None
+    status_rule: str | None = None
     """The rule that decided the status (docs/tool-status.md); None if it was recorded without one."""
 
 

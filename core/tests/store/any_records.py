@@ -12,7 +12,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from agl_core.types import Json, Sampling
-from agl_core.types.records import Text, Time
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)
 """Lone surrogates and NUL included: models and exceptions produce them."""
@@ -35,12 +34,10 @@ requests = st.builds(
 )
 _OF_TYPES: Mapping[Any, st.SearchStrategy[Any]] = {
     str: key_text,
-    Text: any_text,
     int: whole,
     bool: st.booleans(),
     # Without -0.0: SQLite's REAL columns do not keep that sign (JSON and arrays do).
     float: st.floats().map(lambda value: value + 0.0),
-    Time: finite.map(lambda value: value + 0.0),
     Any: json_values,
     Mapping[str, Json]: json_objects,
 }
@@ -51,8 +48,9 @@ def records(type_: type) -> st.SearchStrategy[Any]:
     """Records, or episodes, of this type."""
     if type_ is Sampling:
         return st.builds(Sampling, *[st.none() | finite] * 2, *[st.none() | whole] * 2)
-    hints = get_type_hints(type_, include_extras=True)
-    return st.builds(type_, **{name: requests if name == "request" else _of(hint) for name, hint in hints.items()})
+    own = {"request": requests, "error": st.none() | any_text, "parse_error": st.none() | any_text, "tool": any_text}
+    hints = get_type_hints(type_)
+    return st.builds(type_, **{name: own.get(name) or _of(hint) for name, hint in hints.items()})
 
 
 def _of(hint: Any) -> st.SearchStrategy[Any]:

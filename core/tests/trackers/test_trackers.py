@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbOptions, WandbTracker
+from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbTracker
 from agl_core.errors import PluginError
+from agl_core.kinds import NoOptions
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import MetricsLog
 
@@ -24,9 +25,7 @@ CONFIG = {"name": "calc", "train": {"steps": 4}}
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "calc"
-    weights = folder / "checkpoints" / "step-000002" / "default" / "model"
-    weights.mkdir(parents=True)
-    (weights / "model.safetensors").write_bytes(b"weights")
+    folder.mkdir()
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +40,7 @@ def log_two_steps(run_dir: Path, trackers: dict[str, Any], first: int = 1) -> No
     log.write(first + 1, "train", {"reward/mean": 0.5})
     log.write(first + 1, "eval", {"eval/greedy/reward/mean": 0.75})
     episodes = [make.episode(rollout=f"r{n}", terminal=float(n), result={"said": n}) for n in range(12)]
-    log.keep(first + 1, run_dir / "checkpoints" / "step-000002", episodes)
+    log.keep(first + 1, episodes)
     log.close()
 
 
@@ -56,8 +55,6 @@ def check_mlflow(uri: str, run_id: str, steps: list[int], downloaded: Path) -> N
     assert run.data.params["train.steps"] == "4"
     assert run.data.metrics["eval/greedy/reward/mean"] == 0.75
     assert run.info.status == "FINISHED"
-    file = client.download_artifacts(run_id, "checkpoints/step-000002/default/model.safetensors", str(downloaded))
-    assert Path(file).read_bytes() == b"weights"
     best = client.download_artifacts(run_id, "best_rollouts/step-000002.json", str(downloaded))
     table = json.loads(Path(best).read_text())
     assert table["columns"] == ["rollout", "reward", "ending", "task", "result"]
@@ -74,7 +71,7 @@ def test_mlflow_in_a_file_and_a_resumed_run_goes_on(run_dir: Path, tmp_path: Pat
 
 def test_wandb_offline_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    options = WandbOptions()
+    options = NoOptions()
     log_two_steps(run_dir, {"wandb": WandbTracker(options, run_dir)})
     log_two_steps(run_dir, {"wandb": WandbTracker(options, run_dir)}, first=3)
     run_id = (run_dir / "wandb-run").read_text()
@@ -91,7 +88,7 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("WANDB_MODE", "online")
     tracker = (
-        WandbTracker(WandbOptions(), run_dir)
+        WandbTracker(NoOptions(), run_dir)
         if which == "wandb"
         else MlflowTracker(MlflowOptions(uri="http://127.0.0.1:9"), run_dir)
     )
@@ -108,4 +105,4 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
 def test_a_package_that_is_missing_is_named_with_its_extra(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WandbTracker, "module", "no_such_package_at_all")
     with pytest.raises(PluginError, match=r"pip install 'agl-core\[no_such_package_at_all\]'"):
-        WandbTracker(WandbOptions(), run_dir)
+        WandbTracker(NoOptions(), run_dir)

@@ -178,7 +178,7 @@ class Log:
         self.alarms += alarms
         self.lines.append({"step": step, **metrics})
 
-    def keep(self, step: int, checkpoint: Path, episodes: Sequence[Episode]) -> None: ...
+    def keep(self, step: int, episodes: Sequence[Episode]) -> None: ...
 
 
 class Lines(Observer):

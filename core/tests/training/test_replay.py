@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core.builtin import buffers
 from agl_core.builtin.buffers import (
     Prioritised,
     PrioritisedOptions,
@@ -138,8 +139,9 @@ def test_a_group_stays_until_one_of_its_episodes_is_too_old() -> None:
     assert seen == [["v3", "mixed", "new"], ["v4", "new", "v3"], ["v5", "new", "v3", "v4"], ["v6", "v4", "v5"]]
 
 
-def test_those_that_came_first_make_room_and_too_few_new_groups_are_waited_for() -> None:
-    buffer = Prioritised(PrioritisedOptions(ratio=10.0, capacity=2))
+def test_those_that_came_first_make_room_and_too_few_new_groups_are_waited_for(monkeypatch: Any) -> None:
+    monkeypatch.setattr(buffers, "_CAPACITY", 2)
+    buffer = Prioritised(PrioritisedOptions(ratio=10.0))
     for number in range(5):
         assert buffer.draw(1, asking()) is None
         buffer.add(group(f"g{number}"))
