@@ -117,9 +117,9 @@ def open_online_upstream(settings: OnlineSection, console: Screen) -> Upstream:
             f"server {settings.upstream}, or leave upstream_key_env out."
         )
     assert settings.upstream is not None, "it was checked"
-    upstream, probe = open_upstream(settings.upstream.rstrip("/"), key or "none", settings.model)
-    if not probe.returns_ids:
-        console.print(f"note: no token ids are recorded, for {probe.missing}. Sessions can be read, not trained on.")
+    upstream, missing = open_upstream(settings.upstream.rstrip("/"), key or "none", settings.model)
+    if missing:
+        console.print(f"note: no token ids are recorded, for {missing}. Sessions can be read, not trained on.")
     return upstream
 
 

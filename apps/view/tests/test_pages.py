@@ -39,16 +39,6 @@ def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) 
     assert STEP in page.links
 
 
-def test_a_bar_of_the_histogram_leads_to_its_rollouts(runs: Folder) -> None:
-    runs.trained()
-    page = Parsed(runs.page("/runs/calc"))
-    (bar,) = [found for tag, found in page.tags if tag == "a" and found.get("aria-label") == "reward 0: 1 rollouts"]
-
-    found = said(runs.page(str(bar["href"])))
-
-    assert "1 of 4 rollouts" in found
-
-
 def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(runs: Folder) -> None:
     runs.trained()
 
@@ -134,14 +124,6 @@ def test_each_page_has_what_was_recorded(runs: Folder, address: str, markup: lis
     for part in markup:
         at = page.find(part, at)
         assert at >= 0, part
-
-
-def test_a_tool_result_has_arguments_status_source_and_duration(runs: Folder) -> None:
-    runs.trained()
-
-    page = said(runs.page("/runs/calc/rollouts/s1-g0-m1"))
-
-    assert 'error look 0.5 s by the agent\'s process { "at": "table" } found' in page
 
 
 def test_text_of_agents_is_text_on_every_page(runs: Folder) -> None:

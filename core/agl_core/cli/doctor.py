@@ -17,7 +17,7 @@ from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
 from agl_core.cli.options import AsJson, KeyVariable, Model, UpstreamUrl
 from agl_core.cli.screen import print_json
-from agl_core.cli.upstreams import Probe, chosen_key, chosen_url, open_upstream
+from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
 from agl_core.config import LoadedConfig, check, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -155,8 +155,8 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
     async with local_server(loaded, folder) as server, open_session(here, folder, server, observer) as session:
         served = observer.upstream
         for policy, name in served.models.items():
-            _, probe = await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name)
-            findings += _ids(f"engine, policy '{policy}'", probe, "FAIL")
+            _, missing = await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name)
+            findings.append(_ids(f"engine, policy '{policy}'", missing, "FAIL"))
         if session.engine.supports("estimate"):
             findings.append(_resources(work, await session.engine.estimate(work)))
         if not isinstance(session.tasks["train"], RecordedTasks):
@@ -223,19 +223,15 @@ def _waiting(folder: Path) -> Findings:
 
 
 def _server(url: str, key_env: str | None, model: str | None) -> Findings:
-    upstream, probe = open_upstream(chosen_url(url), chosen_key(key_env), model)
+    upstream, missing = open_upstream(chosen_url(url), chosen_key(key_env), model)
     models = ", ".join(sorted(upstream.models.values())[:5])
     yield Finding("ok", "model server", f"{upstream.urls[0]} answers, with {models}")
-    yield from _ids("token ids", probe, "note")
+    yield _ids("token ids", missing, "note")
 
 
-def _ids(what: str, probe: Probe, mark: str) -> Findings:
+def _ids(what: str, missing: str, mark: str) -> Finding:
     """Whether exact ids are returned; `mark` is that of a server that returns none."""
-    if probe.returns_ids and not probe.doubts:
-        yield Finding("ok", what, "exact ids and log-probabilities are returned, and go together")
-    for doubt in probe.doubts:
-        remedy = "training on them would be wrong: update the model server, or use agl's own engine"
-        yield Finding("FAIL", what, doubt, remedy)
-    if not probe.returns_ids:
-        remedy = "its replies can be recorded and scored, not trained on; servers like vLLM return ids when asked"
-        yield Finding(mark, what, probe.missing, remedy)
+    if not missing:
+        return Finding("ok", what, "exact ids and log-probabilities are returned")
+    remedy = "its replies can be recorded and scored, not trained on; servers like vLLM return ids when asked"
+    return Finding(mark, what, missing, remedy)

@@ -114,10 +114,13 @@ def _forwarding(
 ) -> _Setting:
     plugins = Plugins.load()
     address = chosen_url(url)
-    upstream, probe = open_upstream(address, chosen_key(key_variable), model)
+    upstream, missing = open_upstream(address, chosen_key(key_variable), model)
     _say(f"forwarding to {address}")
-    for note in probe.notes:
-        _say(f"note: {note}")
+    if missing:
+        _say(
+            f"note: exact token ids are not recorded, for {missing}. The episode is text: it can be read and scored, "
+            f"not trained on. Servers like vLLM return ids (return_token_ids)."
+        )
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
     before = Path("runs") / _checked(name) if name else None
     is_new = before is None or not is_capture(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -14,29 +13,6 @@ from agl_core.protocols import Upstream
 
 _HOSTED = "https://api.openai.com/v1"
 _TIMEOUT = httpx.Timeout(120, connect=10)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What one call of a model server says of its replies."""
-
-    returns_ids: bool
-    """Whether they carry token ids of prompt and response and the log-probabilities of the latter."""
-    doubts: tuple[str, ...] = ()
-    """Contradictions in the ids that it returned."""
-    missing: str = ""
-    """The reason for which there are no exact ids; empty if there are."""
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user should know of it."""
-        notes = [f"the token ids of this server do not go together: {doubt}" for doubt in self.doubts]
-        if not self.returns_ids:
-            notes.append(
-                f"exact token ids are not recorded, for {self.missing}. The episode is text: it can be read and "
-                f"scored, not trained on. Servers like vLLM return ids (return_token_ids)."
-            )
-        return notes
 
 
 def chosen_url(url: str | None) -> str:
@@ -61,11 +37,11 @@ def chosen_key(variable: str | None) -> str:
     return os.environ.get(variable or "OPENAI_API_KEY") or "none"
 
 
-def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, Probe]:
-    """The model server, and the result of a short call of it. EngineError if it does not answer, with what to do.
+def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]:
+    """The model server, and why its replies have no exact token ids (empty if they have), by a short call of it.
 
     Agents get `model` whatever they ask for; without it the server's only one, or, where it has several, the one
-    that they ask for.
+    that they ask for. EngineError if it does not answer, with what to do.
     """
     with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, trust_env=False) as client:
         response = _send(client, "GET", f"{url}/models")
@@ -76,36 +52,23 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, Prob
                 f"Does the URL end in /v1? If it does, name the model with --model."
             )
         names = [model] if model else listed
-        if len(names) == 1:
-            models, probe = {"default": names[0]}, examine(_complete(client, url, names[0], listed))
+        if len(names) > 1:
+            models, missing = {name: name for name in names}, "the server has several models: name one with --model"
         else:
-            models = {name: name for name in names}
-            probe = Probe(False, missing="the server has several models: name one with --model")
-    return Upstream((url,), models, key, returns_ids=probe.returns_ids), probe
+            models, missing = {"default": names[0]}, missing_ids(_complete(client, url, names[0], listed))
+    return Upstream((url,), models, key, returns_ids=not missing), missing
 
 
-def examine(completion: Mapping[str, Any]) -> Probe:
-    """Whether a completion carries exact ids, and whether they go together."""
+def missing_ids(completion: Mapping[str, Any]) -> str:
+    """What a completion lacks of token ids and their log-probabilities, in words; empty if it has them."""
     choice = completion["choices"][0]
-    prompt, sampled = completion.get("prompt_token_ids") or (), choice.get("token_ids") or ()
-    logprobs = (choice.get("logprobs") or {}).get("content") or ()
-    fields = {"prompt_token_ids": prompt, "token_ids": sampled, "logprobs": logprobs}
-    if missing := [name for name, values in fields.items() if not values]:
-        return Probe(False, missing=f"its replies lack {', '.join(missing)}")
-    usage = completion.get("usage") or {}
-    doubts = [
-        f"{len(ids)} {name} ids, but the reply counts {counted} tokens"
-        for name, ids, counted in (
-            ("prompt", prompt, usage.get("prompt_tokens")),
-            ("response", sampled, usage.get("completion_tokens")),
-        )
-        if counted not in (None, len(ids))
-    ]
-    if len(logprobs) != len(sampled):
-        doubts.append(f"{len(sampled)} response ids, but {len(logprobs)} log-probabilities")
-    if any(not entry["logprob"] <= 0 for entry in logprobs):
-        doubts.append("a log-probability that is above 0 or not a number")
-    return Probe(True, tuple(doubts))
+    fields = {
+        "prompt_token_ids": completion.get("prompt_token_ids"),
+        "token_ids": choice.get("token_ids"),
+        "logprobs": (choice.get("logprobs") or {}).get("content"),
+    }
+    missing = ", ".join(name for name, values in fields.items() if not values)
+    return f"its replies lack {missing}" if missing else ""
 
 
 def _names(response: httpx.Response) -> list[str]:

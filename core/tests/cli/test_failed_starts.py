@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 import tomli_w
 from agl_command import Agl, agl_in_process  # noqa: F401
 
-import agl_core.cli
 from agl_core.cli import SERVER_MODULES
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
@@ -104,14 +102,6 @@ def test_what_an_engine_said_stays(refused: Callable[..., str], folder: Path) ->
     assert [path.name for path in (folder / "runs").iterdir()] == ["mine"], "a failed start does not keep its name"
 
 
-def test_what_was_there_before_stays(refused: Callable[..., str], folder: Path) -> None:
-    run = folder / "runs" / "mine"
-    run.mkdir(parents=True)
-    (run / "notes.txt").write_text("mine")
-    refused("train", "train.toml", "--set=server.host=0.0.0.0")
-    assert (run / "notes.txt").read_text() == "mine"
-
-
 @pytest.mark.parametrize("command", [["train", "train.toml"], ["run", "--config", "train.toml", "--", "true"]])
 def test_a_folder_that_cannot_be_made_is_named(refused: Callable[..., str], folder: Path, command: list[str]) -> None:
     (folder / "runs").write_text("a file")
@@ -121,26 +111,6 @@ def test_a_folder_that_cannot_be_made_is_named(refused: Callable[..., str], fold
     assert "--set runs=FOLDER" in said
 
 
-READ_ONLY = 'mount --bind . . && mount -o remount,bind,ro . && cd .. && cd mine && exec "$@"'
-"""For root, whom permissions do not stop: a shell command in a mount namespace of its own."""
-
-
-def test_a_read_only_run_is_not_resumed(folder: Path) -> None:
-    """Before anything opens a file in it, a tracker for instance."""
-    run = folder / "runs" / "mine"
-    run.mkdir(parents=True)
-    (run / "config.toml").write_text(tomli_w.dumps({**CONFIG, "folder": str(folder), "runs": str(folder / "runs")}))
-    run.chmod(0o500)
-    command = [sys.executable, "-c", "from agl_core.cli import main; main()", "train", "--resume", str(run)]
-    if os.geteuid() == 0:
-        command = ["unshare", "--mount", "sh", "-c", READ_ONLY, "sh", *command]
-    done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=120)
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("this root may not mount")
-    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0), done.stderr
-    assert f"Error: The run's folder {run} cannot be written, so that the run cannot go on." in done.stderr
-
-
 def test_run_without_the_servers_packages_makes_no_folder(folder: Path) -> None:
     absent = f"import sys; sys.modules.update(dict.fromkeys({SERVER_MODULES})); from agl_core.cli import main; main()"
     command = [sys.executable, "-c", absent, "run", "--upstream", "http://127.0.0.1:9/v1", "--", "true"]
@@ -148,13 +118,6 @@ def test_run_without_the_servers_packages_makes_no_folder(folder: Path) -> None:
     assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
     assert "pip install 'agl-core[server]'" in done.stderr
     assert not (folder / "runs").exists()
-
-
-def test_what_the_system_says_of_a_file_is_a_sentence(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(agl_core.cli, "app", lambda: (tmp_path / "gone" / "file").write_text(""))
-    assert f"{tmp_path}/gone/file cannot be read, made or written (No such file or directory)" in refused("train")
 
 
 def test_a_file_with_the_name_of_a_standard_module_does_no_harm(folder: Path) -> None:

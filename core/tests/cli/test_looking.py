@@ -55,12 +55,9 @@ def agl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", LOOKING)
 def test_no_code_of_the_run_runs(foreign: Any, command: str) -> None:
-    ended = agl(*command.replace("RUN", "runs/calc").split())
+    foreign.agl(*command.replace("RUN", "runs/calc").split())
 
     assert not (foreign.folder / "runs" / "calc" / "it-ran").exists()
-    assert "Traceback" not in ended.stderr
-    if "s1-g0-m0" in command:
-        assert "install them as a package" in ended.stderr
 
 
 def test_trying_rewards_asks_first(foreign: Any) -> None:

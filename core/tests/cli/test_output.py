@@ -13,7 +13,6 @@ import subprocess
 import sys
 import termios
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +110,6 @@ def test_on_a_terminal_bars_go_and_what_the_run_says_stays(tmp_path: Path) -> No
     command = [sys.executable, "-c", OBSERVED]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
     assert printed.stdout.splitlines() == [path, "step 1", "step 2"], "in a pipe too"
-
-
-def described(command: list[str], width: int) -> str:
-    """What a command's help says of it, before the list of its options."""
-    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, [*command, "--help"])
-    return result.output.partition("╭")[0]
-
-
-@pytest.mark.parametrize("command", ["train", "worker", "run", "eval", "doctor", "reward try"])
-def test_help_is_broken_at_the_width_of_the_terminal_alone(command: str) -> None:
-    for paragraph in re.split(r"\n\s*\n", described(command.split(), 60).strip()):
-        lines = [line.strip() for line in paragraph.strip().splitlines()]
-        for line, following in pairwise(lines):
-            assert len(f"{line} {following.split()[0]}") > 58, (line, following)
 
 
 def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:

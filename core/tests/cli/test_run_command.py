@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -15,9 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agl_core.capture.attaching import SITE, bootstrap_variables
+from agl_core.capture.attaching import SITE
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.scripts import Say
 from agl_core.types import AttemptKey, Ending, Mode
 
 from .run_stack import Bench, bench
@@ -126,44 +125,6 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     assert rollout.id in running.agl("rollouts", COLUMNS="160").stdout
 
 
-LANGCHAIN = """
-from langchain.agents import create_agent
-
-def get_weather(city: str) -> str:
-    \"\"\"Get weather for a given city.\"\"\"
-    return f"It's always sunny in {city}!"
-
-agent = create_agent(
-    model="openai:gpt-5.4",
-    tools=[get_weather],
-    system_prompt="You are a helpful assistant",
-)
-
-result = agent.invoke(
-    {"messages": [{"role": "user", "content": "What's the weather in New York?"}]}
-)
-print(result["messages"][-1].content)
-"""
-"""The first script of its documentation, unmodified; the other frameworks are in tests/conformance."""
-
-
-@pytest.mark.storm
-def test_a_frameworks_first_script_is_recorded_whole(running: Bench) -> None:
-    running.script("agent.py", LANGCHAIN)
-    running.answers(Say("OK"), CallTools([("get_weather", {"city": "New York"})]), Say("It is sunny in New York."))
-
-    result = running.run(sys.executable, "agent.py")
-
-    assert (result.returncode, result.stdout) == (0, "It is sunny in New York.\n"), result.stderr
-    _, attempt, episode = running.recorded()
-    assert attempt.ending is Ending.FINISHED
-    assert [t.agent for t in episode.transitions] == ["model", "model"]
-    assert all(t.has_ids and t.logprobs is not None for t in episode.transitions)
-    results = [(o.tool, o.status.value, o.arguments) for t in episode.transitions for o in t.tool_results]
-    assert (results, episode.unjoined) == ([("get_weather", "ok", {"city": "New York"})], ())
-    assert "finished: 2 LLM calls by model, 1 tool results" in result.stderr
-
-
 def test_without_a_call_and_without_ids_it_says_so(running: Bench) -> None:
     running.upstream.returns_ids = False
 
@@ -241,50 +202,6 @@ def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monke
     )
     assert "leave out --upstream" in said("--config", "a.toml", "--model", "m", "--", "true")
     assert list(tmp_path.iterdir()) == []
-
-
-LOADED = "import json, os, sys; print(json.dumps([m for m in sys.modules if 'agl' in m] + [os.environ['MINE']]))"
-
-
-@pytest.mark.parametrize("in_a_run", [False, True])
-def test_a_process_with_nothing_to_attach_to_is_left_alone(tmp_path: Path, in_a_run: bool) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['MINE'] = '1'\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(tmp_path)])}
-    if in_a_run:
-        before = {"PYTHONPATH": str(tmp_path)}
-        environment |= bootstrap_variables(AttemptKey("r", 0), "http://127.0.0.1:9", "k", tmp_path, before)
-    result = subprocess.run(
-        [sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert json.loads(result.stdout) == ["1"]
-
-
-def test_what_is_imported_first_and_where_makes_no_difference(tmp_path: Path) -> None:
-    """The module that triggers the attaching is imported once, whole, and in a thread as well as anywhere."""
-    code = """
-    import importlib, sys, threading
-    def work():
-        module = importlib.import_module(sys.argv[1])
-        assert module is sys.modules[sys.argv[1]] and not hasattr(module.__spec__.loader, "_module")
-        importlib.reload(module) if sys.argv[1] == "httpx" else None
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    import httpx, agl_core
-    assert agl_core.capture is sys.modules["agl_core.capture"]
-    from agl_core.capture import current_attempt
-    with httpx.Client(transport=httpx.MockTransport(lambda r: httpx.Response(200, text=str(dict(r.headers))))) as c:
-        print("x-agl-rollout': 'r/0'" in c.get("http://127.0.0.1:9/v1").text, current_attempt().rollout)
-    """
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code))
-    variables = bootstrap_variables(AttemptKey("r", 0), "http://127.0.0.1:9", "k", tmp_path, {})
-    for first in ("httpx", "httpx2", "agl_core"):
-        result = subprocess.run(
-            [sys.executable, script, first], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
-        )
-        assert result.stdout == "True r\n", result.stderr
-    assert list(tmp_path.glob("*.jsonl")) == []
 
 
 def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:

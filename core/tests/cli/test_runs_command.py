@@ -94,13 +94,11 @@ VERDICTS: dict[str, tuple[list[dict[str, float]], list[float], str]] = {
         [0.3, 0.35],
         "not yet: the held-out reward (eval/greedy) went from 0.3 to 0.35, which is no more than chance",
     ),
-    "a fall": ([SOME] * 3, [0.9, 0.1], "not yet: the held-out reward (eval/greedy) fell from 0.9 to 0.1"),
     "a rise in training": (
         [SOME, {**SOME, "reward/mean": 1.0, "reward/std": 0.0}],
         [],
         "learned: the training reward rose from 0.3 to 1",
     ),
-    "one step": ([SOME], [], "not yet: one step shows no change"),
     "few groups to learn from": (
         [{**SOME, "groups/no_contrast": 0.75}] * 2,
         [],
@@ -111,11 +109,6 @@ VERDICTS: dict[str, tuple[list[dict[str, float]], list[float], str]] = {
         [{**SOME, "transitions/kept": 0.0, "dropped/no_advantage": 16.0, "groups/no_contrast": 1.0}] * 3,
         [0.3, 0.3],
         "cannot: no group had contrast: all rewards that were compared were equal (mean reward 0.3), so",
-    ),
-    "advantages of 0": (
-        [{**SOME, "transitions/without_advantage": 16.0, "groups/no_contrast": 1.0}] * 3,
-        [],
-        "cannot: no group had contrast",
     ),
     "one reason": (
         [{**SOME, "transitions/kept": 0.0, "dropped/untrained_agent": 16.0}] * 3,
@@ -197,7 +190,7 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
         assert listed(run)[0]["state"] == "finished", "it is evaluated again, and its training is over"
         refused = run.agl("runs", "prune", "calc", "--steps", "0", "--checkpoints", "1")
         assert isinstance(refused.exception, StoreError)
-        assert f"process {server.pid}" in str(refused.exception)
+        assert "is being written by another process" in str(refused.exception)
         server.communicate("")
     assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
     run.store.unlink()

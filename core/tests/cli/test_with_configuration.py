@@ -152,7 +152,7 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     lines = found.stdout.splitlines()
     assert "ok    configuration: train.toml is valid" in lines
     assert "ok    tasks: the first of each set (train) can be made" in lines
-    assert "ok    engine, policy 'default': exact ids and log-probabilities are returned, and go together" in lines
+    assert "ok    engine, policy 'default': exact ids and log-probabilities are returned" in lines
     (resources,) = (line for line in lines if line.startswith("ok    resources: "))
     assert "about 0.0 GiB of 1 GiB" in resources
     assert "102 min: 100 steps with 128 rollouts each, and 0 rollouts in evaluations" in resources
