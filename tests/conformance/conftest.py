@@ -12,7 +12,6 @@ import pytest_asyncio
 
 from ..support.testing_aids import fast_clients
 from .driver import Driver
-from .page import pairwise
 from .playing import Bench, running_bench
 from .scenarios import cells
 
@@ -46,14 +45,16 @@ def chosen_drivers(config: pytest.Config) -> tuple[Driver, ...]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         found = list(cells(chosen_drivers(metafunc.config)))
-        enough = pairwise(found)
-        metafunc.parametrize(
-            "cell",
-            [
-                pytest.param(cell, id=str(cell), marks=() if str(cell) in enough else pytest.mark.storm)
-                for cell in found
-            ],
-        )
+        by_scenario: dict[tuple[str, str], list[str]] = {}
+        for cell in found:
+            if cell.gap is None:
+                by_scenario.setdefault((cell.driver.name, cell.scenario.name), []).append(str(cell))
+        # In turn, so that a driver's APIs and forms all have their scenarios.
+        daily = {names[number % len(names)] for number, names in enumerate(by_scenario.values())}
+        marked = [
+            pytest.param(cell, id=str(cell), marks=() if str(cell) in daily else pytest.mark.storm) for cell in found
+        ]
+        metafunc.parametrize("cell", marked)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

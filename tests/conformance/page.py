@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Sequence
 
-from .driver import Cell, Driver
-from .scenarios import SCENARIOS, cells
+from .driver import Driver
+from .scenarios import SCENARIOS
 
 _HEAD = """# Conformance
 
@@ -30,14 +29,14 @@ is a gap is tested too: the test fails if the gap passes, so a gap cannot outliv
 |---|---|---|
 """
 
-_LEGEND = """✓ passes; a number names a gap. In the form `attach` the agent's code has no line of agl, and every
-installed adapter is attached at once, as agl's workers do. A driver's first form is played with and without streaming.
-Each further form is played once for each API, alternating between streaming and not."""
+_LEGEND = """Each driver plays every scenario with each of its APIs, except for its gaps. In the form `attach` the agent has
+no line of agl, and every installed adapter is attached at once, as agl's workers do. A driver's first form is played with
+and without streaming. Each further form is played once for each API, alternating between both."""
 
-_APART = """## The matrix of frameworks with an environment of their own
+_APART = """## Frameworks with an environment of their own
 
 The pins of these frameworks do not go together. `make test-frameworks` makes an environment for each, with its newest
-release, and plays the same scenarios there. `make newest` also plays the matrix above with the newest releases of its
+release, and plays the same scenarios there. `make newest` also plays the drivers above with the newest releases of its
 frameworks, and says what breaks.
 """
 
@@ -50,7 +49,7 @@ its folder in `PYTHONPATH`:
 python -m pytest tests/conformance --driver your_module:YourDriver
 ```
 
-Then the matrix is your driver's alone. A driver is one class; this one is `tests/conformance/example_driver.py`:
+Then your driver alone is played. A driver is one class; this one is `tests/conformance/example_driver.py`:
 
 ```python
 {example}```
@@ -77,7 +76,7 @@ def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str) -> 
     for scenario in SCENARIOS:
         calls = len(scenario.turns()) * scenario.rollouts
         lines.append(f"| {scenario.name} | {scenario.about} | {calls} |")
-    lines += ["", "## The matrix", "", _LEGEND]
+    lines += ["", "## The drivers", "", _LEGEND]
     for driver in drivers:
         lines += ["", *_driver(driver)]
     lines += ["", _APART.rstrip()]
@@ -87,63 +86,14 @@ def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str) -> 
 
 
 def _driver(driver: Driver) -> list[str]:
-    """The driver's table, and its gaps."""
-    found = list(cells([driver]))
-    columns = list(dict.fromkeys((cell.api, cell.streaming) for cell in found))
-    heads = [f"{api}, streaming" if streaming else api for api, streaming in columns]
-    gaps: dict[str, int] = {}
-    rows = []
-    for scenario in SCENARIOS:
-        mine = [cell for cell in found if cell.scenario is scenario]
-        shown = [_shown([c for c in mine if (c.api, c.streaming) == column], gaps) for column in columns]
-        rows.append(f"| {scenario.name} | {' | '.join(shown)} |")
-    return [
-        f"### {driver.name}",
-        "",
-        inspect.cleandoc(driver.__doc__ or ""),
-        "",
-        f"Forms: {', '.join(f'`{form}`' for form in driver.forms)}.",
-        *(f"\nNot played: the API {api}. {reason}" for api, reason in driver.without.items()),
-        "",
-        f"| scenario | {' | '.join(heads)} |",
-        f"|---|{'---|' * len(columns)}",
-        *rows,
-        *(["", "Gaps:", ""] if gaps else []),
-        *(f"{number}. {reason}" for reason, number in gaps.items()),
-    ]
-
-
-def _shown(played: Sequence[Cell], gaps: dict[str, int]) -> str:
-    """One cell of the table: all forms together."""
-    texts: dict[str, None] = {} if all(cell.gap for cell in played) else {"✓": None}
-    for cell in played:
-        if cell.gap:
-            several = any(not other.gap for other in played)
-            reason = f"Form `{cell.form}`: {cell.gap}" if several else cell.gap
-            texts[f"gap {gaps.setdefault(reason, len(gaps) + 1)}"] = None
-    return ", ".join(texts)
-
-
-def pairwise(cells: Sequence[Cell]) -> set[str]:
-    """The names of few cells in which every pair is played that is played in any: scenario and API, driver and form, …
-
-    A gap plays nothing, and is not chosen.
-    """
-    pairs = {str(cell): _pairs(cell) for cell in cells if cell.gap is None}
-    left, chosen = set().union(*pairs.values()), set()
-    while left:
-        best = max(pairs, key=lambda name: len(pairs[name] & left))
-        chosen.add(best)
-        left -= pairs.pop(best)
-    return chosen
-
-
-def _pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
-    values = {
-        "scenario": str(cell.scenario),
-        "driver": cell.driver.name,
-        "api": cell.api,
-        "streaming": cell.streaming,
-        "form": cell.form,
-    }
-    return set(itertools.combinations(values.items(), 2))
+    """What the driver plays, and its gaps."""
+    lines = ["### " + driver.name, "", inspect.cleandoc(driver.__doc__ or ""), ""]
+    streaming = "" if True in driver.streaming else ", without streaming"
+    lines.append(f"- Played: {', '.join(driver.apis)}{streaming}; {', '.join(f'`{form}`' for form in driver.forms)}.")
+    lines += [f"- Not played: {api}. {reason}" for api, reason in driver.without.items()]
+    for gap in driver.gaps:
+        streams = ["streaming" if streams else "not streaming" for streams in gap.streaming]
+        where = [*gap.apis, *streams, *(f"`{form}`" for form in gap.forms)]
+        shown = f" ({', '.join(where)})" if where else ""
+        lines.append(f"- Gap: {gap.scenario}{shown}. {gap.reason}")
+    return lines

@@ -1,6 +1,6 @@
 """Every cell of the matrix: each adapter makes exactly the expected transitions; each declared gap is one.
 
-Cells that show no new pair (scenario and API, driver and form, …) are left to `make test-all`.
+`make test` plays one cell of each driver and scenario; the others are left to `make test-all`.
 """
 
 from __future__ import annotations

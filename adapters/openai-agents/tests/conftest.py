@@ -23,12 +23,6 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_openai_agents import AglProcessor, runs
 
 
-@pytest.fixture(params=["chat", "responses"])
-def api(request: pytest.FixtureRequest) -> str:
-    """Each of the SDK's model APIs."""
-    return str(request.param)
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
     """A model server that says "done", like those of vendors, who return no token ids."""
@@ -75,18 +69,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-@pytest.fixture
-def use(api: str, monkeypatch: pytest.MonkeyPatch, server: ScriptedUpstream) -> str:
-    """The API that agents with a plain model name use."""
-    monkeypatch.setattr(_openai_shared, "_use_responses_by_default", api == "responses")
-    return api
-
-
 Run = Callable[..., Any]
-
-
-def run_sync(agent: Any, question: Any, **options: Any) -> Any:
-    return agents.Runner.run_sync(agent, question, **options)
 
 
 def run_async(agent: Any, question: Any, **options: Any) -> Any:
@@ -101,12 +84,6 @@ def run_streamed(agent: Any, question: Any, **options: Any) -> Any:
         return result
 
     return asyncio.get_event_loop().run_until_complete(consume())
-
-
-@pytest.fixture(params=[run_sync, run_async, run_streamed])
-def run(request: pytest.FixtureRequest, use: str) -> Run:
-    """Each way to run an agent, as `run(agent, question)`, under each API."""
-    return request.param
 
 
 @pytest.fixture(params=[(run_async, "responses"), (run_streamed, "chat")], ids=["run-responses", "streamed-chat"])

@@ -32,9 +32,9 @@ def solver(*tools: Any, **options: Any) -> Agent[Any]:
     return Agent(name="solver", instructions="Solve it.", model="m", tools=list(tools), **options)
 
 
-def test_an_agent_with_tools(run: Any, use: str, processor: AglProcessor, server: Any) -> None:
+def test_an_agent_with_tools(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {}, "c2")]), Say("3"))
-    run(solver(add, broken, model_settings=ModelSettings(temperature=0.5)), "1 + 2?")
+    run_briefly(solver(add, broken, model_settings=ModelSettings(temperature=0.5)), "1 + 2?")
 
     (episode,) = processor.episodes()
     assert episode.ending is Ending.FINISHED

@@ -142,7 +142,7 @@ def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_snippets(use: str, detached: None, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippets(detached: None, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     assert len(blocks(README, "python")) == 3
     names = run_snippets(README)

@@ -18,13 +18,13 @@ from agl_core.capture import Identity, Latest, Recording, current_attempt, guard
 from agl_core.capture.spans import (
     SeenSpan,
     Span,
-    ToolExecution,
     agent_of,
     identity_of,
     outermost_execution,
     see,
     tool_result_of,
 )
+from agl_core.wire.workers import ToolResultReport
 
 _Key: TypeAlias = tuple[int, int]
 _NANO = 1e-9
@@ -95,7 +95,7 @@ class RunningSpans:
         if node is None or node.recording is None:
             return
         seen = see(plain(span))
-        if not isinstance(seen.did, ToolExecution):
+        if not isinstance(seen.did, ToolResultReport):
             return
         around = node.around()
         lineage = [seen, *(see(plain(each.span)) for each in around[1:])]

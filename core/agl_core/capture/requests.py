@@ -6,12 +6,9 @@ that sends it. Requests to any other host are left alone; those to a model API a
 
 from __future__ import annotations
 
-import hashlib
 import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -32,7 +29,6 @@ from agl_core.types import Identity
 from agl_core.wire.headers import (
     HEADER_AGENT,
     HEADER_PARENT_SPAN,
-    HEADER_RETRY,
     HEADER_ROLLOUT,
     HEADER_STATE,
 )
@@ -58,25 +54,12 @@ _Send: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """The latest first try of this context."""
-
-    marker: str
-    digest: bytes
-
-
-_sent: ContextVar[_Sent | None] = ContextVar("agl_sent", default=None)
-
-
-@dataclass(frozen=True, slots=True)
 class Outgoing:
     """A request that a library is about to send."""
 
     method: str
     headers: MutableMapping[str, str]
     """They are found by names in lower case. What is set here is sent."""
-    body: Callable[[], bytes | None] = lambda: None
-    """None if it cannot be known; it is asked for only of clients that number their retries."""
 
 
 class Stamping:
@@ -111,7 +94,6 @@ class Stamping:
             HEADER_ROLLOUT: f"{active.rollout}/{active.attempt}",
             HEADER_AGENT: who.agent,
             HEADER_PARENT_SPAN: who.parent_span or (step and step.span),
-            HEADER_RETRY: _retry_marker(request),
         }
         stamped = {name: header_value(value) for name, value in headers.items() if value}
         variables = packed_variables()
@@ -197,26 +179,6 @@ def _begun_step(request: Outgoing) -> Step | None:
     )
 
 
-def _retry_marker(request: Outgoing) -> str | None:
-    """One value for a request and its retries, if the client numbers them; None if it cannot be known.
-
-    A client retries in the context of its first try, with the same body; nothing else counts as a retry.
-    """
-    count = request.headers.get(_RETRY_COUNT)
-    if count is None:
-        return None
-    body = request.body()
-    if body is None:
-        return None
-    digest = hashlib.blake2b(body, digest_size=16).digest()
-    if count == "0":
-        sent = _Sent(uuid.uuid4().hex, digest)
-        _sent.set(sent)
-        return sent.marker
-    first = _sent.get()
-    return first.marker if first is not None and first.digest == digest else None
-
-
 def stamp_library(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
     """Patch an HTTP library; doing it again changes nothing."""
     _INSTALL[library.__name__](library, stamping, patches)
@@ -232,21 +194,11 @@ def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
         if not goes_to_the_server(str(request.url)):
             yield _Reply()
             return
-        with stamping.stamped(_of_httpx(request)):
+        with stamping.stamped(Outgoing(request.method, request.headers)):
             yield _Reply()
 
     for client in (library.Client, library.AsyncClient):
         patches.replace(client, "send", within(sending))
-
-
-def _of_httpx(request: Any) -> Outgoing:
-    def body() -> bytes | None:
-        try:
-            return bytes(request.content)
-        except RuntimeError:  # It is a stream, which can be read only once.
-            return None
-
-    return Outgoing(request.method, request.headers, body)
 
 
 def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:

@@ -91,20 +91,6 @@ class ModelCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolExecution:
-    """A span that is one run of a tool."""
-
-    tool: str
-    status: ToolStatus
-    tool_call_id: str | None = None
-    arguments: Json = None
-    result: Json = None
-    error: str | None = None
-    rule: str | None = None
-    """The rule that decided the status."""
-
-
-@dataclass(frozen=True, slots=True)
 class SeenSpan:
     """What agl takes from one span: its place in the trace, the agent that it names, and what it did."""
 
@@ -119,7 +105,8 @@ class SeenSpan:
     """The graph node that this span is; it counts if no agent is named."""
     is_agent: bool = False
     """It is the invocation of an agent."""
-    did: ModelCall | ToolExecution | None = None
+    did: ModelCall | ToolResultReport | None = None
+    """A call, or what one run of a tool did, as far as this span knows it."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -135,7 +122,8 @@ def see(span: Span) -> SeenSpan:
     ('search', 'empty')
     """
     kind = _kind(span.attributes)
-    did: ModelCall | ToolExecution | None = None
+    did: ModelCall | ToolResultReport | None = None
+    """A call, or what one run of a tool did, as far as this span knows it."""
     if kind == "tool":
         did = _tool(span)
     elif kind == "call":
@@ -208,7 +196,7 @@ def _call(attributes: Mapping[str, Json]) -> ModelCall:
     return ModelCall(response_id)
 
 
-def _tool(span: Span) -> ToolExecution:
+def _tool(span: Span) -> ToolResultReport:
     attributes = span.attributes
     tool_call_id = _text(attributes, *_TOOL_CALL_ID)
     result, decided = _result(span)
@@ -216,14 +204,20 @@ def _tool(span: Span) -> ToolExecution:
     error_type = _text(_event(span, "exception"), "exception.type") or _text(attributes, "error.type")
     status, rule = _status(span, error_type) if failed else decided
     name = _text(attributes, *_TOOL) or _METHOD.sub("", span.name.removeprefix("execute_tool").strip())
-    return ToolExecution(
+    return ToolResultReport(
+        id=f"{span.trace}:{span.id}",
         tool=name.removesuffix(".__call__") or "tool",
         status=status,
         tool_call_id=None if tool_call_id == _LEFT_OUT else tool_call_id,
         arguments=jsonable(_arguments(span)),
         result=None if failed else jsonable(result),
         error=_error(span, error_type, result) if failed else None,
-        rule=rule,
+        span=span.id,
+        parent_span=span.parent,
+        started=span.started,
+        ended=span.ended,
+        adapter=SPANS,
+        status_rule=rule,
     )
 
 
@@ -323,7 +317,7 @@ def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
     for span in spans:
         if span.is_agent:
             break  # an agent that a tool runs may well run a tool of that name
-        if isinstance(span.did, ToolExecution):
+        if isinstance(span.did, ToolResultReport):
             if not _is_same(outermost.did, span.did):
                 break
             outermost = span
@@ -331,31 +325,23 @@ def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
 
 
 def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResultReport:
-    """The tool result of one run of a tool, from the spans that saw it: the outermost first, the innermost last.
-
-    Its id is that of the span that ended first, so that it stays the same when spans around it come in later.
-    """
-    outermost = spans[0]
+    """The tool result of one run of a tool, from the spans that saw it: the outermost first, the innermost last."""
+    # Its id stays the same when spans around it come in later.
     first = min(spans, key=lambda span: span.ended or 0.0)
-    seen = [span.did for span in spans if isinstance(span.did, ToolExecution)]
+    seen = [span.did for span in spans if isinstance(span.did, ToolResultReport)]
     failed = [each for each in (seen[-1], seen[0]) if each.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
     counts = next((each for each in (*failed, *seen) if failed or each.result is not None), seen[0])
-    return ToolResultReport(
-        id=f"{first.trace}:{first.id}",
-        tool=seen[0].tool,
-        status=counts.status,
-        tool_call_id=next((each.tool_call_id for each in seen if each.tool_call_id), None),
-        arguments=next((each.arguments for each in seen if each.arguments is not None), None),
-        result=counts.result,
-        error=counts.error,
-        agent=agent,
-        span=outermost.id,
-        parent_span=outermost.parent,
-        started=outermost.started,
-        ended=outermost.ended,
-        adapter=SPANS,
-        status_rule=counts.rule,
-    )
+    told = {
+        "id": f"{first.trace}:{first.id}",
+        "agent": agent,
+        "status": counts.status,
+        "status_rule": counts.status_rule,
+        "result": counts.result,
+        "error": counts.error,
+        "tool_call_id": next((each.tool_call_id for each in seen if each.tool_call_id), None),
+        "arguments": next((each.arguments for each in seen if each.arguments is not None), None),
+    }
+    return seen[0].model_copy(update=told)
 
 
 class SpanTree:
@@ -394,7 +380,7 @@ class SpanTree:
         """What the tools did, in the order they started."""
         runs: dict[tuple[str, str], list[SeenSpan]] = {}
         for span, did in self._ordered():
-            if isinstance(did, ToolExecution):
+            if isinstance(did, ToolResultReport):
                 runs.setdefault(outermost_execution(self.lineage(span)).key, []).append(span)
         found = []
         for run in runs.values():
@@ -402,7 +388,7 @@ class SpanTree:
             found.append(tool_result_of(run, agent_of(self.lineage(run[-1]))))
         return found
 
-    def _ordered(self) -> Iterator[tuple[SeenSpan, ModelCall | ToolExecution]]:
+    def _ordered(self) -> Iterator[tuple[SeenSpan, ModelCall | ToolResultReport]]:
         for span in sorted(self._spans.values(), key=lambda span: span.started or 0.0):
             if span.did is not None:
                 yield span, span.did
@@ -418,7 +404,7 @@ class SpanTree:
         return SeenCall(response_id, identity_of(self.lineage(spans[-1])), tuple(spans))
 
 
-def _is_same(inner: ModelCall | ToolExecution | None, outer: ToolExecution) -> bool:
-    if not isinstance(inner, ToolExecution) or inner.tool != outer.tool:
+def _is_same(inner: ModelCall | ToolResultReport | None, outer: ToolResultReport) -> bool:
+    if not isinstance(inner, ToolResultReport) or inner.tool != outer.tool:
         return False
     return None in (inner.tool_call_id, outer.tool_call_id) or inner.tool_call_id == outer.tool_call_id

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture.spans import Span, ToolExecution, see
+from agl_core.capture.spans import Span, see
+from agl_core.wire.workers import ToolResultReport
 
 AGENT, TOOL = {"openinference.span.kind": "AGENT"}, {"openinference.span.kind": "TOOL"}
 
@@ -59,9 +60,9 @@ def test_the_name_of_a_tool(name: str, attributes: dict[str, Any]) -> None:
     assert tool(name, attributes).tool == "add"
 
 
-def tool(name: str, attributes: dict[str, Any], **more: Any) -> ToolExecution:
+def tool(name: str, attributes: dict[str, Any], **more: Any) -> ToolResultReport:
     did = see(span(name, attributes, **more)).did
-    assert isinstance(did, ToolExecution)
+    assert isinstance(did, ToolResultReport)
     return did
 
 
@@ -91,7 +92,7 @@ def test_what_google_adk_leaves_out_is_no_empty_result() -> None:
     for response in ("{}", '{"result": "<not specified>"}', None):
         more = {} if response is None else {"gcp.vertex.agent.tool_response": response}
         seen = tool("execute_tool add", {**base, "gcp.vertex.agent.tool_call_args": "{}", **more})
-        assert (seen.rule, seen.tool_call_id, seen.arguments) == ("unknown", None, None)
+        assert (seen.status_rule, seen.tool_call_id, seen.arguments) == ("unknown", None, None)
     seen = tool("execute_tool add", {**base, "gcp.vertex.agent.tool_response": '{"result": ""}'})
     assert str(seen.status) == "empty"
     assert see(span("execute_tool (merged)", {**base, "gen_ai.tool.name": "(merged tools)"})).did is None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import httpx2
-import openai
 import pytest
 
 import agl_core
@@ -102,64 +100,6 @@ def test_any_name_makes_a_header_that_is_legal(wire: Wire, name: str) -> None:
     assert value.isascii()
     assert value.isprintable()
     assert len(value) <= 512
-
-
-def client_of(wire: Wire, asynchronous: bool) -> Any:
-    """An openai client; 3.x speaks through httpx2."""
-    kind, http = (openai.AsyncOpenAI, httpx2.AsyncClient) if asynchronous else (openai.OpenAI, httpx2.Client)
-    return kind(base_url=f"{BASE}/v1", api_key="k", max_retries=3, http_client=http(transport=wire.transport))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_retries_of_the_openai_client_carry_the_marker_of_their_first_try(asynchronous: bool) -> None:
-    wire = Wire(httpx2)
-    wire.statuses = iter([500, 429, 200, 200, 503, 200])
-    client = client_of(wire, asynchronous)
-
-    async def ask_async() -> None:
-        for _ in range(3):
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "same"}])
-
-    with running(attempt()):
-        if asynchronous:
-            asyncio.run(ask_async())
-        else:
-            for _ in range(3):
-                client.chat.completions.create(model="m", messages=[{"role": "user", "content": "same"}])
-    markers = [stamp["x-agl-retry"] for stamp in wire.stamps()]
-    first, second, third = markers[0], markers[3], markers[4]
-    assert markers == [first, first, first, second, third, third]
-    assert len({first, second, third}) == 3
-
-
-def test_retries_of_concurrent_identical_requests_are_told_apart() -> None:
-    wire = Wire(httpx2)
-    seen: dict[str, int] = {}
-
-    def answer(request: Any) -> Any:
-        marker = request.headers["x-agl-retry"]
-        seen[marker] = seen.get(marker, 0) + 1
-        return httpx2.Response(500 if seen[marker] == 1 else 200, json={"choices": []}, headers={"retry-after-ms": "1"})
-
-    wire.transport = httpx2.MockTransport(answer)
-    client = client_of(wire, asynchronous=True)
-
-    async def run() -> None:
-        message: Any = {"role": "user", "content": "same"}
-        await asyncio.gather(*(client.chat.completions.create(model="m", messages=[message]) for _ in range(5)))
-
-    with running(attempt()):
-        asyncio.run(run())
-    assert sorted(seen.values()) == [2] * 5
-
-
-def test_a_retry_whose_first_try_is_not_known_is_not_marked(wire: Wire) -> None:
-    with wire.library.Client(transport=wire.transport) as client, running(attempt()):
-        client.post(f"{BASE}/v1", content=b"a", headers={"x-stainless-retry-count": "0"})
-        client.post(f"{BASE}/v1", content=b"another", headers={"x-stainless-retry-count": "1"})
-        client.post(f"{BASE}/v1", content=iter([b"a"]), headers={"x-stainless-retry-count": "0"})
-        client.post(f"{BASE}/v1", content=b"a")
-    assert ["x-agl-retry" in stamp for stamp in wire.stamps()] == [True, False, False, False]
 
 
 def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> None:
