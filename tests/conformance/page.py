@@ -29,9 +29,9 @@ is a gap is tested too: the test fails if the gap passes, so a gap cannot outliv
 |---|---|---|
 """
 
-_LEGEND = """Each driver plays every scenario with each of its APIs, except for its gaps. In the form `attach` the agent has
-no line of agl, and every installed adapter is attached at once, as agl's workers do. A driver's first form is played with
-and without streaming. Each further form is played once for each API, alternating between both."""
+_LEGEND = """Each driver plays every scenario with each of its APIs, except for its gaps. In the form `attach` the
+agent has no line of agl, and every installed adapter is attached at once, as agl's workers do. A driver's first form is
+played with and without streaming. Each further form is played once for each API, alternating between both."""
 
 _APART = """## Frameworks with an environment of their own
 
