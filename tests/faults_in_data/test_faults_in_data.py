@@ -33,6 +33,8 @@ from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids
 from .recorded_data import Data
 
 GRPO = WAYS[0]
+SOME = WAYS[::3]
+"""One of each algorithm, and of returns and rewards."""
 
 
 def cases() -> Iterator[Any]:
@@ -74,7 +76,7 @@ async def test_a_fault(line: Line, tmp_path: Path, kind: type, field: str, value
             await judged(data, tmp_path)
         return
     groups = await judged(data, tmp_path)
-    for way in WAYS:
+    for way in SOME:
         assert_fate(line.learn(way, groups), fate, exact=way is GRPO)
 
 
@@ -98,7 +100,7 @@ def assert_fate(found: dict[TransitionKey, str], fate: Fate, exact: bool) -> Non
 
 
 @pytest.mark.parametrize("call", [0, 1])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e39, 3e38, -3e38, 1e30])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e39, -3e38])
 async def test_a_rule_that_gives_a_call_such_a_reward(
     line: Line, data: Data, tmp_path: Path, call: int, value: float
 ) -> None:
@@ -110,7 +112,7 @@ async def test_a_rule_that_gives_a_call_such_a_reward(
 
     dropped = abs(value) > 3.4e38 or math.isnan(value)
     assert groups[0][0].dropped is (DropReason.NON_FINITE if dropped else None)
-    for way in WAYS:
+    for way in SOME:
         found = line.learn(way, groups)
         if dropped:
             assert {r for key, r in found.items() if key.rollout == "r0"} == {"non_finite"}
@@ -164,7 +166,7 @@ async def test_a_response_cut_by_length_is_trained_on_and_counted(line: Line, da
     assert episode_metrics([e for group in groups for e in group])["length/truncated"] == pytest.approx(1 / 12)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, 1e200, -1e308])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e308])
 async def test_the_metrics_of_a_step_stay_finite(data: Data, tmp_path: Path, value: float) -> None:
     data.rewards[0] = replace(data.rewards[0], value=value)
     data.rewards[1] = replace(data.rewards[1], value=value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,15 +128,6 @@ def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
     prepared = make_batches(groups, BatchPlan(IDENTICAL, min_group_size=2))
     assert prepared.batches == {}
     assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
-
-
-def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
-    groups = [[episode(make, "a", [2, 2], 1.0)]]
-    prepared = make_batches(
-        groups, BatchPlan({"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)})
-    )
-    assert [record.dropped for record in prepared.dropped] == [DropReason.NON_FINITE]
-    assert prepared.batches["default"].values_N.tolist() == [1.0]
 
 
 def conversation(make: Any, name: str, terminal: float) -> Episode:

@@ -141,14 +141,6 @@ def test_of_a_pruned_rollout_the_texts_are_missing() -> None:
     assert health_of(built(said(""), ending=Ending.LOST), pruned=True).verdict is Verdict.UNHEALTHY
 
 
-def test_a_rollout_without_calls_and_messages_that_are_no_messages() -> None:
-    assert health_of(build_episode(make.rollout(), make.attempt(ending=Ending.NO_CALL), [])).symptoms == (
-        Symptom.ENDING,
-    )
-    odd = make.choice(message={"role": "assistant", "content": {"a": [1]}, "tool_calls": "none"})
-    assert health_of(built(odd)).verdict is Verdict.HEALTHY
-
-
 def test_examples_in_docstrings() -> None:
     from agl_core.learning import health as module
 

@@ -15,99 +15,54 @@ from agl_core.types import ToolStatus
 
 TIMEOUTS = [
     "timed out",
-    "Timeout",
     "Timed out after 5 s",
-    "Timed out, try again",
     "Request timed out.",
-    "Request timeout.",
     "The read operation timed out",
-    "The tool call has timed out while waiting for search",
     "Tool 'look' timed out",
-    "Command '['sleep', '10']' timed out after 5 seconds",
     "Request to https://example.org/a?b=1 timed out.",
-    "Connection timeout",
     "Timeout: the search took too long",
-    "Timeout while reading",
     "Timeout 30000ms exceeded.",
-    "timeout of 5000ms exceeded",
     "504 Gateway Timeout",
-    "Error 408: Request Timeout",
     "TimeoutError()",
-    "TimeoutError",
     "httpx.ReadTimeout: no answer",
-    '{"error": "the request timed out"}',
     '{"error": {"code": 504, "message": "Gateway Timeout"}}',
 ]
 ERRORS = [
     "Error",
-    "Error 404",
     "Error 404: not found",
-    "Error 404 Not Found",
     "error 500 - internal server error",
-    "Error code: 404 - {'detail': 'no such city'}",
     "Error 1045 (28000): Access denied",
-    "HTTP Error 404: Not Found",
     "404 Not Found",
-    "HTTP 403 Forbidden",
     "404 Client Error: Not Found for url: https://example.org",
-    "Client error '404 Not Found' for url 'https://example.org'",
     "HTTPError 404",
-    "requests.exceptions.HTTPError 404",
     "KeyError('x')",
-    "KeyError 'x'",
     "KeyError: 0",
-    "ValueError()",
     "ConnectionError",
-    '{"error": "no such city"}',
     ' {"data": null, "error": {"type": "NotFound"}}\n',
-    '{"error": true}',
     '{"error": 404}',
-    '{"error": ["a"]}',
 ]
 NO_FAILURES = [
-    "No errors found",
     "Error rates fell in 2020",
-    "Errors: 0",
     "Error: none",
-    "error: 0\nlines: 5",
     "Error bars show 95 % intervals.",
-    "Error handling in Go",
     "Error 404 is what a server answers where there is no page",
-    "Error 404, the novel",
     "Error 404 - what it means and how to mend it",
-    "Error 12.5 percent",
     "404 Not Found pages are common",
-    "404 people came",
     "500 errors were counted",
-    "TypeError is raised where a value has the wrong type",
     "TypeError - MDN Web Docs",
-    "ValueError and TypeError",
     "HTTPErrors are rare",
-    "Exception handling in Python",
     "Timeout settings are in the menu",
-    "timeout: 30\nretries: 3",
     "ReadTimeout: 30 s\nWriteTimeout: 5 s",
-    "Timeout (seconds): 30",
     "Request timeout is 30 s",
-    "Timeouts are rare",
     "Timed out players wait for two minutes",
-    "Time Out London: the best of the week",
     "The request timed out in 3 of 100 cases",
-    "Three of the requests timed out",
     "No request timed out.",
-    "If the request timed out, try again.",
     '{"error": null, "data": 3}',
-    '{"error": false}',
     '{"error": ""}',
-    '{"error": "None"}',
     '{"error": []}',
-    '{"error": 0}',
     '{"error": 0.05, "value": 3.1}',
-    '{"error_rate": 1}',
     '{"errors": 3}',
-    '{"data": {"error": "quoted"}}',
     '[{"error": "of one of them"}]',
-    '{"error": "cut',
 ]
 
 RULES = {
@@ -168,14 +123,6 @@ RULES = {
     "sunny": ("ok", "ok"),
 }
 
-MENTIONED = [
-    *("No city is larger.", "Not everything was found.", "Page not found pages are common", "'Bern' and 'Thun'"),
-    *("The index of the book is out of range of most readers' interest", "Division by sex is common among bees"),
-    *("The talks were not allowed to proceed in 1990", "Bern is a city. Nobody knows where it was not found.", "slow"),
-    *("Tool execution was fast", "Activity input: 3", "Expecting mothers rest", "Unexpected guests came", "22 'feet'"),
-]
-
-
 NAMES = st.from_regex(r"([a-z]{1,8}\.){0,2}([A-Z][a-z]{1,8}|HTTP|IO){1,3}(Error|Exception)", fullmatch=True)
 MESSAGES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).map(lambda text: f"{text}.")
 LOUD = st.sampled_from(["Error", "Errors", "Exception", "ValueError", "HTTPError", "Timeout", "Timeouts", "Timed out"])
@@ -225,11 +172,6 @@ def test_prose_and_data_that_name_errors_are_none(text: str) -> None:
     assert said(text) == "ok"
 
 
-@pytest.mark.parametrize("text", MENTIONED)
-def test_results_that_mention_failures_are_certain(text: str) -> None:
-    assert message_status(text) == ("ok", "ok")
-
-
 @pytest.mark.parametrize("text", RULES)
 def test_the_rule_that_decides_is_named(text: str) -> None:
     assert message_status(text) == RULES[text]
@@ -256,11 +198,6 @@ def test_any_content_has_a_status(content: Any) -> None:
 def test_an_exceptions_name_is_seen_before_its_message(name: str, message: str, number: int) -> None:
     for text in (f"{name}: {message}", f"{name} {number}", f"{name}({message!r})", name):
         assert said(text) in ("error", "timeout")
-
-
-@given(number=st.integers(1, 99_999), message=MESSAGES)
-def test_an_errors_number_is_seen(number: int, message: str) -> None:
-    assert said(f"Error {number}: {message}") in ("error", "timeout")
 
 
 @given(first=LOUD, second=NOUNS, rest=st.lists(NOUNS | st.sampled_from(["errors", "timeouts", "2020"])))

@@ -11,7 +11,7 @@ import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.cli import COMMANDS, app
-from agl_core.errors import AglError, PluginError, StoreError
+from agl_core.errors import AglError, StoreError
 
 PLUGIN = '''
 import agl_core
@@ -50,14 +50,6 @@ def test_plugins_lists_what_the_core_and_a_users_file_bring(
         {"name": "limit", "required": False, "default": 20, "description": ""},
         {"name": "unit", "required": True, "default": None, "description": ""},
     ]
-
-
-def test_plugins_prints_a_table_too(agl: Agl) -> None:
-    result = agl("plugins")
-
-    assert result.returncode == 0
-    for word in ("task source jsonl", "store sqlite", "credit identical", "columns"):
-        assert word in result.stdout
 
 
 def test_plugins_of_one_kind_can_be_listed_alone(agl: Agl) -> None:
@@ -155,11 +147,6 @@ def test_an_error_is_one_paragraph_and_status_2(agl: Agl) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_debug_shows_the_traceback(agl: Agl) -> None:
-    with pytest.raises(PluginError):
-        agl("--debug", "plugins", "nowhere.py")
-
-
 def test_version_and_help(agl: Agl) -> None:
     from agl_core import __version__
 
@@ -167,13 +154,6 @@ def test_version_and_help(agl: Agl) -> None:
     shown = agl("--help").stdout
     for command in ("train", "eval", "rollouts", "show", "plugins"):
         assert command in shown
-
-
-def test_an_unknown_command_is_refused(agl: Agl) -> None:
-    result = agl("trian")
-
-    assert result.returncode == 2
-    assert "trian" in result.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:
