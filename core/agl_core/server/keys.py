@@ -41,13 +41,6 @@ _AGENT_HINT = (
     "in OPENAI_API_KEY and ANTHROPIC_API_KEY. Where agents share a process, agl sets it on each request of httpx; "
     "give other clients, and processes that the agent starts, context.base_url and context.api_key."
 )
-_WORKER_HINT = "These routes take the worker key, not an agent's key."
-_HINTS = {
-    Right.WORKER: _WORKER_HINT,
-    Right.EITHER: _WORKER_HINT,
-    Right.OPERATOR: "These routes take the operator key, not a worker's or an agent's key.",
-    Right.LEASE: "This route takes the secret of the attempt's lease, which only the worker that leased it has.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +118,7 @@ class Keys:
             Right.LEASE: [] if attempt is None else [self.of_lease(attempt)],
         }[right]
         if not any(carries(request, key) for key in keys):
-            raise refused_key(request, _HINTS[right])
+            raise refused_key(request, f"This route takes the key of: {right}.")
 
     def holds(self, secret: str, attempt: AttemptKey) -> bool:
         """Whether this is the secret of the attempt's lease."""

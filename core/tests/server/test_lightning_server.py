@@ -76,15 +76,6 @@ async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:
     assert (await stack.server.queue.lease(LeaseRequest(worker="v", capacity=1, wait=0))).leases
 
 
-async def test_store_failures_are_503(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make.rollout("a")])
-    stack.store.failing = True
-    async with management(stack) as client:
-        response = await client.post("/leases", json={"worker": "w", "capacity": 1})
-    assert response.status_code == 503
-    assert "scripted failure" in response.json()["error"]["message"]
-
-
 async def test_a_taken_port_says_so(stack: Stack) -> None:
     port = int(stack.server.base_url.rpartition(":")[2])
     with pytest.raises(ServerError, match=f"127.0.0.1:{port}.*use port 0"):

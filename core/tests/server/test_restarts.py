@@ -39,16 +39,6 @@ async def call(stack: Stack, key: AttemptKey) -> Any:
     return await stack.client(key).chat.completions.create(model="default", messages=HELLO)
 
 
-async def test_calls_are_recorded_with_the_version_that_the_trainer_serves(empty: Stack) -> None:
-    empty.server.serve(engine(empty.upstream), {"default": 3})
-    key = await empty.lease()
-    await call(empty, key)
-    assert empty.upstream.received[0].headers["Authorization"] == "Bearer engine-key"
-    empty.server.versions["default"] = 4
-    await call(empty, key)
-    assert [each.version for each in await empty.calls(key)] == [3, 4]
-
-
 async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_later(empty: Stack) -> None:
     server, queue = empty.server, empty.server.queue
     server.serve(engine(empty.upstream), {})

@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.server.answered import MAX_KEPT
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Ending
@@ -114,20 +113,6 @@ async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None
         with pytest.raises(openai.BadRequestError, match="Send the whole input") as raised:
             await client.responses.create(model="m", input="y", previous_response_id=previous)
         assert (raised.value.code, raised.value.param) == ("previous_response_not_found", "previous_response_id")
-
-
-@pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 130_000)])
-async def test_the_oldest_responses_are_forgotten(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
-) -> None:
-    assert MAX_KEPT >= 100
-    monkeypatch.setattr(f"agl_core.server.answered.{limit}", value)
-    client = stack.client(await stack.lease())
-    ids = [(await client.responses.create(model="m", input=f"q{each}" + 4000 * " ")).id for each in range(3)]
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        await client.responses.create(model="m", input="y", previous_response_id=ids[0])
-    await client.responses.create(model="m", input="y", previous_response_id=ids[1])
-    assert [each["content"].strip() for each in forwarded(stack)][::2] == ["q1", "y"]
 
 
 async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(

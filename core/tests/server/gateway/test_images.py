@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import random
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import anthropic
 import openai
 import pytest
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.server import Stack, running_stack
-from agl_core.types import AttemptKey
+from agl_core.testing.server import running_stack
 
 MEGABYTE = 1 << 20
 TURNS = 10
@@ -70,23 +67,3 @@ async def test_a_conversation_with_an_image_stores_it_once(tmp_path: Path, ask: 
 
 def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-async def test_what_is_larger_than_the_limit_is_refused_before_it_is_read(stack: Stack) -> None:
-    key = await stack.lease()
-    assert await refused(stack, key, 65 * MEGABYTE) == "The request body is larger than 64 MiB."
-    assert stack.upstream.received == []
-
-
-async def refused(stack: Stack, key: AttemptKey, size: int) -> str:
-    """What is said to a body of this size of which nothing is sent."""
-
-    place = urlsplit(stack.url(key))
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    head = f"Host: x\r\nAuthorization: Bearer {stack.key(key)}\r\nContent-Length: {size}\r\n\r\n"
-    writer.write(f"POST {place.path}/chat/completions HTTP/1.1\r\n{head}".encode())
-    reply = (await asyncio.wait_for(reader.readuntil(b"}}"), 30)).decode()
-    writer.close()
-    assert reply.startswith("HTTP/1.1 413 ")
-    message: str = json.loads(reply.partition("\r\n\r\n")[2])["error"]["message"]
-    return message

@@ -169,7 +169,6 @@ async def test_a_message_reaches_every_client(
     assert [json.loads(call["function"]["arguments"]) for call in said.get("tool_calls") or ()] == calls
 
 
-@pytest.mark.parametrize("ask", [chat, chat_stream, responses, responses_stream, messages, messages_stream])
 @pytest.mark.parametrize(
     ("word", "reason", "dropped"),
     [
@@ -184,12 +183,12 @@ async def test_a_message_reaches_every_client(
     ],
 )
 async def test_whatever_a_response_ended_by(
-    stack: Stack, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
+    stack: Stack, word: Any, reason: FinishReason, dropped: DropReason | None
 ) -> None:
     """It reaches the agent; what the model server broke off is not trained on: the policy did not end it."""
     key = await stack.lease()
     stack.upstream.script(reply({"content": "Hello"}, word))
-    assert (await ask(stack, key))[0] == "Hello"
+    assert (await chat_stream(stack, key))[0] == "Hello"
     call = await recorded(stack, key)
     assert call.choices[0].finish_reason is reason
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))

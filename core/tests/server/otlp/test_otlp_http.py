@@ -95,24 +95,6 @@ async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake:
     assert 1.7e9 < found.started <= found.ended
 
 
-async def test_an_export_sent_twice_is_recorded_once(intake: IntakeStack) -> None:
-    key = await intake.stack.lease()
-    body = exported(tools).SerializeToString()
-    for _ in range(2):
-        assert refused(await post(intake, body, key=key)) == (0, "")
-    assert len(await intake.stack.store.tool_results([key])) == 2
-    assert intake.counts["tool_results"] == 2
-
-
-async def test_the_attempt_by_header_or_by_its_key_alone(intake: IntakeStack) -> None:
-    by_header, by_key, other = [await intake.stack.lease() for _ in range(3)]
-    body, header = exported(tools).SerializeToString(), "/".join(map(str, by_header))
-    assert refused(await post(intake, body, holder=by_header, x_agl_rollout=header))[0] == 0
-    assert refused(await post(intake, body, holder=by_key))[0] == 0
-    found = {key: len(await intake.stack.store.tool_results([key])) for key in (by_header, by_key, other)}
-    assert found == {by_header: 2, by_key: 2, other: 0}
-
-
 async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None:
     key = await intake.stack.lease()
     request = exported(tools)

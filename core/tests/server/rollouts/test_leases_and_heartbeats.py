@@ -222,15 +222,3 @@ async def test_the_late_result_of_a_lost_attempt_does_not_count(
     assert (await queue.close_attempt(again, FINISHED)).counted
     [done] = await queue.done(["a"])
     assert (done.ending, done.counted_attempt) == (Ending.FINISHED, 1)
-
-
-async def test_a_late_result_that_nobody_superseded_changes_nothing(clock: Clock, store: MemoryStore) -> None:
-    """The rollout is done, and was judged, as lost: what is kept of it must not change under the trainer."""
-    async with watched(store, attempts=1) as queue:
-        await queue.enqueue([make.rollout("a")])
-        (key,) = await lent(queue)
-        beat(queue, key)
-        await clock.advance(20)
-        written = list(store.written)
-        assert not (await queue.close_attempt(key, FINISHED)).counted
-        assert store.written == written
