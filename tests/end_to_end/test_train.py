@@ -63,7 +63,7 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     step_line = r"(?m)^step +(\d)/4  reward [\d.]+  \d+ \+ \d+ tokens  rollouts .* s  update .* s$"
     assert re.findall(step_line, output) == ["1", "2", "3", "4"]
     assert re.search(r"(?m)^the engine, after \d+ s: loading the weights$", output)
-    for promised in ("before", "after", "transitions", "checkpoint", "runs/calc/model", "store.sqlite", "next: agl"):
+    for promised in ("before", "after", "transitions", "checkpoint", "runs/calc/model", "next: agl"):
         assert promised in output
 
     listed = agl.look("rollouts", folder, "--step=1", "--mode=train", "--limit=100")

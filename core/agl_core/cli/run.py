@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +23,11 @@ from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.options import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
-from agl_core.config import CONFIG_FILE, load
+from agl_core.config import CONFIG_FILE, LoadedConfig, load
 from agl_core.config.models import GatewaySection
 from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError
-from agl_core.plugins import Plugins, RunHooks
+from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
 from agl_core.reading.runs import is_capture, open_store
 from agl_core.reading.words import one_line
@@ -61,8 +61,8 @@ _LONGEST = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """Where a run is recorded, and what answers its calls."""
+class _Recording:
+    """Where a run is recorded, and what answers its calls: an upstream, or the engine of a configuration."""
 
     folder: Path
     store: Store
@@ -70,15 +70,7 @@ class _Setting:
     """Whether nothing was recorded there before."""
     described: Mapping[str, Any]
     """What is stored as the run's configuration."""
-    hook: RunHooks
-    upstream: Upstream | None = None
-    engine: Engine | None = None
-    """Started with the run if there is no upstream."""
-    agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    gateway: GatewaySection | None = None
-    passthrough_key: str | None = None
-    plugins: Sequence[Path] = ()
-    """Files whose adapters are attached beside the installed ones."""
+    answering: Upstream | LoadedConfig
 
 
 def run(
@@ -111,8 +103,7 @@ def run(
 
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
-) -> _Setting:
-    plugins = Plugins.load()
+) -> _Recording:
     address = chosen_url(url)
     upstream, missing = open_upstream(address, chosen_key(key_variable), model)
     _say(f"forwarding to {address}")
@@ -125,7 +116,7 @@ def _forwarding(
     before = Path("runs") / _checked(name) if name else None
     is_new = before is None or not is_capture(before)
     folder = new_capture(name or "capture", described) if before is None or is_new else before
-    return _Setting(folder, open_store(folder, read_only=False), is_new, described, plugins.hook, upstream=upstream)
+    return _Recording(folder, open_store(folder, read_only=False), is_new, described, upstream)
 
 
 def new_capture(name: str, described: Mapping[str, Any]) -> Path:
@@ -140,36 +131,30 @@ def _checked(name: str) -> str:
     return name
 
 
-def _configured(config: Path, name: str | None) -> _Setting:
+def _configured(config: Path, name: str | None) -> _Recording:
     loaded = load(config, [f"name={name}"] if name else [])
     folder = new_run_dir(loaded)
-    return _Setting(
-        folder,
-        loaded.store.build(folder),
-        True,
-        loaded.config.model_dump(mode="json"),
-        loaded.plugins.hook,
-        engine=loaded.engine.build(engine_context(loaded, folder)),
-        agents={policy: section.agents for policy, section in loaded.config.policies.items()},
-        gateway=loaded.config.gateway,
-        passthrough_key=passthrough_key(loaded.config.gateway),
-        plugins=loaded.config.plugin_files,
-    )
+    return _Recording(folder, loaded.store.build(folder), True, loaded.config.model_dump(mode="json"), loaded)
 
 
-async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
+async def _record(command: Sequence[str], setting: _Recording, begun: Callable[[], None]) -> int:
     run_id = setting.folder.name
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(setting.store)
-        upstream = setting.upstream
-        if upstream is None:
-            assert setting.engine is not None
-            stack.push_async_callback(setting.engine.stop)
-            upstream = await setting.engine.start()
-        settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=dict(setting.agents))
-        keys = Keys(passthrough=setting.passthrough_key)
-        gateway = setting.gateway or GatewaySection()
-        server = LightningServer(store, upstream, settings, setting.hook, gateway=gateway, keys=keys)
+        hook, gateway = Plugins.load().hook, GatewaySection()
+        agents: Mapping[str, tuple[str, ...]] = {}
+        files: Sequence[Path] = ()
+        upstream = setting.answering
+        if isinstance(upstream, LoadedConfig):
+            loaded, config = upstream, upstream.config
+            hook, gateway, files = loaded.plugins.hook, config.gateway, config.plugin_files
+            agents = {policy: section.agents for policy, section in config.policies.items()}
+            engine: Engine = loaded.engine.build(engine_context(loaded, setting.folder))
+            stack.push_async_callback(engine.stop)
+            upstream = await engine.start()
+        settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=agents)
+        keys = Keys(passthrough=passthrough_key(gateway))
+        server = LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys)
         await stack.enter_async_context(server)
         restart, id = len(await store.runs()), f"{run_id}-{uuid.uuid4().hex[:8]}"
         rollout = Rollout(
@@ -189,7 +174,7 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        status, interrupted, recording = await _launch(command, lease, server.base_url, setting.plugins)
+        status, interrupted, recording = await _launch(command, lease, server.base_url, files)
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         report = CloseRequest(
             ending=ending,

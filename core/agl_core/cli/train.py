@@ -131,10 +131,7 @@ def print_summary(
     `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
     """
     state = summary.state
-    stopped = " (stopped early)" if summary.stopped_by else ""
-    rewards = table(
-        *("held-out set", "sampling"), numbers=("before", "after"), title=f"reward{stopped}", title_justify="left"
-    )
+    rewards = table("held-out set", "sampling", numbers=("before", "after"))
     for name in summary.sets:
         by_mode = summary.rewards(name)
         for mode in ("greedy", "sampled"):
@@ -145,28 +142,19 @@ def print_summary(
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(state.dropped.items())) or "none"
     idle = f" ({state.without_advantage} of them with an advantage of 0)" if state.without_advantage else ""
     facts = [
-        ("steps", str(state.step)),
-        ("time", f"{state.seconds:.0f} s"),
+        ("steps", f"{state.step}, in {state.seconds:.0f} s{', stopped early' if summary.stopped_by else ''}"),
         ("memory", f"{state.peak_rss_bytes / 2**20:.0f} MiB at most"),
         ("rollouts", ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none"),
-        ("LLM calls", f"{state.llm_calls}"),
-        *([("passed through", f"{state.passed_through} requests")] if state.passed_through else []),
         ("transitions", f"{state.kept} trained on{idle}; dropped: {dropped}"),
         ("checkpoint", str(summary.checkpoint or "none")),
         ("model", ", ".join(map(str, summary.models)) or "none"),
-        ("store", str(summary.run_dir / "store.sqlite")),
         ("summary", str(summary.file)),
-        *(
-            [("abandoned", f"{summary.abandoned} agents did not end when their time was up")]
-            if summary.abandoned
-            else []
-        ),
         *(("adapter", f"{problem} ({count} times)") for problem, count in summary.problems.items()),
     ]
-    listed = table(show_header=False, box=None)
-    for fact in facts:
-        listed.add_row(*fact)
-    console.print(listed, soft_wrap=True)
+    if summary.abandoned:
+        facts.append(("abandoned", f"{summary.abandoned} agents did not end when their time was up"))
+    for name, fact in facts:
+        console.print(f"{name:<12} {fact}")
     following = f"agl rollouts {summary.run_dir} --limit 5"
     if summary.stopped_by:
         following = go_on or f"agl train --resume {summary.run_dir}"

@@ -13,7 +13,7 @@ import orjson
 
 from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
 from agl_core.training.checkpoints import HEADLINE_SET
-from agl_core.training.failures import REMEDIES, no_reward
+from agl_core.training.failures import REMEDIES
 from agl_core.training.metrics import METRICS_FILE
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
@@ -163,36 +163,17 @@ def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
     for is_rise, text in changes:
         if is_rise:
             return RunVerdict("learned", text)
-    why = changes[0][1] if changes else "one step shows no change"
-    equal = [step["groups/no_contrast"] for step in steps if "groups/no_contrast" in step]
-    if equal and (share := math.fsum(equal) / len(equal)) >= _MANY:
-        why += f"; {share:.0%} of the groups had no contrast: all their rewards were equal"
-    return RunVerdict("not yet", why)
-
-
-_MANY = 0.5
-"""From this share on, groups without contrast are a reason for having learned little."""
+    return RunVerdict("not yet", changes[0][1] if changes else "one step shows no change")
 
 
 def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
-    if all(f"alarm/{AlarmName.NO_REWARD}" in step for step in steps):
-        remedy = paragraphs(no_reward)[1]
-        return f"no rule in [rewards] had anything to say, and no agent reported a reward. {remedy}"
     dropped = _counts(steps, "dropped/") + _counts(steps, "episodes_dropped/")
-    del dropped[DropReason.GROUP_TOO_SMALL]  # It follows from other reasons.
-    others = [reason for reason, _ in dropped.most_common() if reason != DropReason.NO_ADVANTAGE]
-    has_kept = any(step.get("transitions/kept") for step in steps)
-    if others and not dropped[DropReason.NO_ADVANTAGE] and not has_kept:
-        reasons = ", ".join(f"{int(dropped[reason])} {reason}" for reason in others)
-        return f"nothing was trained on; dropped: {reasons}. {REMEDIES.get(DropReason(others[0]), '')}".strip()
-    if has_kept and any(step.get("groups/no_contrast", 1.0) < 1 for step in steps):
-        return "every advantage was 0, although the rewards of some groups differ: see the credit (agl show ROLLOUT)"
-    rewards = [f"{step['reward/mean']:.3g}" for step in steps if "reward/mean" in step]
-    seen = f" (mean reward {', '.join(dict.fromkeys(rewards[-3:]))})" if rewards else ""
-    return (
-        f"no group had contrast: all rewards that were compared were equal{seen}, so that every advantage was 0. "
-        f"{paragraphs(no_contrast)[1]}"
-    )
+    others = dropped.keys() - {DropReason.GROUP_TOO_SMALL, DropReason.NO_ADVANTAGE}  # They follow from others.
+    if others and not dropped[DropReason.NO_ADVANTAGE]:
+        named = sorted(others, key=lambda reason: -dropped[reason])
+        reasons = ", ".join(f"{dropped[reason]} {reason}" for reason in named)
+        return f"nothing was trained on; dropped: {reasons}. {REMEDIES.get(DropReason(named[0]), '')}".strip()
+    return f"no group had contrast: every advantage was 0. {paragraphs(no_contrast)[1]}"
 
 
 class _Sample(NamedTuple):
