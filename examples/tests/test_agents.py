@@ -5,7 +5,6 @@ The policies are warmed up on demonstrations, which must be exactly what the age
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import sqlite3
@@ -79,24 +78,6 @@ async def test_the_model_reads_results_and_errors_of_its_tools(
     assert tool_messages(model) == results
 
 
-async def test_parallel_calls_are_all_answered(agent: Any, model: Any) -> None:
-    from trips import trip
-
-    both = [calls("memory", key, key=key)["tool_calls"][0] for key in ("airline", "refund")]
-    model.replies = [{"content": None, "tool_calls": both}, "Well."]
-    await agent("trip")(TRIP)
-    asked = trip(TRIP["traveller"])
-    assert tool_messages(model) == [f"airline {asked.airline}", f"refund {asked.refund}"]
-
-
-async def test_arguments_that_are_no_json_are_reported_to_the_model(agent: Any, model: Any) -> None:
-    call = calls("search", query="x")
-    call["tool_calls"][0]["function"]["arguments"] = '{"query": '
-    model.replies = [call, "Sorry."]
-    assert await agent("rag")({"question": "What?"}) == "Sorry."
-    assert "rror" in tool_messages(model)[-1]
-
-
 @pytest.mark.parametrize(
     ("example", "tool", "argument", "replies"),
     [
@@ -117,15 +98,6 @@ async def test_an_agent_that_goes_round_in_circles_gives_up(
     assert len(model.requests) == replies
 
 
-@pytest.mark.parametrize("example", ["calc", "math", "smollm"])
-async def test_concurrent_rollouts_share_the_agent(agent: Any, model: Any, example: str) -> None:
-    model.replies = ["The answer is 2."]
-    answers = await asyncio.gather(*(agent(example)({"question": f"What is {i}?"}) for i in range(8)))
-    assert answers == ["The answer is 2."] * 8
-    questions = [[m["content"] for m in request["messages"] if m["role"] == "user"] for request in model.requests]
-    assert sorted(questions) == [[f"What is {i}?"] for i in range(8)]
-
-
 async def test_the_researcher_searches_until_it_can_answer(agent: Any, model: Any) -> None:
     queries = ("country of Porto Alegre", "capital of Brazil")
     model.replies = [*(calls("search", query, query=query) for query in queries), "Answer: Brasilia"]
@@ -133,18 +105,6 @@ async def test_the_researcher_searches_until_it_can_answer(agent: Any, model: An
     first, second = tool_messages(model)
     assert "- Porto Alegre: A city in Brazil." in first.splitlines()
     assert "A country whose capital is Brasilia." in second
-
-
-async def test_with_random_passages_the_right_search_finds_nothing(
-    agent: Any, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import search_tool
-    from retrieval import open_retriever
-
-    monkeypatch.setattr(search_tool, "retriever", open_retriever("random"))
-    model.replies = [calls("search", query="country of Porto Alegre"), "Answer: Brasilia"]
-    await agent("rag")({"question": "What?"})
-    assert "Porto Alegre" not in tool_messages(model)[-1]
 
 
 async def test_the_traveller_is_known_to_the_tools_alone(agent: Any, model: Any) -> None:

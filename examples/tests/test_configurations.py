@@ -10,7 +10,6 @@ import pytest
 
 from agl_core.config.check import cautions, check
 from agl_core.config.load import LoadedConfig, load
-from agl_core.errors import ConfigError
 from agl_core.learning import ScoringRule, score
 from agl_core.testing import episodes
 from agl_core.types import Ending, Episode, Mode, Task
@@ -53,24 +52,6 @@ def test_tasks_differ_and_hide_the_answer_and_there_are_enough_for_the_evaluatio
         tasks = [source.task(index) for index in range(50)]
         assert len({task.id for task in tasks}) == 50
         assert not any(task.input.keys() & {"result", "answer", "answers", "sql"} for task in tasks)
-
-
-@pytest.mark.parametrize("example", ENDLESS)
-def test_training_depends_on_the_seed_and_held_out_sets_do_not(example: str) -> None:
-    for name in loaded(example).tasks:
-        first, second = ([tasks(example, name, seed).task(index) for index in range(30)] for seed in (1, 2))
-        assert (first == second) is (name != "train")
-
-
-@pytest.mark.parametrize("example", ["calc", "math", "smollm", "sql", "trip"])
-def test_an_unknown_split_is_refused(example: str) -> None:
-    with pytest.raises(ConfigError, match="split"):
-        loaded(example, "tasks.eval.split=test")
-
-
-def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="nowhere"):
-        tasks("rag", "train", 0, "tasks.train.path=nowhere.jsonl")
 
 
 async def rewarded(config: LoadedConfig, episode: Episode) -> Episode:
@@ -120,18 +101,6 @@ async def test_the_reward_of_rag_is_mostly_correctness_a_little_form_and_the_pri
     episode = replace(episodes.episode(*calls, task=task), result=result)
     scored = await rewarded(loaded("rag"), episode)
     assert scored.terminal == pytest.approx(0.9 * correct + 0.1 * form - 0.02 * searches)
-
-
-@pytest.mark.parametrize("credit", ["identical", "discounted", "stepwise", "air"])
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "reinforce++"])
-@pytest.mark.parametrize("example", ["rag", "trip"])
-def test_one_line_changes_the_rule_of_credit_or_the_algorithm(example: str, credit: str, algorithm: str) -> None:
-    check(loaded(example, f"credit.name={credit}", f"algorithm.name={algorithm}"))
-
-
-def test_air_credit_and_tool_results_as_rewards_are_refused_together() -> None:
-    with pytest.raises(ConfigError, match="tool_results"):
-        check(loaded("math", "rewards.tool_results.default_weight=0.2"))
 
 
 @pytest.mark.parametrize("bed", ["additive", "decisive", "recoverable"])

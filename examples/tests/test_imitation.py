@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +14,6 @@ import make_sql_policy
 import make_trip_policy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from imitation import (
     CHAT_TEMPLATE,
     MARKS,
@@ -25,7 +21,6 @@ from imitation import (
     Message,
     Shape,
     collate,
-    imitate,
     imitation_step,
     make_tokenizer,
 )
@@ -81,28 +76,6 @@ def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
         assert made.tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
 
 
-LONGEST = {"calc": 128, "math": 192, "rag": 200, "sql": 200, "trip": 220, "beds": 40}
-"""Tokens of a conversation: short ones keep training quick."""
-
-
-def test_the_checkpoint_is_small_and_its_conversations_are_short(made: Made) -> None:
-    config = json.loads((made.folder / "config.json").read_text())
-    assert config["model_type"] == "qwen2"
-    assert config["vocab_size"] == len(made.tokenizer)
-    assert config["eos_token_id"] == made.tokenizer.eos_token_id
-    assert (made.folder / "model.safetensors").stat().st_size < 5_000_000
-    lengths = [len(made.shown.encode(made.tokenizer, messages)[0]) for messages in made.conversations()]
-    assert max(lengths) <= LONGEST[made.folder.parent.name]
-
-
-def test_saving_again_changes_no_id(made: Made, tmp_path: Path) -> None:
-    made.tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((made.folder / "config.json").read_text())
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    for messages in made.conversations():
-        assert made.shown.encode(again, messages) == made.shown.encode(made.tokenizer, messages)
-
-
 @pytest.mark.parametrize(
     "made",
     [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in SCRIPTS],
@@ -153,51 +126,6 @@ def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() 
         assert loss == pytest.approx(plain.item(), rel=1e-6)
         for name, each in model.named_parameters():
             torch.testing.assert_close(found[name], each.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_policy_that_copies_from_the_start_prefers_the_tokens_that_it_has_read(made: Made) -> None:
-    def preference(copies: bool) -> float:
-        """How far the logits of tokens read are above the mean of all, in their standard deviations."""
-        torch.manual_seed(0)
-        shape = Shape(vocabulary=0, hidden=96, layers=2, heads=4, kv_heads=2, initializer_range=0.1, copies=copies)
-        model = shape.model(made.tokenizer)
-        read_BT = torch.stack([torch.randperm(len(made.tokenizer))[:16] for _ in range(64)])
-        with torch.inference_mode():
-            logits_BV = model(input_ids=read_BT).logits[:, -1]
-        # The last token has an advantage of its own: it is what the logits are computed at.
-        read_BT = read_BT[:, :-1]
-        return float((logits_BV.gather(1, read_BT).mean() - logits_BV.mean()) / logits_BV.std())
-
-    assert preference(copies=True) > 0.3
-    assert abs(preference(copies=False)) < 0.15
-
-
-def test_the_embeddings_of_names_are_not_trained(made: Made) -> None:
-    torch.manual_seed(0)
-    shown = replace(made.shown, phrases=(), names=("<tools>", "</tools>"))
-    model = Shape(vocabulary=0, hidden=32, layers=1, heads=2, kv_heads=2).model(made.tokenizer)
-    embeddings = model.get_input_embeddings().weight
-    before = embeddings.detach().clone()
-    imitate(model, made.tokenizer, shown, seed=0, steps=2, batch=2, learning_rate=1e-2, beta2=0.98, reading=0.5)
-    kept = torch.isclose(embeddings, before, rtol=1e-3).all(dim=1)
-    assert set(kept.nonzero().flatten().tolist()) == set(made.tokenizer.convert_tokens_to_ids(["<tools>", "</tools>"]))
-
-
-def test_a_template_that_changes_earlier_turns_is_refused(made: Made) -> None:
-    def forgetful(messages: list[Message], **_: Any) -> str:
-        return f"{len(messages)} messages"
-
-    class Forgetful:
-        apply_chat_template = staticmethod(forgetful)
-
-    with pytest.raises(ValueError, match="make it append"):
-        made.shown.encode(Forgetful(), next(made.conversations()))  # type: ignore[arg-type]
-
-
-@given(text=st.text(st.characters(exclude_categories=["Cs"], codec="ascii")))
-def test_any_ascii_text_survives_the_tokenizer(made: Made, text: str) -> None:
-    core = Tokenizer.from_file(str(made.folder / "tokenizer.json"))
-    assert core.decode(core.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
 
 
 def test_digits_are_single_and_marks_are_text(made: Made) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -94,29 +92,3 @@ def test_only_what_is_missing_or_out_of_date_is_run(example: Path, monkeypatch: 
     (example / "policy" / "weights").write_text("2")
     run(example, monkeypatch, 2)
     assert len(commands()) == 6
-
-
-def test_a_run_that_fails_keeps_those_before_it(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(example, monkeypatch, 1)
-    Path("broken").touch()
-    with pytest.raises(SystemExit, match="sum-seed-1 ended with status 1"):
-        run(example, monkeypatch, 2)
-    assert json.loads((example / "results.json").read_text()).keys() == {"sum/seed 0"}
-
-
-def test_examples_are_drawn_side_by_side_without_training(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(example, monkeypatch, 1)
-    shutil.copytree(example, "product")
-    renamed = (example / "results.json").read_text().replace("sum/seed", "product/seed")
-    Path("product", "results.json").write_text(renamed)
-    monkeypatch.setattr(sys, "argv", ["seeds.py", "sum", "product", "--write", "--together", "both.svg"])
-    seeds.main()
-    assert len(commands()) == 1
-    assert all(f"{name}, 1 seed<" in Path("both.svg").read_text() for name in ("sum", "product"))
-
-
-def test_curves_are_drawn_again_to_the_same_bytes(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(example, monkeypatch, 2)
-    drawn = (example / "curves.svg").read_bytes()
-    run(example, monkeypatch, 2)
-    assert (example / "curves.svg").read_bytes() == drawn

@@ -1,6 +1,6 @@
 """Reward rules for agl: AIR and the stock evaluators."""
 
-from agl_rewards.air import ToolResultRule, ToolResultsOptions, structured, tool_results
+from agl_rewards.air import ToolResultsOptions, tool_results
 from agl_rewards.evaluators import exact_match, last_number, numeric_match, regex_format, token_f1, word_f1
 from agl_rewards.judge import Judge, JudgeError, JudgeOptions, score_in
 from agl_rewards.sql import run_query, same_rows, sql_match
@@ -9,7 +9,6 @@ __all__ = [
     "Judge",
     "JudgeError",
     "JudgeOptions",
-    "ToolResultRule",
     "ToolResultsOptions",
     "exact_match",
     "last_number",
@@ -19,7 +18,6 @@ __all__ = [
     "same_rows",
     "score_in",
     "sql_match",
-    "structured",
     "token_f1",
     "tool_results",
     "word_f1",

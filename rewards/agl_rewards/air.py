@@ -8,57 +8,14 @@ Tool results are those that adapters report, else those of the conversation (`ag
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
 
 from agl_core import Capability, CreditKind, credit_rule, episode_return
-from agl_core.errors import ConfigError
-from agl_core.types import Episode, Json, Reward, ToolResult, ToolStatus, Transition
-
-
-def _is_name(entry: str) -> str:
-    module, _, function = entry.partition(":")
-    if not module or not function:
-        raise ValueError("must be 'module:function', for instance 'my_rules:http_ok'")
-    return entry
-
-
-FunctionName: TypeAlias = Annotated[str, AfterValidator(_is_name)]
-"""A setting that names a function; `load_function` checks whether it exists."""
-
-
-def load_function(entry: str, setting: str) -> Callable[..., Any]:
-    """The function that `setting` names; ConfigError if there is none.
-
-    >>> load_function("math:sqrt", "rules.root")(9)
-    3.0
-    """
-    module_name, _, name = entry.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise ConfigError(
-            f"{setting} = '{entry}' cannot be imported ({type(error).__name__}: {error}). It must be "
-            f"'module:function'; a module beside the configuration is found if `plugins` names a file there."
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{setting} = '{entry}' is a {type(found).__name__}, not a function.")
-    return found  # type: ignore[no-any-return]
-
-
-ToolResultRule: TypeAlias = Callable[[ToolResult], float | bool | None]
-"""Scores one tool result: True or False, a number between (1 full success, −1 full failure), or None: no reward.
-
-`result` is parsed by `structured`, whatever the source of the tool result.
-"""
+from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition
 
 
 @credit_rule(kind=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
@@ -94,19 +51,6 @@ class ToolResultsOptions(BaseModel):
 
     default_weight: float = Field(0.2, ge=0, description="w of a tool that `weights` does not name.")
     weights: dict[str, NonNegativeFloat] = Field({}, description="w by tool name.")
-    rules: dict[str, FunctionName] = Field(
-        {}, description="Your own scoring by tool name: 'module:function', called with the tool result."
-    )
-
-    def functions(self) -> dict[str, ToolResultRule]:
-        """The functions that `rules` names, by tool; ConfigError if one is not there."""
-        return {tool: load_function(name, f"reward 'tool_results': rules.{tool}") for tool, name in self.rules.items()}
-
-
-def functions_needed(options: ToolResultsOptions) -> frozenset[Capability]:
-    """It needs no capability, but its functions must exist, which is checked before anything starts."""
-    options.functions()
-    return frozenset()
 
 
 def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward]]:
@@ -114,30 +58,14 @@ def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward
 
         [rewards.tool_results]
         weights = { memory = 0.30, search = 0.20 }        # any other tool: default_weight = 0.2
-        rules = { fetch = "my_rules:http_ok" }
-
-    A rule replaces ±1 for its tool; w still multiplies it. It gets the tool result with a parsed `result` (see
-    `structured`), whether or not a framework made JSON text of what the tool returned:
-
-        def http_ok(tool_result: ToolResult) -> bool:
-            match tool_result.result:
-                case {"status": int(code)} if code >= 400:
-                    return False
-            return tool_result.status == "ok"
 
     The rewards are named `tool.place.status`, and belong to the call that asked for the tool (arXiv 2508.03680).
     """
-    rules = options.functions()
 
     def rewards_of(transition: Transition) -> Iterator[tuple[str, float]]:
         for place, tool_result in enumerate(transition.tool_results):
-            rule = rules.get(tool_result.tool)
-            verdict = (
-                rule(replace(tool_result, result=structured(tool_result.result))) if rule else _succeeded(tool_result)
-            )
-            if verdict is not None:
-                weight = options.weights.get(tool_result.tool, options.default_weight)
-                yield f"{tool_result.tool}.{place}.{tool_result.status}", weight * _signed(verdict)
+            weight = options.weights.get(tool_result.tool, options.default_weight)
+            yield f"{tool_result.tool}.{place}.{tool_result.status}", weight * _signed(tool_result)
         if transition.parse_error is not None:
             yield "unparsed", -options.default_weight
 
@@ -151,36 +79,6 @@ def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward
     return reward_calls
 
 
-def structured(result: Json) -> Json:
-    """A tool's result, parsed if it is the JSON text of an object or a list, or a message's text parts of one.
-
-    Frameworks make text of what a tool returns (LangChain makes JSON, as OpenAI's `tool` messages need); adapters that
-    see the tool itself do not. Everything else is unchanged: other text, a number in text, text that was cut for its
-    length.
-
-    >>> structured('{"status": 404}'), structured([{"type": "text", "text": '["a"]'}]), structured({"status": 404})
-    ({'status': 404}, ['a'], {'status': 404})
-    >>> structured("2020"), structured("[sic]"), structured(None)
-    ('2020', '[sic]', None)
-    """
-    text = _text(result)
-    if text is None or not text.lstrip().startswith(("{", "[")):
-        return result
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return result
-
-
-def _text(result: Json) -> str | None:
-    """A text, or that of a message's parts if all of them are text."""
-    if isinstance(result, list) and result:
-        parts = [part.get("text") for part in result if isinstance(part, Mapping) and part.get("type") == "text"]
-        texts = [part for part in parts if isinstance(part, str)]
-        return "".join(texts) if len(texts) == len(result) else None
-    return result if isinstance(result, str) else None
-
-
 def _terminal(episode: Episode) -> float:
     return episode.terminal or 0.0
 
@@ -192,12 +90,8 @@ def _mixed(episode: Episode, alpha: float, whole: float) -> list[float]:
 
 def _statuses(transition: Transition) -> list[float]:
     unparsed = [] if transition.parse_error is None else [-1.0]
-    return [_signed(_succeeded(tool_result)) for tool_result in transition.tool_results] + unparsed
+    return [*map(_signed, transition.tool_results), *unparsed]
 
 
-def _succeeded(tool_result: ToolResult) -> bool:
-    return tool_result.status is ToolStatus.OK
-
-
-def _signed(verdict: float | bool) -> float:
-    return (1.0 if verdict else -1.0) if isinstance(verdict, bool) else float(verdict)
+def _signed(tool_result: ToolResult) -> float:
+    return 1.0 if tool_result.status is ToolStatus.OK else -1.0

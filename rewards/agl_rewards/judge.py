@@ -7,11 +7,8 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
@@ -79,8 +76,8 @@ class Judge:
 
     Each score is requested once: scores are kept by a hash of endpoint, model, rubric, task and answer, and episodes
     that need the same score at the same time share one request, whether it succeeds or fails. JudgeError, which drops
-    the episode with its reason, if the endpoint fails, the reply does not state one score, `max_calls` is used up, or
-    the cache cannot be used. If the scoring of an episode is cancelled, the request continues for the others and for
+    the episode with its reason, if the endpoint fails, the reply does not state one score, or `max_calls` is used up.
+    If the scoring of an episode is cancelled, the request continues for the others and for
     the cache.
 
     The judged text comes from the agent under training, which would gain by addressing its judge. It is JSON between
@@ -91,37 +88,55 @@ class Judge:
     def __init__(self, options: JudgeOptions) -> None:
         self._options = options
         self._headers = _authorization(options.api_key_env)
-        self._scores = _Scores(options.cache)
+        self._scores: dict[str, float] = {}
+        """By content hash."""
+        self._requests: dict[str, asyncio.Task[float]] = {}
+        """Those that have no score yet, by content hash."""
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._calls = 0
         self._has_format = True
-        self._under_way: WeakKeyDictionary[asyncio.AbstractEventLoop, _UnderWay] = WeakKeyDictionary()
 
     async def __call__(self, episode: Episode) -> float:
         """The score of an episode's result."""
         material = self._material(episode)
         asked = [self._options.base_url, self._options.model, self._options.rubric, material]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-        score = self._scores.get(key)
+        score = self._kept(key)
         return await self._shared(key, material) if score is None else score
+
+    def _kept(self, key: str) -> float | None:
+        """A score that is known; None if it is not, or its file is damaged."""
+        if key not in self._scores and self._options.cache is not None:
+            try:
+                self._scores[key] = float((self._options.cache / key).read_text())
+            except (FileNotFoundError, ValueError):
+                return None
+        return self._scores.get(key)
 
     async def _shared(self, key: str, material: str) -> float:
         """The score of one request, for all episodes that need it at the same time."""
-        under_way = self._under_way.setdefault(asyncio.get_running_loop(), _UnderWay(asyncio.Semaphore(_AT_ONCE)))
-        request = under_way.requests.get(key)
+        request = self._requests.get(key)
         if request is None:
-            request = under_way.requests[key] = asyncio.create_task(self._ask(key, material, under_way.turns))
-            request.add_done_callback(lambda done: under_way.ended(key, done))
+            request = self._requests[key] = asyncio.create_task(self._ask(key, material))
+            request.add_done_callback(lambda done: self._ended(key, done))
         try:
             return await asyncio.shield(request)
         except JudgeError as error:
             raise JudgeError(*error.args) from error  # One for each episode: the run notes on it whose it is.
 
-    async def _ask(self, key: str, material: str, turns: asyncio.Semaphore) -> float:
+    def _ended(self, key: str, request: asyncio.Task[float]) -> None:
+        del self._requests[key]
+        if not request.cancelled():
+            request.exception()  # Retrieved, so that asyncio does not warn if no episode waits any more.
+
+    async def _ask(self, key: str, material: str) -> float:
         messages = _messages(self._options.rubric, material)
         body = {"model": self._options.model, "temperature": 0, "messages": messages}
-        async with turns:
-            score = score_in(await self._reply(body), material)
-        self._scores.put(key, score)
+        async with self._turns:
+            score = self._scores[key] = score_in(await self._reply(body), material)
+        if self._options.cache is not None:
+            self._options.cache.mkdir(parents=True, exist_ok=True)
+            (self._options.cache / key).write_text(repr(score))
         return score
 
     def _material(self, episode: Episode) -> str:
@@ -181,54 +196,6 @@ def score_in(reply: str, material: str = "") -> float:
             f"larger model, or an endpoint with structured output, replies with JSON alone."
         )
     return float(found["score"]) / _SCALE
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """The requests of one event loop that have no score yet."""
-
-    turns: asyncio.Semaphore
-    requests: dict[str, asyncio.Task[float]] = field(default_factory=dict)
-    """By content hash, including those that wait for their turn."""
-
-    def ended(self, key: str, request: asyncio.Task[float]) -> None:
-        del self.requests[key]
-        if not request.cancelled():
-            request.exception()  # Retrieved, so that asyncio does not warn if no episode waits any more.
-
-
-class _Scores:
-    """Scores by content hash, in memory and, if there is a folder, in a file each."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._known: dict[str, float] = {}
-
-    def get(self, key: str) -> float | None:
-        """The score; None if it is not known, or its file is damaged."""
-        if key not in self._known and self._folder is not None:
-            try:
-                self._known[key] = float((self._folder / key).read_text())
-            except (FileNotFoundError, ValueError):
-                return None
-            except OSError as error:
-                raise self._unusable(error) from error
-        return self._known.get(key)
-
-    def put(self, key: str, score: float) -> None:
-        """Keep a score; it is kept in memory even if the folder cannot be written."""
-        self._known[key] = score
-        if self._folder is not None:
-            partial = self._folder / f"{key}.{uuid4().hex}"
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                partial.write_text(repr(score))
-                partial.replace(self._folder / key)
-            except OSError as error:
-                raise self._unusable(error) from error
-
-    def _unusable(self, error: OSError) -> JudgeError:
-        return JudgeError(f"The judge's cache {self._folder} cannot be used ({error}). Set `cache` to another folder.")
 
 
 def _messages(rubric: str, material: str) -> list[dict[str, str]]:

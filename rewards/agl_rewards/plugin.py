@@ -2,7 +2,7 @@
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register
-from agl_rewards.air import ToolResultsOptions, air, functions_needed, tool_results
+from agl_rewards.air import ToolResultsOptions, air, tool_results
 from agl_rewards.evaluators import exact_match, numeric_match, regex_format, token_f1
 from agl_rewards.judge import Judge, JudgeOptions
 from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, Verified
@@ -32,7 +32,6 @@ def register_components(register: Register) -> None:
         "tool_results",
         tool_results,
         options=ToolResultsOptions,
-        needs=functions_needed,
         provides={Capability.TOOL_RESULTS},
     )
     register(

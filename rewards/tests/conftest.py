@@ -69,14 +69,8 @@ class Endpoint(ThreadingHTTPServer):
         self.delay = 0.0
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
-        self.most_at_once = 0
-        """The most requests that were under way at a time."""
-        self.under_way = 0
-        self.counting = threading.Lock()
         self.came = threading.Semaphore(0)
         """Released by each request."""
-        self.may_answer = threading.Event()
-        self.may_answer.set()
 
     @property
     def url(self) -> str:
@@ -94,16 +88,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server = self.server
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        with server.counting:
-            server.requests.append({"path": self.path, **json.loads(body)})
-            server.authorizations.append(self.headers["Authorization"])
-            server.under_way += 1
-            server.most_at_once = max(server.most_at_once, server.under_way)
+        server.requests.append({"path": self.path, **json.loads(body)})
+        server.authorizations.append(self.headers["Authorization"])
         server.came.release()
-        server.may_answer.wait(30)
         time.sleep(server.delay)
-        with server.counting:
-            server.under_way -= 1
         answer = json.dumps({"choices": [{"message": {"content": server.reply}}]}).encode()
         is_refused = not server.has_format and "response_format" in json.loads(body)
         self.send_response(400 if is_refused else server.status)

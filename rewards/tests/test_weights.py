@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,18 +12,8 @@ import pytest
 from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.capture import message_status
-from agl_core.learning import ScoringRule, build_episode, score
-from agl_core.types import (
-    Attempt,
-    Call,
-    Choice,
-    Ending,
-    Episode,
-    FinishReason,
-    Mode,
-    Rollout,
-    Task,
-)
+from agl_core.learning import ScoringRule, score
+from agl_core.types import Ending
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -76,76 +62,12 @@ async def test_completion_tool_success_and_format(
     assert await judged(make, "completion", result, *statuses) == (pytest.approx(terminal), pytest.approx(whole))
 
 
-def test_every_reward_table_of_the_readme_is_valid(make: Any, my_rules: ModuleType) -> None:
+def test_every_reward_table_of_the_readme_is_valid(make: Any) -> None:
     tables = [table for c in configurations() for table in c.get("rewards", {}).items()]
     assert len(tables) >= 6
     for name, table in tables:
         settings = {key: value for key, value in table.items() if key not in ("rule", "weight")}
         make.rule(kinds.REWARD, table.get("rule", name), **settings)
-
-
-@pytest.fixture
-def my_rules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module `my_rules`, with the README's functions that judge a tool result."""
-    module = ModuleType("my_rules")
-    for block in re.findall(r"```python\n(def \w+\(tool_result\):.*?)```", README.read_text(), re.DOTALL):
-        exec(block, module.__dict__)
-    monkeypatch.setitem(sys.modules, "my_rules", module)
-    return module
-
-
-RETURNED = [
-    ({"status": 200, "body": "…"}, 0.2),
-    ({"status": 404, "body": ""}, -0.2),
-    ({"status": 404, "error": "gone"}, -0.2),
-]
-
-
-def told_by_an_adapter(make: Any, returned: Any) -> Episode:
-    """The framework's adapter saw what the tool returned."""
-    episode: Episode = make.episode([make.tool_result(tool="fetch", result=returned)], terminal=0.0)
-    return episode
-
-
-def told_as_text(make: Any, returned: Any) -> Episode:
-    """As LangChain does, whose tool message holds JSON text."""
-    return told_by_an_adapter(make, json.dumps(returned))
-
-
-def told_by_the_next_request(make: Any, returned: Any) -> Episode:
-    """Without an adapter: all that is known is the `tool` message of the next request."""
-    function = {"name": "fetch", "arguments": "{}"}
-    asking = {"role": "assistant", "tool_calls": [{"id": "t1", "type": "function", "function": function}]}
-    answer = {"role": "tool", "tool_call_id": "t1", "content": json.dumps(returned)}
-    calls = [
-        Call(
-            id=f"c{turn}",
-            rollout="r",
-            attempt=0,
-            sequence=turn,
-            policy="default",
-            version=0,
-            request={"messages": messages},
-            choices=(Choice(0, asking, FinishReason.TOOL_CALLS),),
-            started=float(turn),
-            ended=float(turn),
-        )
-        for turn, messages in enumerate(([], [asking, answer]))
-    ]
-    rollout = Rollout("r", "run", 0, "g", Task("t", "question"), Mode.TRAIN, 1, 0)
-    return build_episode(rollout, Attempt("r", 0, "w", 0.0, 1.0, Ending.FINISHED), calls)
-
-
-@pytest.mark.parametrize("told", [told_by_an_adapter, told_as_text, told_by_the_next_request])
-@pytest.mark.parametrize(("returned", "value"), RETURNED)
-async def test_the_users_own_judgement_of_a_tool(
-    make: Any, my_rules: ModuleType, told: Callable[[Any, Any], Episode], returned: Any, value: float
-) -> None:
-    [tables] = [c["rewards"] for c in configurations() if "rules" in c.get("rewards", {}).get("tool_results", {})]
-    rules = [ScoringRule("tool_results", make.rule(kinds.REWARD, "tool_results", **tables["tool_results"]))]
-    scored, errors = await score(told(make, returned), rules, dict.fromkeys(Ending, "score"))
-    assert errors == []
-    assert [reward.value for reward in scored.transitions[0].rewards] == [value]
 
 
 def test_the_table_of_what_messages_are_read_as_is_right() -> None:

@@ -55,12 +55,6 @@ def test_the_value_is_what_games_earn_on_average(bed: Bed) -> None:
     assert mean(game() for _ in range(4000)) == pytest.approx(value(start(bed)), abs=0.015)
 
 
-def test_only_two_calls_of_decisive_are_worth_anything() -> None:
-    for state in states(Bed.DECISIVE):
-        worths = {advantage(state, letter) for letter in LETTERS}
-        assert (worths == {0.0}) is (state.topic == "walk" or value(state) == 0)
-
-
 @pytest.fixture
 def play(model: Any) -> Any:
     """The player, whose client asks the scripted model."""

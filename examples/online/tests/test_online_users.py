@@ -6,16 +6,11 @@ from itertools import islice
 
 import pytest
 from flights import Wish
-from users import FEEDBACK_SHARE, NAMING_SHARE, Traveller, honest, is_right, travellers
+from users import NAMING_SHARE, Traveller, honest, is_right, travellers
 
 
 def crowd(seed: int, count: int = 2000, shift: int = 1000) -> list[Traveller]:
     return list(islice(travellers(seed, shift), count))
-
-
-def test_a_crowd_follows_from_its_seed() -> None:
-    assert crowd(1) == crowd(1)
-    assert crowd(1) != crowd(2)
 
 
 def test_wishes_shift_and_nothing_else_does() -> None:
@@ -28,10 +23,6 @@ def test_wishes_shift_and_nothing_else_does() -> None:
             theirs.wish.day,
             theirs.gives_feedback,
         )
-
-
-def test_some_never_give_feedback() -> None:
-    assert sum(each.gives_feedback for each in crowd(0)) == pytest.approx(2000 * FEEDBACK_SHARE, abs=80)
 
 
 @pytest.mark.parametrize(("said", "right"), [("It costs 70.", True), ("70 or 20", False), ("No.", False), ("", False)])

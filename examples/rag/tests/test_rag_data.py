@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -27,11 +25,6 @@ def index() -> Index:
 @pytest.fixture(scope="module", params=["train", "eval"])
 def questions(request: pytest.FixtureRequest) -> list[Question]:
     return read_questions(DATA / f"{request.param}.jsonl.gz")
-
-
-def test_the_corpus_is_small_and_repeats_nothing(passages: set[Passage]) -> None:
-    assert 3000 < len(passages) == sum(1 for _ in read_passages(CORPUS))
-    assert CORPUS.stat().st_size < 1_000_000
 
 
 def test_gold_passages_are_in_the_corpus_and_answer_the_question(
@@ -74,27 +67,11 @@ def test_what_is_held_out_is_never_asked_about_in_training() -> None:
     assert len(entities("eval")) > 200
 
 
-def test_there_are_questions_of_every_length(questions: list[Question]) -> None:
-    hops = [len(asked.question_decomposition) for asked in questions]
-    assert set(hops) == {2, 3, 4}
-    assert all(hops.count(each) > len(hops) / 20 for each in (2, 3, 4))
-    assert len({asked.id for asked in questions}) == len(questions)
-
-
 def test_musiques_own_format_is_read_and_what_cannot_be_answered_left_out() -> None:
     [asked] = read_questions(SAMPLE)
     assert asked.answers == ["Cádiz", "Cadiz", "Cádiz, Spain"]
     assert [step.paragraph_support_idx for step in asked.question_decomposition] == [0, 2]
     assert [each.title for each in asked.paragraphs if each.is_supporting] == ["Harbour Lights (film)", "Ada Torres"]
-
-
-def test_shipped_questions_have_every_key_of_musiques() -> None:
-    sample = json.loads(SAMPLE.read_text().splitlines()[0])
-    with gzip.open(DATA / "eval.jsonl.gz", "rt") as lines:
-        ours = json.loads(next(lines))
-    assert ours.keys() == sample.keys()
-    assert ours["paragraphs"][0].keys() == sample["paragraphs"][0].keys()
-    assert ours["question_decomposition"][0].keys() == sample["question_decomposition"][0].keys()
 
 
 @pytest.mark.parametrize("line", ["{", '{"id": "1"}', "[]"])
@@ -111,7 +88,3 @@ def test_a_line_that_is_no_passage_is_named(tmp_path: Path, line: str) -> None:
     file.write_text('{"title": "A", "text": "B"}\n' + line + "\n")
     with pytest.raises(ValueError, match="line 2"):
         list(read_passages(file))
-
-
-def test_a_passage_reads_as_its_title_and_text() -> None:
-    assert str(Passage("Lek", "A currency.")) == "Lek: A currency."

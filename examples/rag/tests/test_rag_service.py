@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from retrieval import CORPUS, Index, Local, Passage, Remote, open_retriever, read_passages
+from retrieval import CORPUS, Index, Local, Remote, open_retriever, read_passages
 from serve_index import LONGEST_QUERY, service
 
 EXAMPLE = Path(__file__).parents[1]
@@ -68,16 +68,3 @@ def address(folder: Path) -> Iterator[str]:
 async def test_the_script_serves_an_index(address: str) -> None:
     [found] = await open_retriever(address).search("capital of Brazil", 1)
     assert BRAZIL in found.text
-
-
-def test_more_passages_than_there_are() -> None:
-    assert len(Index.build([Passage("A", "one"), Passage("B", "two")]).best("one", 9)) == 2
-
-
-async def test_random_passages_do_not_depend_on_what_is_true_and_repeat(in_memory: Index) -> None:
-    broken = Local(in_memory, broken=True)
-    assert await broken.search("capital of Brazil", 2) == await broken.search("capital of Brazil", 2)
-    found = [
-        each for name in ("Brazil", "Peru", "Chad", "Mali") for each in await broken.search(f"capital of {name}", 2)
-    ]
-    assert not {"Brazil", "Peru", "Chad", "Mali"} & {each.title for each in found}

@@ -6,17 +6,15 @@ import random
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from make_databases import make
 from spider import Difficulty
-from sql_habits import FLAWLESS, MIXED, Habit, conversation, lesson, written
-from sql_prompts import CHECK, REWRITE, WRITE
+from sql_habits import Habit, conversation, lesson, written
 from sql_query import describe, reading, run
-from sql_questions import KINDS, Draw, Question, question
+from sql_questions import Question, question
 from sql_schemas import DATABASES, HELD_OUT, TRAINED, Table
 from sql_tasks import sql
 from sql_words import NOUNS
@@ -45,12 +43,6 @@ def test_the_script_makes_the_shipped_databases(name: str, tmp_path: Path) -> No
     assert dumps[0] == dumps[1]
 
 
-def test_there_are_a_dozen_and_the_held_out_ones_share_no_table_with_training() -> None:
-    assert (len(TRAINED), len(HELD_OUT)) == (8, 4)
-    trained = {table.name for tables in TRAINED.values() for table in tables}
-    assert not trained & {table.name for tables in HELD_OUT.values() for table in tables}
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_question_is_answered_by_its_query_alone(name: str) -> None:
     with reading(DATABASES / f"{name}.sqlite") as connection:
@@ -73,13 +65,6 @@ def test_bands_are_equally_frequent_and_what_spider_calls_them() -> None:
     assert min(shares.values()) > 0.18 * len(asked)
 
 
-@pytest.mark.parametrize(("band", "kind"), [(band, kind) for band, kinds in KINDS.items() for kind in kinds])
-def test_a_kind_of_question_is_of_its_band(band: Difficulty, kind: Callable[[Draw], Question]) -> None:
-    child = ALL["leagues"][1]
-    with reading(DATABASES / "leagues.sqlite") as connection:
-        assert {kind(Draw(random.Random(i), connection, child)).difficulty for i in range(20)} == {band}
-
-
 def test_evaluation_asks_other_databases_than_training() -> None:
     trained = {sql(i, seed, split="train").metadata["database"] for seed in (0, 1) for i in range(60)}
     held_out = {sql(i, 0, split="eval").metadata["database"] for i in range(60)}
@@ -97,14 +82,3 @@ def test_the_warm_up_sees_none_of_the_dozen() -> None:
     for name in ALL:
         with reading(DATABASES / f"{name}.sqlite") as connection:
             assert not headers & set(describe(connection).splitlines())
-
-
-def test_habits_are_mostly_wrong_and_concentrated() -> None:
-    for shares in (MIXED.writer, MIXED.rewriter):
-        assert sum(shares.values()) == pytest.approx(1)
-        assert shares[Habit.RIGHT] < 0.1
-        assert max(shares.values()) >= 0.5
-    assert FLAWLESS.writer == FLAWLESS.rewriter == {Habit.RIGHT: 1}
-    who = Counter(conversation(1, index)[0]["content"] for index in range(300))
-    assert who.keys() == {WRITE, CHECK, REWRITE}
-    assert conversation(1, 5) == conversation(1, 5) != conversation(2, 5)

@@ -25,7 +25,7 @@ from behaviours import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Effect, Reach, effects, first_tool, mattered
+from oracle import Effect, Reach, effects, mattered
 from trip_tools import MOST_CALLS
 from trips import Split, traveller, trip
 
@@ -62,15 +62,6 @@ def test_what_each_call_did(played: Played, choices: tuple[Choice, ...], expecte
 def test_luck_counts_as_what_it_is(played: Played) -> None:
     """Who guesses the numbers right has the result, however that came about."""
     assert effects(played(NAME, TRIP, subtract, answer)) == [NEARER, NEARER]
-
-
-def test_a_detour_that_can_be_afforded_does_not_matter(played: Played) -> None:
-    assert effects(played(NAME, TRIP, subtract, ask_seat, lambda trip, said: trip.result)) == [NEARER, NONE, NEARER]
-
-
-@pytest.mark.parametrize(("choice", "tool"), [(ask_airline, "memory"), (search_everywhere, "search"), (guess, None)])
-def test_the_first_tool(played: Played, choice: Choice, tool: str | None) -> None:
-    assert first_tool(played(NAME, TRIP, choice, guess)) == tool
 
 
 TOLD: dict[Choice, str] = {ask_airline: "airline", ask_refund: "refund", search_airline: "fare", search_city: "fare"}

@@ -38,19 +38,6 @@ def test_pulls_are_shared_by_advantage_and_weight() -> None:
     assert (found.right, found.wrong, found.idle) == pytest.approx((1.5 / 4, 0.5 / 4, 2 / 4))
 
 
-def test_without_a_pull_there_is_nothing_to_share() -> None:
-    found = pulls([(NEARER, used(0.0, 0.5)), (NEARER, used(None, 0.0, "ending"))])
-    assert (found.calls, found.right, found.wrong, found.idle) == (1, 0.0, 0.0, 0.0)
-
-
-def test_a_threshold_is_reached_by_the_mean_of_three_steps() -> None:
-    values, seconds = [0.9, 0.0, 0.9, 0.9, 0.6, 0.9], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert compare.reached(values, seconds, 0.6) == compare.Reached(3, 6.0)
-    assert compare.reached(values, seconds, 0.79) == compare.Reached(5, 15.0)
-    assert compare.reached(values, seconds, 0.85) is None
-    assert compare.reached(values[:2], seconds, 0.1) is None
-
-
 @pytest.mark.storm
 def test_a_run_is_recorded_so_that_both_scripts_can_read_it(tmp_path: Path) -> None:
     small = {

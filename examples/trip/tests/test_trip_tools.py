@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trip_tools import TOOLS, use
-from trips import AIRLINES, CITIES, Split, Trip, pair_is_held_out, traveller, trip
+from trips import Split, Trip, pair_is_held_out, traveller, trip
 
 from agl_core.capture import message_status
 from agl_core.types import ToolStatus
@@ -31,13 +31,6 @@ def test_training_never_meets_what_is_held_out(seed: int, index: int) -> None:
     trained, held_out = (trip(traveller(split, seed, index)) for split in (Split.TRAIN, Split.EVAL))
     assert not pair_is_held_out(trained.city, trained.airline)
     assert pair_is_held_out(held_out.city, held_out.airline)
-
-
-def test_held_out_pairs_are_few_and_of_several_cities_and_airlines() -> None:
-    pairs = [(city, airline) for city in CITIES for airline in AIRLINES if pair_is_held_out(city, airline)]
-    assert 4 <= len(pairs) <= 12
-    assert len({city for city, _ in pairs}) >= 3
-    assert len({airline for _, airline in pairs}) >= 3
 
 
 OK, EMPTY, ERROR, TIMEOUT = ToolStatus.OK, ToolStatus.EMPTY, ToolStatus.ERROR, ToolStatus.TIMEOUT
@@ -73,10 +66,6 @@ def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, said: s
 @pytest.mark.parametrize("arguments", ["", "{", "[]", "{}", '{"key": 1}', '{"query": "airline"}'])
 def test_arguments_that_are_none_are_an_error(arguments: str) -> None:
     assert message_status(use(ROME, "memory", arguments)).status is ERROR
-
-
-def test_a_tool_that_does_not_exist_is_an_error() -> None:
-    assert message_status(use(ROME, "map", "{}")).status is ERROR
 
 
 @given(name=st.sampled_from(("memory", "search", "calculator")), argument=st.text())
