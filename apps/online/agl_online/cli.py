@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id, or its beginning.")]
 Application = Annotated[str, typer.Argument(help="The application, as in [online.applications].")]
 Limit = Annotated[int, typer.Option(min=1, help="The number of sessions, the newest ones.")]
 ForFeedback = Annotated[bool, typer.Option("--feedback", help="The key for feedback alone.")]
@@ -47,7 +46,7 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on
 
 _BY_HAND = "An operator decided so."
 
-sessions = typer.Typer(help="List, show and delete sessions of real use.", no_args_is_help=True)
+sessions = typer.Typer(help="List and delete sessions of real use, and make keys for them.", no_args_is_help=True)
 versions = typer.Typer(help="List, promote and roll back the versions that answer real use.", no_args_is_help=True)
 policy = typer.Typer(help="Export and serve what runs have trained.", no_args_is_help=True)
 
@@ -208,7 +207,7 @@ class SessionEntry:
 
 @sessions.command("list")
 def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
-    """List the sessions of a run, the newest last."""
+    """List the sessions of a run, the newest last. --json has all feedback; agl show RUN ID has the calls of one."""
     from rich.table import Table
 
     from agl_core.reading.runs import read_run
@@ -235,31 +234,6 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
             _numbers(numbers) or ("said" if entry.feedback else "-"),
         )
     Screen().print(table)
-
-
-@sessions.command("show")
-def show_session(run: Run, id: Id, as_json: AsJson = False) -> None:
-    """Show a session and the feedback on it; agl show ID shows its calls."""
-    from agl_core.reading.runs import read_run
-
-    async def read(store: Store) -> SessionEntry:
-        return await SessionEntry.read(store, await store.rollout(id))
-
-    entry = read_run(run, read)
-    if as_json:
-        print_json(entry)
-        return
-    screen = Screen()
-    ended = entry.ending.value if entry.ending else "open"
-    screen.print(f"{entry.id}: {one_line(entry.application, 40)}, {one_line(entry.name or 'no name', 200)}")
-    screen.print(f"{_when(entry.started)}, {ended}, {entry.calls} calls")
-    for feedback in entry.feedback:
-        about = f"call {one_line(feedback.call, 100)}" if feedback.call else "the session"
-        screen.print(f"{_when(feedback.received)}, on {about}: {_numbers(feedback.rewards) or 'no number'}")
-        for what, text in (("correction", feedback.correction), ("note", feedback.note)):
-            if text is not None:
-                screen.print(f"  {what}: {one_line(str(text), 400)}")
-    screen.print(f"agl show {run} {entry.id}")
 
 
 @sessions.command("delete")
@@ -431,7 +405,7 @@ def serve_policies(
     """
     from agl_core.server.listening import run
     from agl_core.wire.keys import take_key
-    from agl_online.serving import POLICY_KEY
+    from agl_online.policies import POLICY_KEY
 
     run(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen()))
 
@@ -439,7 +413,7 @@ def serve_policies(
 async def _serve_policies(
     names: list[str], host: str, port: int, key: str | None, overrides: list[str], console: Screen
 ) -> None:
-    from agl_online.serving import serving
+    from agl_online.policies import serving
 
     console.print("starting the engine")
     async with serving(names, host=host, port=port, key=key, overrides=overrides) as (url, engine):

@@ -9,7 +9,7 @@ from agl_core.cli import COMMANDS, Command
 _HELP = {
     "serve": "Stand between deployed applications and their model.",
     "learn": "Serve a run's versions to applications, and learn from their sessions.",
-    "sessions": "List, show and delete sessions of real use.",
+    "sessions": "List and delete sessions of real use, and make keys for them.",
     "versions": "List, promote and roll back the versions that answer real use.",
     "policy": "Export and serve what runs have trained.",
 }

@@ -1,10 +1,9 @@
-"""Feedback on sessions: what users said, as a reward, and whether it contradicts itself."""
+"""Feedback on sessions: what users said, and the reward that it is."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from pydantic import Field, NonNegativeFloat
 
 from agl_core.decorators import reward_rule
 from agl_core.protocols import RewardValue
-from agl_core.types import Annotation, AttemptKey, Episode, Json, TransitionKey
+from agl_core.types import Annotation, AttemptKey, Episode, TransitionKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,55 +27,24 @@ class Feedback:
     """Numbers by name."""
     call: str | None = None
     """None: it is about the whole session."""
-    correction: Json = None
-    """What the answer should have been."""
     note: str | None = None
 
     @property
-    def key(self) -> AttemptKey:
-        """The session's only attempt."""
-        return AttemptKey(self.session, 0)
-
-    @property
     def annotation(self) -> Annotation:
-        """It, as the store has it."""
-        said = {"rewards": dict(self.rewards), "correction": self.correction, "note": self.note}
-        return Annotation(*self.key, self.id, self.received, said, self.call)
+        """It, as the store has it, with the session's only attempt."""
+        said = {"rewards": dict(self.rewards), "note": self.note}
+        return Annotation(*AttemptKey(self.session, 0), self.id, self.received, said, self.call)
 
 
 def said_of(annotations: Iterable[Annotation]) -> list[Feedback]:
     """The feedback that these annotations are; others are left out."""
-    found = []
+    feedback = []
     for annotation in annotations:
         said: Mapping[str, Any] = annotation.said
-        if said.keys() == {"rewards", "correction", "note"}:
-            found.append(Feedback(annotation.rollout, annotation.id, annotation.received, call=annotation.call, **said))
-    return found
-
-
-def said(feedback: Sequence[Feedback]) -> dict[str | None, dict[str, list[float]]]:
-    """The numbers that were given, by call (None: the whole session) and name, the earliest first."""
-    found: dict[str | None, dict[str, list[float]]] = {}
-    for each in feedback:
-        for name, value in each.rewards.items():
-            found.setdefault(each.call, {}).setdefault(name, []).append(float(value))
-    return found
-
-
-def contradicts(feedback: Sequence[Feedback]) -> bool:
-    """Whether a number changed more than once, or a reply got a thumbs up and a correction.
-
-    To change one's mind once is no contradiction: the later number counts.
-    """
-    numbers = said(feedback)
-    if any(
-        sum(a != b for a, b in itertools.pairwise(values)) > 1
-        for names in numbers.values()
-        for values in names.values()
-    ):
-        return True
-    corrected = {each.call for each in feedback if each.correction is not None}
-    return any(numbers.get(call, {}).get("thumbs", [0.0])[-1] > 0 for call in corrected)
+        if said.keys() == {"rewards", "note"}:
+            key = annotation.rollout, annotation.id, annotation.received
+            feedback.append(Feedback(*key, call=annotation.call, **said))
+    return feedback
 
 
 @reward_rule(name="feedback")
@@ -85,31 +53,24 @@ def users_said(
     *,
     weights: Annotated[
         Mapping[str, NonNegativeFloat],
-        Field(description="Weights by name (`thumbs`, `feedback`, or a part); other names weigh 1."),
+        Field(description="Weights by name, for instance `thumbs`; other names weigh 1."),
     ] = {},
 ) -> RewardValue:
     """What users said about a session or a call: the weighted mean of their numbers. A missing one is not 0.
 
     Of a session it is the terminal reward, of a call the reward of that call.
 
-    Of several names (`thumbs`, `feedback`, parts) it is the mean, weighted by `weights`, where a name that is not
-    listed has the weight 1. What was not said does not count: without any number there is no reward. Where only a
-    correction was given, the reply was wrong: 0.
+    Of several names it is the mean, weighted by `weights`, where a name that is not listed has the weight 1; of each
+    name the latest number counts. What was not said does not count: without any number there is no reward.
     """
-    feedback = said_of(episode.annotations)
-    numbers = said(feedback)
-    for each in feedback:
-        if each.correction is not None and each.call not in numbers:
-            numbers[each.call] = {"thumbs": [0.0]}
-    found: list[tuple[str | None, float]] = []
-    for call, names in numbers.items():
-        heard = [(weights.get(name, 1.0), values[-1]) for name, values in names.items()]
-        total = math.fsum(weight for weight, _ in heard)
-        if total > 0:
-            found.append((call, math.fsum(weight * value for weight, value in heard) / total))
-    transitions = {t.key.call: t.key for t in reversed(episode.transitions)}
+    latest: dict[str | None, dict[str, float]] = {}
+    for feedback in said_of(episode.annotations):
+        latest.setdefault(feedback.call, {}).update(feedback.rewards)
+    keys: dict[str | None, str | TransitionKey] = {t.key.call: t.key for t in reversed(episode.transitions)}
+    keys[None] = "session"
     given: dict[str | TransitionKey, float] = {}
-    for call, value in found:
-        if call is None or call in transitions:
-            given["session" if call is None else transitions[call]] = value
+    for call, rewards in latest.items():
+        total = math.fsum(weights.get(name, 1.0) for name in rewards)
+        if total > 0 and call in keys:
+            given[keys[call]] = math.fsum(weights.get(name, 1.0) * value for name, value in rewards.items()) / total
     return given or None

@@ -14,7 +14,6 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
@@ -70,18 +69,11 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
         )
 
 
-class Serving(Protocol):
-    """What answers sessions."""
-
-    async def refresh(self) -> None:
-        """Serve what the ledger says now."""
-
-
 @dataclass
 class Learner(Trainer):
     """The training of a run whose versions answer real use."""
 
-    deployed: Serving = field(kw_only=True)
+    deployed: DeployedVersions = field(kw_only=True)
     ledger: Ledger = field(kw_only=True)
     _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""

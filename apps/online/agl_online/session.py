@@ -28,19 +28,8 @@ _MAX_WAITING = 256
 """Calls that may wait to be written; further ones are not recorded."""
 
 
-@dataclass(slots=True)
-class SessionCounters:
-    """What happened to sessions since the server's start."""
-
-    begun: int = 0
-    ended: int = 0
-    deleted: int = 0
-    """Sessions that were deleted, opted out while they ran, or kept for as long as they may be."""
-    unrecorded: int = 0
-    """Calls that were answered and not recorded, though their session is."""
-    redacted: int = 0
-    """Calls that were recorded without some of their text, and so without token ids."""
-    feedback: int = 0
+COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
+"""What is counted since the server's start: sessions, then calls that were not recorded or lost some of their text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +38,8 @@ class Recorder:
 
     store: ErasableStore
     redaction: Redaction
-    counters: SessionCounters
+    counters: dict[str, int]
+    """By `COUNTERS`."""
     _writing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def record(self, session: ActiveSession, calls: tuple[Call, ...]) -> None:
@@ -62,7 +52,7 @@ class Recorder:
             logger.exception("A call of session %s is not recorded, because it could not be redacted.", session.id)
             self._count_missed(session)
             return
-        self.counters.redacted += sum(now is not before for now, before in zip(kept, calls, strict=True))
+        self.counters["redacted"] += sum(now is not before for now, before in zip(kept, calls, strict=True))
         own: list[Record] = []
         if not session.closed and (session.missed or not session.begun):
             own = [session.rollout, session.record]
@@ -97,7 +87,7 @@ class Recorder:
 
     def _count_missed(self, session: ActiveSession) -> None:
         """A call was answered and not recorded."""
-        self.counters.unrecorded += 1
+        self.counters["unrecorded"] += 1
         session.missed += 1
         if not session.closed:
             session.record = replace(session.record, result={UNRECORDED_CALLS: session.missed})

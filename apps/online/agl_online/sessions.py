@@ -13,7 +13,7 @@ import shlex
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -36,7 +36,7 @@ from agl_core.wire.workers import Empty
 from agl_online.config import OnlineSection, online_section
 from agl_online.feedback import Feedback, said_of
 from agl_online.redaction import Redaction, Redactor
-from agl_online.session import LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder, SessionCounters
+from agl_online.session import COUNTERS, LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder
 from agl_online.wire import (
     BEGIN_SESSION,
     DELETE_SESSIONS,
@@ -87,7 +87,7 @@ class Sessions:
         redactors: Sequence[Redactor] = (),
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        self.counted = SessionCounters()
+        self.counted = dict.fromkeys(COUNTERS, 0)
         self.keys = ApplicationKeys(keys, settings.applications)
         self._redaction = Redaction(settings.redact, redactors)
         self._settings, self._run, self._folder, self._say = settings, run, folder, say
@@ -110,7 +110,7 @@ class Sessions:
     @property
     def counters(self) -> dict[str, int]:
         """For the server's health."""
-        counts = {**asdict(self.counted), "open": len(self._open)}
+        counts = {**self.counted, "open": len(self._open)}
         return {f"online_{name}": count for name, count in counts.items()}
 
     @property
@@ -188,7 +188,7 @@ class Sessions:
                 session = self._new(id, application, name)
                 session.ends_with_reply = name is None
                 self._open[id] = self._named[place] = session
-                self.counted.begun += 1
+                self.counted["begun"] += 1
         if not recorded and (is_new or session.recorded):
             await self._opt_out(session)
         return session
@@ -314,7 +314,7 @@ class Sessions:
         session.record = replace(session.record, result={"ended_by": by, **missed})
         if not await self._write_end(session):
             self._unwritten.append(session)
-        self.counted.ended += 1
+        self.counted["ended"] += 1
 
     async def _write_end(self, session: ActiveSession) -> bool:
         """Write how a session ended; False if that has to be tried again."""
@@ -353,7 +353,7 @@ class Sessions:
             await session.wait_until_written()
             await self.end(session, "deletion")
         removed = await self._store.erase(ids)
-        self.counted.deleted += removed
+        self.counted["deleted"] += removed
         return removed
 
     async def _opt_out(self, session: ActiveSession) -> None:
@@ -369,7 +369,7 @@ class Sessions:
             return
         erasing = frozenset(self._unerased)
         try:
-            self.counted.deleted += await self._store.erase(erasing)
+            self.counted["deleted"] += await self._store.erase(erasing)
             self._unerased -= erasing
         except StoreError as error:
             logger.error("Sessions opted out, but cannot be removed from the store yet: %s", error)
@@ -437,14 +437,13 @@ class Sessions:
             received=time.time(),
             rewards=request.rewards,
             call=request.call,
-            correction=self._redaction.json(request.correction),
             note=None if request.note is None else self._redaction.text(request.note),
         )
         async with self._taking:
             is_new = feedback.id not in {known.id for known in said_of(await self._store.annotations([key]))}
             if is_new:
                 await self._store.put(feedback.annotation)
-        self.counted.feedback += is_new
+        self.counted["feedback"] += is_new
         return FeedbackReply(session=session, call=request.call, new=is_new)
 
 

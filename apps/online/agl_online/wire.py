@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Self, TypeAlias
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 
 from agl_core.server.keys import Keys, carries, refused_key
@@ -66,7 +66,6 @@ class FeedbackRequest(Body):
     rewards: dict[Name, _Number] = Field(
         {}, max_length=100, description="Numbers by name, such as thumbs: 1 is up, 0 is down."
     )
-    correction: JsonValue = Field(None, description="What the answer should have been.")
     note: str | None = Field(None, max_length=100_000)
     id: Name | None = Field(None, description="Feedback that is sent again under this id is taken in once.")
 
@@ -74,8 +73,8 @@ class FeedbackRequest(Body):
     def _says_something(self) -> Self:
         if (self.call is None) == (self.session is None):
             raise ValueError("has to name a call or a session")
-        if not self.rewards and self.correction is None and self.note is None:
-            raise ValueError("says nothing: give rewards, correction or note")
+        if not self.rewards and self.note is None:
+            raise ValueError("says nothing: give rewards or a note")
         return self
 
 

@@ -23,8 +23,7 @@ from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_online.policies import Source, Version, export
-from agl_online.serving import POLICY_KEY, answering, serving
+from agl_online.policies import POLICY_KEY, Source, Version, answering, export, serving
 
 from .saved_runs import make_run
 

@@ -1,4 +1,4 @@
-"""What users said of a session becomes its reward, and what contradicts itself does not."""
+"""What users said of a session becomes its reward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches
 from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, DropReason, Episode, Mode, Sampling
-from agl_online.feedback import Feedback, contradicts, users_said
-from agl_online.plugin import episode_built
+from agl_online.feedback import Feedback, users_said
 
 FIRST, SECOND = "r-c0", "r-c1"
 
 
-def said(call: str | None = None, correction: Any = None, **rewards: float) -> Feedback:
-    return Feedback("r", f"{call}-{rewards}", 0.0, rewards, call, correction)
+def said(call: str | None = None, **rewards: float) -> Feedback:
+    return Feedback("r", f"{call}-{rewards}", 0.0, rewards, call)
 
 
 def session(*given: Feedback, calls: int = 2, **changes: Any) -> Episode:
@@ -50,22 +49,13 @@ async def test_names_are_weighed_and_those_that_were_not_said_do_not_count() -> 
     assert users_said(given, weights={"thumbs": 3.0, "rude": 0.0}) == {"session": pytest.approx(3 / 4)}
     assert users_said(given, weights={"thumbs": 0.0, "helpful": 0.0, "rude": 0.0}) is None
     assert users_said(session(said(thumbs=0.0), said(thumbs=1.0))) == {"session": 1.0}, "the later one counts"
-    assert users_said(session(said(correction="The shop opens at 9."))) == {"session": 0.0}
 
 
-async def test_missing_feedback_is_missing_and_what_contradicts_itself_is_dropped() -> None:
+async def test_missing_feedback_is_missing() -> None:
     silent = await scored(session())
     assert (silent.dropped, silent.terminal) == (DropReason.NO_REWARD, None)
     observed = await scored(session(said(thumbs=1.0)), weight=0.0)
     assert observed.dropped is DropReason.NO_REWARD, "a rule without a weight only looks"
-    up, down = said(thumbs=1.0), said(thumbs=0.0)
-    assert not contradicts([up, up, down]), "a change of mind"
-    contradicted = episode_built(session(up, down, up))
-    assert contradicted is not None
-    assert contradicted.dropped is DropReason.PLUGIN
-    assert episode_built(session(up, down)) is None
-    assert contradicts([said(SECOND, thumbs=1.0), said(SECOND, correction="No.")])
-    assert not contradicts([said(FIRST, thumbs=1.0), said(SECOND, correction="No.")])
 
 
 def batch_drops(*episodes: Episode) -> list[str | None]:

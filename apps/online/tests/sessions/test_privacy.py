@@ -110,7 +110,7 @@ async def test_what_is_redacted_never_reaches_the_file(tmp_path: Path) -> None:
         reply = await use.ask("I am customer ADA, ada@example.org, card 4111 1111 1111 1111", "talk")
         assert "ada@example.org" in str(reply.choices[0].message.content), "the application gets it as it is"
         await use.ask("hello", "open")
-        await use.say(call=reply.id, correction={"to": "bob@example.org"}, note="from bob@example.org")
+        await use.say(call=reply.id, note="from bob@example.org")
         hidden, plain = await use.calls()
         assert hidden.request["messages"][0]["content"] == "I am [REDACTED], [EMAIL], card [CARD]"
         assert hidden.choices[0].message["content"] == "Dear [EMAIL], thank you."
@@ -118,7 +118,7 @@ async def test_what_is_redacted_never_reaches_the_file(tmp_path: Path) -> None:
         assert plain.prompt_ids is not None
         assert plain.choices[0].response_ids is not None
         [said] = await use.said(hidden.rollout)
-        assert (said.correction, said.note) == ({"to": "[EMAIL]"}, "from [EMAIL]")
+        assert said.note == "from [EMAIL]"
         assert use.counted("redacted") >= 1
         left = raw(tmp_path)
         for text in (b"example.org", b"4111", b"ADA"):
