@@ -31,7 +31,7 @@ def episode(returned: Any, /, **metadata: Any) -> Episode:
     return Episode("r1", 0, "g1", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=returned)
 
 
-@pytest.mark.parametrize("module", ["air", "evaluators", "judge", "sql"])
+@pytest.mark.parametrize("module", ["evaluators", "judge", "sql"])
 def test_docstring_examples_run(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"agl_rewards.{module}"))
     assert results.attempted >= 1
