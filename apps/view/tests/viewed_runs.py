@@ -17,12 +17,11 @@ from starlette.testclient import TestClient
 
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
 from agl_core.types import (
     Attempt,
     Call,
-    Choice,
     Ending,
-    FinishReason,
     Mode,
     Reward,
     Rollout,
@@ -165,17 +164,6 @@ def rollout(
 
 def _call(id: str, sequence: int, reply: dict[str, Any], messages: list[Any], agent: str) -> Call:
     ids, logprobs = np.array([7, 8], np.int32), np.array([-0.01, -4.5], np.float32)
-    return Call(
-        id=f"{id}-c{sequence}",
-        rollout=id,
-        attempt=0,
-        sequence=sequence,
-        policy="default",
-        version=3,
-        request={"messages": messages},
-        choices=(Choice(0, reply, FinishReason.STOP, ids, logprobs),),
-        started=0.0,
-        ended=1.0,
-        agent=agent,
-        prompt_ids=np.array([1, 2, 3], np.int32),
-    )
+    choice = make.choice(message=reply, response_ids=ids, logprobs=logprobs)
+    prompt = np.array([1, 2, 3], np.int32)
+    return make.call(sequence, choice, rollout=id, request={"messages": messages}, agent=agent, prompt_ids=prompt)

@@ -15,12 +15,11 @@ from typer.testing import CliRunner, Result
 
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
 from agl_core.types import (
     Attempt,
     Call,
-    Choice,
     Ending,
-    FinishReason,
     Mode,
     Reward,
     Rollout,
@@ -167,16 +166,13 @@ def trained(step: int, member: str) -> list[Record]:
 
 
 def call(rollout: str, sequence: int, message: dict[str, Any], prompt: list[int]) -> Call:
-    choice = Choice(0, message, FinishReason.STOP, np.array([7, 8], np.int32), np.array([-0.5, -0.5], np.float32))
-    return Call(
-        id=f"{rollout}-c{sequence}",
+    ids, logprobs = np.array([7, 8], np.int32), np.array([-0.5, -0.5], np.float32)
+    return make.call(
+        sequence,
+        make.choice(message=message, response_ids=ids, logprobs=logprobs),
         rollout=rollout,
-        attempt=0,
-        sequence=sequence,
-        policy="default",
         version=0,
         request={"messages": [{"role": "user", "content": "6 * 7"}]},
-        choices=(choice,),
         started=0.0,
         ended=1.0,
         agent="solver",
