@@ -12,10 +12,8 @@ from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
-    Mode,
     Reward,
     Rollout,
-    RolloutState,
     Run,
     ToolResult,
     TrainingRecord,
@@ -60,20 +58,17 @@ class MemoryStore:
     async def rollouts(
         self,
         *,
-        run: str | None = None,
-        step: int | None = None,
-        mode: Mode | None = None,
-        state: RolloutState | None = None,
-        group: str | None = None,
         after: str | None = None,
         newest: int | None = None,
         limit: int | None = None,
+        **wanted: Any,
     ) -> list[Rollout]:
-        wanted = [("run", run), ("step", step), ("mode", mode), ("state", state), ("group", group)]
         recorded = list(self._rollouts.values())
         if after is not None:
             recorded = recorded[list(self._rollouts).index(after) + 1 :] if after in self._rollouts else []
-        found = [each for each in recorded if all(value in (None, getattr(each, name)) for name, value in wanted)]
+        found = [
+            each for each in recorded if all(value in (None, getattr(each, name)) for name, value in wanted.items())
+        ]
         return found[0 if newest is None else max(len(found) - newest, 0) :][:limit]
 
     async def rollout(self, prefix: str) -> Rollout:

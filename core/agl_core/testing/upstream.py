@@ -42,8 +42,6 @@ class ScriptedUpstream:
     def __init__(self) -> None:
         self.received: list[Received] = []
         """The requests so far."""
-        self.log: list[tuple[Received, Mapping[str, Any]]] | None = None
-        """Put a list here to get each request with what was sampled for it, as a chat completion."""
         self.answer: Answer = fitting
         """What answers requests for which no step is queued. It may block, which holds up its own request alone."""
         self.returns_ids = True
@@ -117,8 +115,6 @@ class ScriptedUpstream:
             case Raw(payload):
                 return web.Response(body=payload, content_type="application/json", headers=self.headers)
         completion = self._completion(received, step, number)
-        if self.log is not None:
-            self.log.append((received, completion))
         if received.path.endswith("/completions") and "messages" not in received.body:
             completion["choices"] = [{**each, "text": each["message"]["content"]} for each in completion["choices"]]
         elif received.is_responses:

@@ -13,8 +13,8 @@ from google.adk.tools import ToolContext
 from google.genai import types
 from pydantic import BaseModel
 
+from .. import driver as scenarios
 from ..driver import InexpressibleError, Program, Question, Setting
-from ..driver import driver as scenarios
 from ..scenarios import TOOLS
 from .declared import GoogleADK
 

@@ -11,8 +11,8 @@ from pydantic_ai.capabilities import ProcessHistory
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from .. import driver as scenarios
 from ..driver import CHAT, InexpressibleError, Program, Question, Setting
-from ..driver import driver as scenarios
 from ..scenarios import TOOLS
 from .declared import PydanticAI
 

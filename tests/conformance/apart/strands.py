@@ -8,8 +8,8 @@ from strands import Agent, tool
 from strands.hooks import BeforeModelCallEvent
 from strands.models.openai import OpenAIModel
 
+from .. import driver as scenarios
 from ..driver import InexpressibleError, Program, Question, Setting
-from ..driver import driver as scenarios
 from ..scenarios import TOOLS
 from .declared import Strands
 
