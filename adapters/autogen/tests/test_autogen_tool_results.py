@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from autogen_core.tools import (
     ToolSchema,
     Workbench,
 )
-from autogen_ext.tools.mcp import McpWorkbench, StdioServerParams
 from pydantic import BaseModel
 
 import agl_autogen.agents
@@ -38,12 +36,6 @@ def add(a: int, b: int) -> int:
 def broken() -> str:
     """Fail."""
     raise ValueError("boom")
-
-
-async def test_arguments_that_are_not_valid(run: Any) -> None:
-    (tool_result,) = await run(("add", {"a": "two"}), tools=[add])
-    assert (tool_result.tool, tool_result.status) == ("add", ToolStatus.ERROR)
-    assert tool_result.error.startswith("ValidationError: ")
 
 
 @dataclass
@@ -164,33 +156,6 @@ class Remote(Workbench):
         return {}
 
     async def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-MCP_SERVER = """
-from mcp.server.fastmcp import FastMCP
-
-server = FastMCP("test")
-
-@server.tool()
-def double(number: int) -> int:
-    return 2 * number
-
-@server.tool()
-def refuse() -> str:
-    raise ValueError("refused")
-
-server.run()
-"""
-
-
-async def test_the_tools_of_an_mcp_server(run: Any) -> None:
-    parameters = StdioServerParams(command=sys.executable, args=["-c", MCP_SERVER], read_timeout_seconds=60)
-    async with McpWorkbench(parameters) as workbench:
-        told = await run(("double", {"number": 21}), ("refuse", {}), workbench=workbench)
-    doubled, refused = sorted(told, key=lambda tool_result: tool_result.tool)
-    assert (doubled.tool, doubled.status, doubled.result) == ("double", ToolStatus.OK, "42")
-    assert (refused.tool, refused.status) == ("refuse", ToolStatus.ERROR)
-    assert "refused" in refused.result
 
 
 @pytest.mark.parametrize(

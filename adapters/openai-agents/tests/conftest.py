@@ -20,7 +20,7 @@ from agl_core.capture import ActiveAttempt, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_openai_agents import AglProcessor, runs
+from agl_openai_agents import runs
 
 
 @pytest.fixture
@@ -116,15 +116,3 @@ def detached() -> Iterator[None]:
 @pytest.fixture
 def attached(detached: None) -> None:
     agl_core.attach()
-
-
-@pytest.fixture(params=["processor", "attach"])
-def observed(request: pytest.FixtureRequest, detached: None) -> AglProcessor | None:
-    """Each way to observe an agent; every way has to see the same."""
-    if request.param != "processor":
-        agl_core.attach()
-    if request.param == "attach":
-        return None
-    processor = AglProcessor()
-    agents.add_trace_processor(processor)
-    return processor

@@ -112,22 +112,6 @@ async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
     ]
 
 
-async def test_the_processor_alone_names_agents(stack: Any) -> None:
-    """Added to a provider where nothing of agl's is attached, as where [agent] attach is off."""
-    provider = TracerProvider(shutdown_on_exit=False)
-    for _ in range(2):
-        provider.add_span_processor(AglSpanProcessor())
-    attempt = await stack.attempt()
-    stack.upstream.script(CallTools([("add", {})]), Say("3"))
-    with attempt.running(), provider.get_tracer("agent").start_as_current_span("a", attributes=agent("solver")):
-        message = await ask(stack.client(), tools=[ADD])
-        provider.get_tracer("agent").start_span("add", attributes=tool(message.tool_calls[0].id)).end()
-        await ask(stack.client())
-    episode = await attempt.close()
-    assert [t.agent for t in episode.transitions] == ["solver", "solver"]
-    assert [[str(o.status) for o in t.tool_results] for t in episode.transitions] == [["ok"], []]
-
-
 @pytest.mark.expects_problems
 async def test_an_adapter_that_fails_does_not_break_the_agent(
     attached: None, stack: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch

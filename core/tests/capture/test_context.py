@@ -60,22 +60,6 @@ async def test_an_identity_closed_in_another_task_ends_here_too() -> None:
     assert current_identity() is None
 
 
-def test_many_calls_one_after_the_other_do_not_pile_up() -> None:
-    def chain() -> int:
-        depth, scope = 0, enter_identity(Identity("last"))
-        scope.close()
-        while scope._outer is not None:
-            depth, scope = depth + 1, scope._outer
-        return depth
-
-    def calls() -> int:
-        for _ in range(100):
-            enter_identity(Identity("solver")).close()
-        return chain()
-
-    assert contextvars.copy_context().run(calls) == 0
-
-
 def in_thread() -> tuple[str | None, str | None]:
     found = []
     thread = threading.Thread(target=lambda: found.append(here()))
