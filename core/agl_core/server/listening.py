@@ -12,7 +12,6 @@ import functools
 import gc
 import logging
 import socket
-import time
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
@@ -51,8 +50,6 @@ LARGEST_BODY = "agl.largest_body"
 """In a request's scope: how many bytes its body may have."""
 MAX_AGENT_BODY = 64 << 20
 """Bytes of a request of an agent: images and audio need space."""
-_QUIET = 60.0
-"""Seconds between two lines of the log about refused requests."""
 _UNSENT = 0.01
 """Seconds between two looks at what is not sent yet."""
 _GRACEFUL = 5.0
@@ -70,6 +67,8 @@ class Listening:
         self._host = host
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
+        self.refused = 0
+        """Requests that were no HTTP, too large or too late, and ended their connection."""
         self._state = ServerState()
         self._server: asyncio.Server | None = None
 
@@ -81,7 +80,7 @@ class Listening:
         """Let go of the port without having served."""
         self._socket.close()
 
-    async def start(self, app: ASGIApp, refusals: Refusals, operations: Sequence[AnyOperation] = ()) -> None:
+    async def start(self, app: ASGIApp, operations: Sequence[AnyOperation] = ()) -> None:
         """Answer from now on. `operations` are those that `app` answers besides workers'."""
         config = uvicorn.Config(
             RequestLimits(app, operations),
@@ -96,7 +95,7 @@ class Listening:
         )
         config.load()
         # uvicorn's Server would take signals, and look ten times a second whether it should end.
-        connect = functools.partial(HttpConnection, config, self._state, {}, refusals=refusals)
+        connect = functools.partial(HttpConnection, config, self._state, {}, listening=self)
         self._server = await asyncio.get_running_loop().create_server(connect, sock=self._socket)
 
     async def stop(self) -> None:
@@ -142,22 +141,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Refusals:
-    """Counts requests that were no HTTP, too large or too late, and logs them at most once a minute."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._told, self._told_at = 0, -_QUIET
-
-    def add(self, why: str) -> None:
-        """A request was refused, and its connection closed."""
-        self.count += 1
-        now = time.monotonic()
-        if now - self._told_at >= _QUIET:
-            new, self._told, self._told_at = self.count - self._told, self.count, now
-            logger.warning("Invalid requests: %d (%d since the start). The last one: %s", new, self.count, why)
-
-
 class HttpConnection(HttpToolsProtocol):
     """Closes a connection whose client sends what is no HTTP, or too large a head, takes long, or does not wait.
 
@@ -166,9 +149,9 @@ class HttpConnection(HttpToolsProtocol):
     side, which costs both sides time.
     """
 
-    def __init__(self, *args: Any, refusals: Refusals, **options: Any) -> None:
+    def __init__(self, *args: Any, listening: Listening, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._refusals = refusals
+        self._listening = listening
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head, self._unread, self._body = True, 0, 0
@@ -259,7 +242,8 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Say why, if the client waits for nothing else, and hang up."""
         self._arrived()
-        self._refusals.add(error.message)
+        self._listening.refused += 1
+        logger.debug("A request was refused: %s", error)
         if self._in_head:
             nothing_else = self.cycle is None or self.cycle.response_complete
         else:

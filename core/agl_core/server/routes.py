@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from urllib.parse import quote
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import orjson
@@ -88,20 +87,14 @@ class ModelRoute(NamedTuple):
     """`rollout`, `attempt` and `deployment`, if the path names them."""
 
 
-class ModelCallHandler(Protocol):
-    """Answers model calls."""
-
-    async def answer(self, request: Request, dialect: Dialect) -> Response: ...
-
-
 class ModelCalls:
     """Answers POST requests to the dialects' routes, alone or below an attempt's path.
 
-    `passthrough` answers what is passed on, if anything is, and `app` the rest.
+    `passthrough` answers what is passed on, and `app` the rest.
     """
 
-    def __init__(self, app: ASGIApp, handler: ModelCallHandler, passthrough: Passthrough | None = None) -> None:
-        self._app, self._handler, self._passthrough = app, handler, passthrough
+    def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
+        self._app, self._gateway, self._passthrough = app, gateway, passthrough
         self._noted: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,9 +106,9 @@ class ModelCalls:
         dialect = DIALECTS.get(target.route) if is_post else None
         if dialect is not None:
             request = CallRequest({**scope, "path_params": target.parameters}, receive)
-            response = await self._handler.answer(request, dialect)
+            response = await self._gateway.answer(request, dialect)
             self._note(target.route, response.headers.get(HEADER_IGNORED))
-        elif is_post and self._passthrough is not None and target.route in PASSED_ON:
+        elif is_post and target.route in PASSED_ON:
             request = CallRequest({**scope, "path_params": target.parameters}, receive)
             response = await self._passthrough.answer(request, target.route)
         else:
@@ -244,38 +237,38 @@ def find_route(path: str) -> ModelRoute | None:
     return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
 
 
-def models_routes(
-    prefix: str, models: Callable[[Request], Awaitable[Mapping[str, Mapping[str, str]]]]
-) -> Sequence[Route]:
-    """The list of models that a request may name, and each; `models` finds their fields beside OpenAI's."""
+def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
+    """The list of models that a request may name, and each."""
     started = int(time.time())
 
     async def listed(request: Request) -> Response:
         name = request.path_params.get("model")
         try:
-            entries = {
-                model: {"id": model, "object": "model", "created": started, "owned_by": "agl", **more}
-                for model, more in (await models(request)).items()
-            }
-            if name is not None and name not in entries:
-                raise ApiError(404, f"There is no model {quote(name)!r} here.", code="model_not_found")
+            names = gateway.models(await gateway.attribution.of(request))
+            if name is not None and name not in names:
+                raise ApiError(404, f"There is no model {name!r} here.", code="model_not_found")
         except ApiError as error:
             return openai_error(error)
-        content = {"object": "list", "data": [*entries.values()]} if name is None else entries[name]
+        entries = [
+            {"id": model, "object": "model", "created": started, "owned_by": "agl"}
+            for model in (names if name is None else [name])
+        ]
+        content = {"object": "list", "data": entries} if name is None else entries[0]
         return Response(orjson.dumps(content), media_type="application/json")
 
     paths = (f"{prefix}{_MODELS}", f"{prefix}{_MODELS}/{{model:path}}")
     return [Route(path, listed, methods=["GET"]) for path in paths]
 
 
-def unserved(request: Request, error: Exception, who: str, others: str) -> Response:
-    """The answer to a path that leads nowhere, in the API that it resembles; `others` are served beside model calls."""
+async def unserved(request: Request, error: Exception) -> Response:
+    """The answer to a path that leads nowhere, in the API that it resembles."""
     path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
     if (target := find_route(path)) and target.route in DIALECTS:  # With POST it would have been a model call.
         status = 405
     message = (
-        f"{who} does not serve {request.method} {path}. There are POST {', '.join(DIALECTS)}{others}. Does the base "
-        "URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
+        f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])} and "
+        "/v1/traces, and GET /v1/models, also below an attempt's path; /openapi.json has the others. "
+        "Does the base URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
     )
     refused = ApiError(status, message, code="unknown_route")
     resembled = next((dialect for route, dialect in DIALECTS.items() if route in path), None)

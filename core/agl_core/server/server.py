@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,13 +21,12 @@ from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
 from agl_core.server.api import document, worker_routes
-from agl_core.server.errors import ApiError, openai_error
 from agl_core.server.gateway import Counters, Gateway
 from agl_core.server.keys import Attribution, Keys, RolloutSource
-from agl_core.server.listening import Listening, Refusals, url_of
+from agl_core.server.listening import Listening, url_of
 from agl_core.server.otlp import SpanIntake
 from agl_core.server.queue import RolloutQueue
-from agl_core.server.routes import DIALECTS, PASSED_ON, ModelCalls, Passthrough, models_routes, unserved
+from agl_core.server.routes import DIALECTS, ModelCalls, Passthrough, models_routes, unserved
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
@@ -92,7 +90,6 @@ class LightningServer:
         self._gateway = Gateway(attribution, store, self._relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         self._intake = SpanIntake(store, attribution)
-        self._refusals = Refusals()
         self._listening: Listening | None = None
         self._watching: list[asyncio.Task[None]] = []
 
@@ -126,7 +123,7 @@ class LightningServer:
         self._watching = [asyncio.create_task(self.queue.watch())]
         calls = ModelCalls(self._app(), self._gateway, self._passthrough)
         try:
-            await listening.start(calls, self._refusals, () if self._source is None else self._source.operations)
+            await listening.start(calls, () if self._source is None else self._source.operations)
         except ServerError:
             await self.stop()
             raise
@@ -180,7 +177,8 @@ class LightningServer:
         """What gateway, intake and source of rollouts counted since the start, by name."""
         spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
         of_source = {} if self._source is None else self._source.counters
-        return dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count} | {**of_source}
+        invalid = 0 if self._listening is None else self._listening.refused
+        return {**dataclasses.asdict(self.counters), **spans, "invalid_requests": invalid, **of_source}
 
     @functools.cached_property
     def openapi(self) -> dict[str, Any]:
@@ -224,29 +222,16 @@ class LightningServer:
         )
 
     def _app(self) -> Starlette:
-        gateway = self._gateway
-
-        async def models(request: Request) -> Mapping[str, Mapping[str, str]]:
-            return {name: {} for name in gateway.models(await gateway.attribution.of(request))}
-
         async def openapi(request: Request) -> Response:
             return Response(orjson.dumps(self.openapi), media_type="application/json")
 
-        async def unknown(request: Request, error: Exception) -> Response:
-            path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
-            if path.startswith("/agl/"):
-                return openai_error(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
-            passed = ", ".join(sorted(PASSED_ON))
-            others = f" and /v1/traces, and GET /v1/models, also below {_PREFIX}; {passed} are passed on"
-            return unserved(request, error, "agl", others)
-
         return Starlette(
             routes=[
-                *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, models)),
+                *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, self._gateway)),
                 *(self._intake.route(f"{prefix}/v1/traces") for prefix in (_PREFIX, "")),
                 *worker_routes(self.keys, self.queue, self._health, self.activity),
                 *(() if self._source is None else self._source.routes),
                 Route("/openapi.json", openapi),
             ],
-            exception_handlers={404: unknown, 405: unknown},
+            exception_handlers={404: unserved, 405: unserved},
         )
