@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,20 +40,18 @@ class Kind:
 
     word: str
     """The word for it in configurations and messages."""
-    declares: frozenset[str] = frozenset()
-    """Which of `Declared` may be said of its components beside `doc` and `needs`."""
 
     def __str__(self) -> str:
         return self.word
 
 
-ADAPTER = Kind("adapter", frozenset({"status_rules"}))
-ALGORITHM = Kind("algorithm", frozenset({"takes"}))
+ADAPTER = Kind("adapter")
+ALGORITHM = Kind("algorithm")
 BUFFER = Kind("buffer")
-CREDIT = Kind("credit", frozenset({"yields", "provides"}))
-ENGINE = Kind("engine", frozenset({"provides"}))
+CREDIT = Kind("credit")
+ENGINE = Kind("engine")
 """Its builder also gets the run's `EngineContext`."""
-REWARD = Kind("reward", frozenset({"provides"}))
+REWARD = Kind("reward")
 SECTION = Kind("section")
 """A table of a run's file by the component's name, for a plugin of its own; its options are the keys."""
 STORE = Kind("store")
@@ -73,27 +71,14 @@ class NoOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Declared(TypedDict, total=False):
-    """What a plugin says of a component beside its name, builder and options; `Kind.declares` has what its kind may."""
-
-    doc: str | None
-    """By default the first line of the builder's docstring."""
-    needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]]
-    """Of the rest of the run, fixed or computed from the settings."""
-    provides: Iterable[Capability]
-    """What an engine, a reward or a credit rule offers the rest of the run."""
-    takes: CreditKind | Callable[[Any], CreditKind | None] | None
-    """Which credited values an algorithm takes, fixed or computed from the settings; by default either."""
-    yields: CreditKind | Collection[CreditKind]
-    """What the values of a credit rule are, or both if they can be read as either; required."""
-    status_rules: Iterable[Any]
-    """The words in which an adapter's framework tells a model that a tool failed, see `agl_core.adapter`."""
-
-
 class Register(Protocol):
     """What `register_components` is called with; call it for each component.
 
-    `options` is a pydantic model of the settings, which `build` gets first.
+    `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of the
+    builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what an engine, a reward
+    or a credit rule offers it. `takes` is which credited values an algorithm takes (by default either), `yields` what
+    those of a credit rule are, or both if they can be read as either. `needs` and `takes` may be computed from the
+    settings. `status_rules` are the words in which an adapter's framework tells a model that a tool failed.
     """
 
     def __call__(
@@ -103,5 +88,10 @@ class Register(Protocol):
         build: Callable[..., Any],
         *,
         options: type[BaseModel] = NoOptions,
-        **declared: Unpack[Declared],
+        doc: str | None = None,
+        needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
+        provides: Iterable[Capability] = (),
+        takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
+        yields: CreditKind | Collection[CreditKind] = (),
+        status_rules: Iterable[Any] = (),
     ) -> None: ...

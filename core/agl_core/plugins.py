@@ -8,19 +8,19 @@ import importlib.util
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Unpack
+from typing import Any
 
 import pluggy
 from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import KINDS, Capability, Declared, Kind, NoOptions
+from agl_core.kinds import CREDIT, KINDS, Capability, Kind, NoOptions
 from agl_core.types import Attempt, CreditKind, DropReason, Episode, Rollout
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class Component:
-    """One thing that a plugin brought, with what it declares (`agl_core.kinds.Declared`)."""
+    """One thing that a plugin brought, with what it declares (`agl_core.kinds.Register`)."""
 
     kind: Kind
     name: str
@@ -132,10 +132,40 @@ class Plugins:
         self._origins[plugin] = origin
 
     def _brought(self, plugin: object, origin: str) -> list[Component]:
-        components = []
+        components: list[Component] = []
 
-        def register(kind: Kind, name: str, build: Callable[..., Any], **declared: Any) -> None:
-            components.append(_component(kind, name, build, origin, **declared))
+        def register(
+            kind: Kind,
+            name: str,
+            build: Callable[..., Any],
+            *,
+            options: type[BaseModel] = NoOptions,
+            doc: str | None = None,
+            needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
+            provides: Iterable[Capability] = (),
+            takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
+            yields: CreditKind | Collection[CreditKind] = (),
+            status_rules: Iterable[Any] = (),
+        ) -> None:
+            if kind == CREDIT and not yields:
+                raise TypeError(
+                    f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD"
+                )
+            components.append(
+                Component(
+                    kind=kind,
+                    name=name,
+                    build=build,
+                    origin=origin,
+                    doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
+                    options=options,
+                    needs=lambda chosen: frozenset(needs(chosen) if callable(needs) else needs),
+                    provides=frozenset(provides),
+                    yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
+                    takes=lambda chosen: takes(chosen) if callable(takes) else takes,
+                    status_rules=tuple(status_rules),
+                )
+            )
 
         for hook in self._manager.hook.register_components.get_hookimpls():
             if hook.plugin is plugin:
@@ -291,33 +321,3 @@ def import_file(file: Path) -> ModuleType:
 
 def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-
-
-def _component(
-    kind: Kind,
-    name: str,
-    build: Callable[..., Any],
-    origin: str,
-    options: type[BaseModel] = NoOptions,
-    **declared: Unpack[Declared],
-) -> Component:
-    """A component, from what `register` was called with. TypeError for what its kind cannot declare."""
-    stated = {key for key, value in declared.items() if value}
-    if wrong := ", ".join(sorted(stated - kind.declares - {"doc", "needs"})):
-        raise TypeError(f"{kind} '{name}' cannot declare {wrong}")
-    if "yields" in kind.declares - stated:
-        raise TypeError(f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD")
-    needs, takes, yields = declared.get("needs", ()), declared.get("takes"), declared.get("yields", ())
-    return Component(
-        kind=kind,
-        name=name,
-        build=build,
-        origin=origin,
-        doc=(declared.get("doc") or build.__doc__ or "").strip().split("\n", 1)[0],
-        options=options,
-        needs=lambda chosen: frozenset(needs(chosen) if callable(needs) else needs),
-        provides=frozenset(declared.get("provides", ())),
-        yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
-        takes=lambda chosen: takes(chosen) if callable(takes) else takes,
-        status_rules=tuple(declared.get("status_rules", ())),
-    )

@@ -120,13 +120,6 @@ def test_each_policy_is_judged_by_its_own_pair(loaded: Load, minimal: dict[str, 
         assert problem.strip().startswith(f"policy 'writer': algorithm '{'judging' if broken == 'algorithm' else ''}")
 
 
-def test_the_runs_choices_are_not_judged_where_every_policy_has_its_own(loaded: Load, minimal: dict[str, Any]) -> None:
-    own = {"algorithm": {"name": "easy"}, "credit": {"name": "whole"}}
-    minimal["policies"]["default"] |= own
-
-    check(loaded(minimal, "algorithm.name=judging", "credit.name=per_step", "engine.name=poor"))
-
-
 def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load, minimal: dict[str, Any]) -> None:
     with pytest.raises(CapabilityError) as error:
         check(loaded(two_policies(minimal), "engine.name=poor", "train.min_group_size=9"))

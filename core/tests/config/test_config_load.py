@@ -110,28 +110,6 @@ def test_a_policy_may_have_its_own_algorithm_and_credit(minimal: dict[str, Any],
     assert run.config.policies["default"].algorithm is None
 
 
-def test_a_narrow_pattern_may_stand_before_a_wide_one(minimal: dict[str, Any], loaded: Load) -> None:
-    minimal["policies"] = {
-        name: {"agents": [pattern], "model": {"path": "weights"}}
-        for name, pattern in {"first": "editor-1", "others": "editor-*", "rest": "*"}.items()
-    }
-
-    assert [policy.agents for policy in loaded(minimal).config.policies.values()] == [
-        ("editor-1",), ("editor-*",), ("*",)
-    ]  # fmt: skip
-
-
-def test_the_folder_can_be_given(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
-    (folder / "inside" / "other").mkdir(parents=True)
-    change(minimal, "folder", "inside")
-    change(minimal, "policies.default.model.path", "other")
-
-    run = loaded(minimal)
-
-    assert run.folder == folder / "inside"
-    assert run.weights("default") == str(folder / "inside" / "other")
-
-
 def test_endings_that_are_not_named_keep_their_default(minimal: dict[str, Any], loaded: Load) -> None:
     change(minimal, "train.endings", {"crashed": -1.0})
 
@@ -162,16 +140,6 @@ def test_set_overrides_one_key(
     found = getattr(loaded(minimal, override).config, section)
 
     assert (found if key is None else getattr(found, key)) == value
-
-
-def test_set_reaches_plugins_and_new_tables(minimal: dict[str, Any], loaded: Load) -> None:
-    run = loaded(
-        minimal, "algorithm.comparing.beta=0.5", "trackers.shouting.loud=true", "engine.pretending.cache.slots=9"
-    )
-
-    assert run.config.algorithm.settings["beta"] == 0.5
-    assert "shouting" in run.trackers
-    assert run.config.engine.settings["cache"] == {"slots": 9}
 
 
 def test_the_later_override_wins_and_seed_beats_the_file(minimal: dict[str, Any], loaded: Load) -> None:

@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
-from agl_core.plugins import Plugins
 from agl_core.returns import episode_return
 from agl_core.types import CreditKind, Episode
 
@@ -187,13 +184,6 @@ class TestStepwise:
         episodes = group(make, [(rewards(*[0.0] * length), end) for end in ends])
         assert fmean(fmean(values) for values in stepwise(episodes)) == near(fmean(ends))
 
-    def test_the_groups_mean_is_not_kept_with_other_lengths(self, make: Any) -> None:
-        """They meet in state 1, at the second call of one and the only call of the other."""
-        episodes = group(make, [([Step(0.5, state=0), Step(state=1)], 1.0), ([Step(state=1)], 0.0)])
-        values = stepwise(episodes)
-        assert values == [[1.5, 1.25], [0.25]]
-        assert fmean(map(fmean, values)) != fmean(map(episode_return, episodes))
-
     def test_at_a_shared_state_what_was_earned_before_it_does_not_count(self, make: Any) -> None:
         """GiGPO would add R − b; here two rollouts that go on alike from state 2 are worth the same there."""
         members = [([Step(1.0, state=0), Step(state=2)], 0.5), ([Step(0.0, state=1), Step(state=2)], 0.5)]
@@ -209,17 +199,3 @@ class TestStepwise:
         for change in ({"policy": "other"}, {"prompt_ids": None}):
             changed = replace(second, transitions=(replace(second.transitions[0], **change),))
             assert stepwise([first, changed, third]) == [[1.0], [0.0], [0.0]]
-
-
-class TestInARun:
-    """The rules as a run finds them, with their settings."""
-
-    @pytest.mark.parametrize("name", ["discounted", "stepwise"])
-    def test_the_discount_is_bounded_and_has_an_effect(self, make: Any, name: str) -> None:
-        component = Plugins.load().component(kinds.CREDIT, name, "[credit]")
-        members = [([Step(state=0), Step(state=1)], 1.0), ([Step(state=0)], 0.0)]
-        values = [component.build(component.options(gamma=gamma))(group(make, members)) for gamma in (1.0, 0.5)]
-        assert values[0] != values[1]
-        for wrong in (-0.1, 1.1):
-            with pytest.raises(ValidationError):
-                component.options(gamma=wrong)

@@ -15,9 +15,9 @@ from agl_core import kinds
 from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
 from agl_core.plugins import Plugins
 from agl_core.protocols import CreditRule
-from agl_core.types import CreditKind, DropReason, Episode, TransitionKey
+from agl_core.types import CreditKind, Episode, TransitionKey
 
-from .credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group
+from .credited_episodes import GROUPS, REWARDS, STEPS, Step, episode, group
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "discounted": [{"gamma": 0.0}, {"gamma": 1.0}],
@@ -153,18 +153,6 @@ def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
     if each.kind is CreditKind.RETURN:
         expected = values_of(each, episodes)
         assert found == near({key: expected[key] for key in found})
-
-
-@rules
-@given(member=EPISODES)
-def test_untrained_agents_are_dropped_for_that_reason_alone(
-    make: Any, each: Tried, member: tuple[list[Step], float]
-) -> None:
-    one = episode(make, 0, *member)
-    plan = BatchPlan({"default": PolicyCredit(each.name, each.rule, each.kind)}, ["solver"])
-    dropped = make_batches([[one]], plan).dropped
-    assert {record.key for record in dropped} == {t.key for t in one.transitions if t.agent != "solver"}
-    assert {record.dropped for record in dropped} <= {DropReason.UNTRAINED_AGENT}
 
 
 @rules

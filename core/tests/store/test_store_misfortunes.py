@@ -249,16 +249,6 @@ async def test_an_open_that_failed_can_be_tried_again(path: Path, monkeypatch: p
         assert await store.runs() == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-async def test_a_folder_without_permission(path: Path) -> None:
-    os.chmod(path.parent, 0o500)
-    try:
-        with pytest.raises(StoreError, match=r"write there|permissions"):
-            await SqliteStore(path).open()
-    finally:
-        os.chmod(path.parent, 0o700)
-
-
 # Files that are taken away from a writer.
 
 
