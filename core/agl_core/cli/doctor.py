@@ -26,8 +26,8 @@ from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import find_run, read_entry, read_run
 from agl_core.reading.words import harmless
 from agl_core.store.interface import Store
+from agl_core.training.failures import who_waits
 from agl_core.training.metrics import Observer
-from agl_core.training.stall import who_waits
 from agl_core.types import Needs, Workload
 from agl_core.wire.client import LightningClient, find_server
 from agl_core.wire.keys import OPERATOR_KEY, take_keys
@@ -129,7 +129,7 @@ def _configuration(file: Path) -> Findings:
 
 
 def _start(loaded: LoadedConfig) -> Findings:
-    from agl_core.training.preflight import workload
+    from agl_core.training.session import workload
 
     work = workload(loaded)
     yield Finding("ok", "tasks", f"the first of each set ({', '.join(loaded.tasks)}) can be made")
@@ -144,9 +144,8 @@ class _Served(Observer):
 
 async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[Finding]:
     """The engine's token ids and needs and, if agents are run, one rollout."""
-    from agl_core.training.preflight import first_look
     from agl_core.training.server import local_server
-    from agl_core.training.session import open_session
+    from agl_core.training.session import first_look, open_session
 
     workers = loaded.config.workers.model_copy(update={"embedded": True})
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))

@@ -19,7 +19,6 @@ from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, Upd
 from agl_core.store.interface import ErasableStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.evaluate import Evaluated
 from agl_core.training.experience import Drawn, Experience, Source
 from agl_core.training.failures import Check, Patience, check_serving, rollout_alarms, why_nothing
 from agl_core.training.metrics import (
@@ -34,7 +33,7 @@ from agl_core.training.metrics import (
     step_line,
     update_metrics,
 )
-from agl_core.training.rollouts import TrainingPlan
+from agl_core.training.rollouts import Evaluated, TrainingPlan
 from agl_core.training.session import Session
 from agl_core.types import AlarmName, Rollout, TrainingRecord
 

@@ -34,8 +34,7 @@ from agl_core.wire.workers import (
     LeaseRequest,
 )
 from agl_core.worker.agent import TaskPerAttempt, load_agent
-from agl_core.worker.commands import CommandPerAttempt
-from agl_core.worker.processes import ProcessPerAttempt
+from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
 from agl_core.worker.report import Ended, closing
 
 logger = logging.getLogger(__name__)

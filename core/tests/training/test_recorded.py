@@ -21,9 +21,9 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.metrics import Observer
-from agl_core.training.preflight import check_agent
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, TrainingPlan
+from agl_core.training.session import check_agent
 from agl_core.types import (
     Batch,
     CreditKind,

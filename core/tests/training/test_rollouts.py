@@ -17,9 +17,9 @@ from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
+from agl_core.training.failures import StallWatch, who_waits
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan, plan_evaluation, train_index
-from agl_core.training.stall import StallWatch, who_waits
 from agl_core.types import (
     Attempt,
     AttemptKey,
