@@ -170,44 +170,6 @@ def test_late_rollouts_carry_over_and_span_versions_and_those_too_old_are_droppe
     assert all(one.started <= other.started for found in calls.values() for one, other in pairwise(found))
 
 
-@pytest.mark.storm
-def test_old_groups_are_trained_on_again_with_a_record_of_each_step(agl: Any, tmp_path: Path) -> None:
-    agl.run("train", configuration(tmp_path, buffer={"name": "prioritised"}))
-    rollouts, _, training_records = recorded(tmp_path / "runs" / "late", Mode.TRAIN)
-    recorded(tmp_path / "runs" / "late", Mode.EVAL_SAMPLED)
-    steps = [line for line in agl.metrics("late") if line["kind"] == "train"]
-
-    assert len(rollouts) == STEPS * 2 * 4, "replay begins no fewer new groups"
-    assert sum(line["transitions/kept"] + line["transitions/dropped"] for line in steps) == sum(
-        map(len, training_records.values())
-    )
-    used = {id: sorted({record.step for record in found}) for id, found in training_records.items()}
-    assert {id: found[0] for id, found in used.items()} == {id: each.step for id, each in rollouts.items()}
-    groups = {(rollouts[id].group, step) for id, found in used.items() for step in found[1:]}
-    assert [line["buffer/replayed"] for line in steps] == [
-        sum(step == of for _, of in groups) for step in range(1, STEPS + 1)
-    ]
-    assert len(groups) >= STEPS
-    for id, found in training_records.items():
-        assert len({(record.key, record.step) for record in found}) == len(found) == 2 * len(used[id])
-        for record in found:
-            new, replayed = 2, int(steps[record.step - 1]["buffer/replayed"])
-            share = 1 / ((new + replayed) * 4 * 2)  # By group, of it by rollout, of it by call.
-            if record.step > used[id][0]:
-                assert record.dropped is None
-                assert 0 < record.weight <= 1.001 / (replayed * 4 * 2)  # Those that are replayed are whole.
-            elif record.weight:
-                assert (
-                    record.weight >= share * 0.999
-                )  # Of a batch or a group from which the stale ones are missing: more.
-
-    often = max(used, key=lambda id: len(used[id]))
-    shown = agl.run("show", tmp_path / "runs" / "late", often).splitlines()
-    told = [int(line.strip().removeprefix("step ").split(":")[0]) for line in shown if "weight in the loss" in line]
-    assert told == used[often] * 2
-    assert len(used[often]) > 1
-
-
 async def test_replies_begun_before_an_update_are_finished_by_the_version_that_began_them(tmp_path: Path) -> None:
     make_policy(tmp_path / "policy")
     context = EngineContext(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +69,12 @@ def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def write(folder: Path, run: str, options: str, *, steps: int, without_logprobs: bool, evaluated: bool) -> Path:
+def write(folder: Path, run: str, options: str, *, steps: int) -> Path:
     text = TRAIN.format(run=run, policy=json.dumps(str(CALC / "policy")), steps=steps, options=options)
-    if without_logprobs:
-        text = text.replace("\n\n[policies", "\nwithout_logprobs = true\n\n[policies")
-    if evaluated:
-        # Tasks and agent are those of the example.
-        text = f"folder = {json.dumps(str(CALC))}\nplugins = ['tasks.py']\n{text}{EVALUATED.format(steps=steps)}"
-        text = text.replace(f'"runs/{run}"', json.dumps(str(folder / "runs" / run)))
+    text = text.replace("\n\n[policies", "\nwithout_logprobs = true\n\n[policies")
+    # Tasks and agent are those of the example.
+    text = f"folder = {json.dumps(str(CALC))}\nplugins = ['tasks.py']\n{text}{EVALUATED.format(steps=steps)}"
+    text = text.replace(f'"runs/{run}"', json.dumps(str(folder / "runs" / run)))
     (folder / "train.toml").write_text(text)
     return folder / "train.toml"
 
@@ -87,7 +83,7 @@ def write(folder: Path, run: str, options: str, *, steps: int, without_logprobs:
 @pytest.mark.timeout(900)
 def test_a_policy_learns_from_recorded_conversations(agl: Any, conversations: Path) -> None:
     assert "600 rollouts, 1000 calls" in agl.run("import", conversations, "--name", "chats")
-    file = write(agl.folder, "chats", '{ whitening = "off" }', steps=40, without_logprobs=True, evaluated=True)
+    file = write(agl.folder, "chats", '{ whitening = "off" }', steps=40)
 
     agl.run("train", file)
 
@@ -100,30 +96,3 @@ def test_a_policy_learns_from_recorded_conversations(agl: Any, conversations: Pa
     assert all(line["update/transitions_trained"] >= 32 for line in steps), "both calls of 16 that solve a problem"
     shown = agl.run("show", agl.folder / "runs" / "learned", "s1-g0-m0")
     assert "tokens, no log-probabilities" in shown
-
-
-@pytest.mark.storm
-@pytest.mark.timeout(900)
-def test_a_run_that_left_as_an_export_is_trained_on_with_its_own_ids(agl: Any) -> None:
-    agl.run(*agl.calc("name=calc", "train.steps=2", "train.groups_per_step=8", "eval.every=0"))
-    agl.run("export", "calc", "--to", "jsonl", "--mode", "train", "--out", "data")
-    agl.run("import", "data", "--name", "again")
-    options = "{ importance_cap = 2 }"
-    file = write(agl.folder, "again", options, steps=2, without_logprobs=False, evaluated=False)
-
-    agl.run("train", file)
-
-    steps = [line for line in agl.metrics("learned") if line["kind"] == "train"]
-    assert all(line["transitions/without_logprobs"] == 0 for line in steps)
-    assert all(line["update/transitions_trained"] > 0 for line in steps)
-    # The first update begins with the weights that answered in step 1 of the other run.
-    assert steps[0]["update/importance_mean"] == pytest.approx(1, abs=0.1)
-    sampled, taken = (_log_probabilities(agl.folder / "runs" / name) for name in ("calc", "learned"))
-    assert taken
-    assert taken <= sampled
-
-
-def _log_probabilities(run: Path) -> set[tuple[bytes, bytes]]:
-    """The ids and log-probabilities of each response."""
-    with closing(sqlite3.connect(run / "store.sqlite")) as store:
-        return set(store.execute("SELECT response_ids, logprobs FROM choices"))

@@ -3,17 +3,20 @@
 Of LangChain's own integration suite, the tests of the protocol pass; those of the model's wit fail by an assertion
 about what it said. Not supported, by the suite's properties: images, PDFs and audio (text models), Anthropic's content
 blocks, recorded cassettes (`test_stream_time` needs them), and structured output and JSON mode, for this engine
-cannot enforce a schema: `test_a_schema_is_refused` says how that ends.
+cannot enforce a schema: `test_refusals_are_of_openais_shape` says how that ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import operator
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
+import agents
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -113,13 +116,6 @@ class TestChatOpenAIOnEngine(ChatModelIntegrationTests):
         super().test_unicode_tool_call_integration(model)
 
 
-@pytest.mark.parametrize("method", ["json_schema", "json_mode"])
-def test_a_schema_is_refused(stack: EngineStack, method: Literal["json_schema", "json_mode"]) -> None:
-    model = ChatOpenAI(**chat_openai_params(stack)).with_structured_output(JOKE, method=method)
-    with pytest.raises(openai.BadRequestError, match=r"cannot be enforced by this engine.*give the model a tool"):
-        model.invoke("A joke as JSON, please.")
-
-
 def test_refusals_are_of_openais_shape_and_record_nothing(stack: EngineStack) -> None:
     key = stack.lease()
     create = stack.client(key).chat.completions.create
@@ -134,14 +130,6 @@ def test_refusals_are_of_openais_shape_and_record_nothing(stack: EngineStack) ->
         create(model="default", messages=[user("?")], tools=[WEATHER], tool_choice=named("get_wether"))
     assert unknown.value.param == "tool_choice"
     assert stack.calls(key) == []
-
-
-def test_any_model_name_is_the_only_policy(stack: EngineStack) -> None:
-    key = stack.lease()
-    completion = stack.client(key).chat.completions.create(model="gpt-4o", messages=[user("Hello")])
-    (call,) = stack.calls(key)
-    assert (completion.model, completion.id) == ("gpt-4o", call.id)
-    assert (call.policy, call.version, call.request["model"]) == ("default", 0, "gpt-4o")
 
 
 def test_a_stream_is_the_recorded_reply(stack: EngineStack) -> None:
@@ -205,19 +193,6 @@ def test_forced_tokens_are_recorded_as_forced(stack: EngineStack) -> None:
     forced, sampled = forced_and_sampled(stack, choice)
     assert forced == '<tool_call>\n{"name": "get_weather", "arguments":'
     assert sampled == " {}}\n</tool_call><|im_end|>"
-
-
-def test_what_becomes_no_tool_call_is_text(stack: EngineStack) -> None:
-    key = stack.lease()
-    completion = stack.client(key).chat.completions.create(
-        model="default", messages=[user("Will it rain?")], tools=[WEATHER, CLOCK], tool_choice="required"
-    )
-    (choice,) = recorded_choices(stack, key)
-    forced, _ = forced_and_sampled(stack, choice)
-    assert forced == '<tool_call>\n{"name": "'
-    assert completion.choices[0].message.tool_calls is None
-    assert completion.choices[0].message.content == text_of(stack, choice.response_ids)
-    assert choice.parse_error == "<tool_call> is not closed by </tool_call>"
 
 
 @pytest.mark.parametrize("ending", [FinishReason.STOP, FinishReason.LENGTH])
@@ -326,3 +301,98 @@ def user(text: str) -> Any:
 
 def named(tool: str) -> Any:
     return {"type": "function", "function": {"name": tool}}
+
+
+PARAMETERS: Any = {"type": "object", "properties": {}}
+ASKED: dict[str, Any] = {"model": "default"}
+
+
+def prefixes_are_exact(stack: EngineStack, key: AttemptKey, turns: int) -> None:
+    """Every prompt begins with the prompt and the response before it."""
+    calls = stack.calls(key)
+    assert len(calls) == turns
+    assert any(call.choices[0].message.get("tool_calls") for call in calls)
+    for before, after in pairwise(calls):
+        assert before.prompt_ids is not None
+        assert after.prompt_ids is not None
+        assert before.choices[0].response_ids is not None
+        so_far = [*before.prompt_ids.tolist(), *before.choices[0].response_ids.tolist()]
+        assert after.prompt_ids.tolist()[: len(so_far)] == so_far
+        assert not after.prefix_broken
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("continued", [False, True])
+def test_responses(stack: EngineStack, streamed: bool, continued: bool) -> None:
+    key = stack.lease()
+    client = stack.client(key)
+    tools: Any = [{"type": "function", "name": "magic_function", "parameters": PARAMETERS}]
+    items: list[Any] = [{"role": "user", "content": "Hello"}]
+    previous: dict[str, Any] = {}
+    for turn in range(6):
+        choice: Any = {"tool_choice": "required"} if turn % 2 else {}
+        asked = {**ASKED, **previous, **choice, "input": items, "instructions": "Be kind.", "tools": tools}
+        if streamed:
+            with client.responses.stream(**asked) as stream:
+                events = list(stream)
+            response: Any = next(e.response for e in reversed(events) if hasattr(e, "response"))
+        else:
+            response = client.responses.create(**asked)
+        new = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "22 °C"}
+            for item in response.output
+            if item.type == "function_call"
+        ] or [{"role": "user", "content": f"and {turn}?"}]
+        items = new if continued else [*items, *response.output, *new]
+        previous = {"previous_response_id": response.id} if continued else {}
+    prefixes_are_exact(stack, key, 6)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_messages(stack: EngineStack, streamed: bool) -> None:
+    key = stack.lease()
+    base_url = stack.url(key).removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=base_url, api_key=stack.server.keys.of_attempt(key), max_retries=0)
+    tools: Any = [{"name": "magic_function", "input_schema": PARAMETERS}]
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    for turn in range(6):
+        choice: Any = {"tool_choice": {"type": "any"}} if turn % 2 else {}
+        asked = {**ASKED, **choice, "max_tokens": 32, "system": "Be kind.", "messages": messages, "tools": tools}
+        if streamed:
+            with client.messages.stream(**asked) as stream:
+                message: Any = stream.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+        new: Any = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "22 °C"}
+            for block in message.content
+            if block.type == "tool_use"
+        ]
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": new or f"{turn}?"}]
+    prefixes_are_exact(stack, key, 6)
+
+
+@agents.function_tool
+def magic_function() -> str:
+    """The weather."""
+    return "22 °C"
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_an_agent_with_the_settings_that_its_sdk_has_by_default(stack: EngineStack, api: str) -> None:
+    """The Agents SDK asks for the effort and verbosity of the vendor's own models, whatever the model."""
+    key = stack.lease()
+    kind = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}[api]
+    agent = agents.Agent(name="helper", instructions="Be kind.", tools=[magic_function])
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(
+            base_url=stack.url(key), api_key=stack.server.keys.of_attempt(key), max_retries=0
+        ) as client:
+            agent.model = kind("default", client)
+            return await agents.Runner.run(agent, "Hello", run_config=agents.RunConfig(tracing_disabled=True))
+
+    assert asyncio.run(run()).final_output
+    (call,) = stack.calls(key)
+    assert {"reasoning_effort", "verbosity"} <= call.request.keys()
+    assert call.prompt_ids is not None
