@@ -56,13 +56,6 @@ def test_one_that_always_raises(bench: Bench) -> None:
     assert sum("4 of 4 rollouts ended as crashed" in line for line in lines) == 1, "it goes on, and is told once"
 
 
-def test_one_that_never_calls_the_model(bench: Bench) -> None:
-    error, lines = refused(bench, "async def solve(task):\n    return 1.0\n")
-    assert isinstance(error, TrainingError)
-    assert "all rollouts ended as no_call" in str(error)
-    assert "OPENAI_BASE_URL" in next(line for line in lines if "step 0, evaluation" in line and "2 of 2" in line)
-
-
 @pytest.mark.parametrize(
     ("agent", "told"),
     [
@@ -167,17 +160,3 @@ def test_a_training_begins_with_a_look_at_the_agent_and_one_that_fails_leaves_no
     assert re.search(looked, began.output)
     summary = json.loads((folder / "runs" / "looked" / "summary.json").read_text())
     assert summary["rollouts"] == {"finished": 8}, "it is not trained on"
-
-
-def test_no_run_is_stopped_by_a_step_that_has_something(bench: Bench) -> None:
-    """Rollouts that crash in part, and are dropped, leave the others to learn from."""
-    loaded = bench.load(
-        {
-            "tasks.train.path": "fragile.jsonl",
-            "train.group_size": 3,
-            "train.endings.crashed": "drop",
-            "train.patience": 1,
-        }
-    )
-    summary = asyncio.run(train(loaded, new_run_dir(loaded), Observer()))
-    assert summary.state.endings == {"crashed": 4, "finished": 8}

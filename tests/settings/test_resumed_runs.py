@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.config import load
-from agl_core.errors import CheckpointError, ConfigError, PluginError
+from agl_core.errors import ConfigError, PluginError
 from agl_core.reading.explained import superseded
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.metrics import Observer, Summary
@@ -92,18 +92,6 @@ async def test_a_checkpoint_that_is_named_is_gone_on_from_and_what_came_after_is
     assert [run.resumed_step for run in runs] == [None, 1]
     gone = {(each.step, each.restart) for each in rollouts if superseded(each, runs)}
     assert gone == {(2, 0), (3, 0)}
-
-
-async def test_the_command_takes_a_checkpoint_and_tells_which_there_are(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = await trained(bench)
-
-    with pytest.raises(CheckpointError, match=r"no checkpoint step-000009. It has: step-000001, step-000002, step-00"):
-        await asyncio.to_thread(agl, "train", "--resume", run_dir / "checkpoints" / "step-000009")
-    said = await asyncio.to_thread(agl, "train", "--dry-run", "--resume", run_dir / "checkpoints" / "step-000002")
-
-    assert "scripted" in said
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
-"""Settings that the check lets through together do train."""
+"""Settings that the check lets through together do train, and what a run then rests on."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from agl_core.config import check
+from agl_core.training.failures import asserted_rewards, asserted_tool_results, assertions_in
 
 from .settings_bench import Bench
 
@@ -72,6 +76,20 @@ async def test_a_policy_without_trained_agents_is_never_updated(bench: Bench) ->
     assert run.summary.state.dropped == {"untrained_agent": run.summary.state.kept}
 
 
-async def test_one_policy_has_metrics_without_its_name(bench: Bench) -> None:
-    lines = [line for line in (await bench.run({})).metrics if line["kind"] == "train"]
-    assert [line["update/loss"] for line in lines] == [0.5, 0.5]
+TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
+
+
+@pytest.mark.parametrize(
+    ("given", "of_tool_results", "of_rewards"),
+    [
+        ({}, False, False),
+        ({"credit.name": "air"}, True, False),
+        (TOOLS, True, False),
+        ({**TOOLS, "rewards.tool_results.weight": 0.0}, False, False),
+        ({"rewards": {}}, False, True),
+        ({"rewards.exact_match.weight": 0.0}, False, True),
+    ],
+)
+def test_what_it_may_rest_on(bench: Bench, given: Mapping[str, Any], of_tool_results: bool, of_rewards: bool) -> None:
+    checks = {asserted_tool_results: of_tool_results, asserted_rewards: of_rewards}
+    assert assertions_in(bench.load(given)) == [check for check, is_raised in checks.items() if is_raised]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -266,76 +267,50 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A key whose value changed; None: the key is absent."""
-
-    key: tuple[str, ...]
-    before: Any
-    after: Any
-
-    def __str__(self) -> str:
-        return f"{'.'.join(self.key)}: {_brief(self.before)} → {_brief(self.after)}"
+_SETTLED: Mapping[str, str] = {
+    r"name|runs": "a run keeps its folder (which you may move)",
+    r"seed": "the order of the tasks and all sampling follow from it",
+    r"engine\.name": "an engine reads its own checkpoints only",
+    r"policies\.[^.]+": "the checkpoint has the policies that it was written with",
+    r"policies\.[^.]+\.model\b.*": "the checkpoint has these weights, in this form",
+}
+"""Which keys cannot change when a run is resumed, and why."""
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """The differences between two configurations, by dotted key, apart from the place of the run's project.
-
-    >>> [str(change) for change in changes({"seed": 1, "train": {"steps": 4}}, {"seed": 1, "train": {"steps": 9}})]
-    ['train.steps: 4 → 9']
-    """
-    return [change for change in _changes(before, after) if change.key != ("folder",)]
-
-
-def check_changes(changed: Iterable[Change], before: Mapping[str, Any], folder: Path, checkpoint: Path) -> None:
-    """ConfigError if one of these changes does not fit the run's checkpoint.
+def check_changes(before: Mapping[str, Any], after: Mapping[str, Any], folder: Path, checkpoint: Path) -> list[str]:
+    """What differs between two configurations, in words. ConfigError if a change does not fit the run's checkpoint.
 
     `before` is the configuration that the checkpoint was written with, `folder` where paths start now.
     """
-    refused = [
-        f"{change}, but {why}"
-        for change in changed
-        if (why := _why_settled(change.key)) is not None and not _has_moved(change, before, folder)
-    ]
+    changes, refused = [], []
+    for key, was, is_now in _changes(before, after):
+        change = f"{key}: {_brief(was)} → {_brief(is_now)}"
+        changes.append(change)
+        why = next((why for keys, why in _SETTLED.items() if re.fullmatch(keys, key)), None)
+        if why is not None and not (key.endswith(".model.path") and _has_moved(was, is_now, before, folder)):
+            refused.append(f"\n  {change}, but {why}")
     if refused:
         raise ConfigError(
-            "\n  ".join([f"The run cannot go on from {checkpoint} with another configuration:", *refused])
-            + f"\nLeave that as it was, or start a new run from the weights in {checkpoint}."
+            f"The run cannot go on from {checkpoint} with another configuration:{''.join(refused)}\nLeave that as it "
+            f"was, or start a new run from the weights in {checkpoint}."
         )
+    return changes
 
 
-def _why_settled(key: tuple[str, ...]) -> str | None:
-    """Why a key cannot change when a run is resumed; None: it can."""
-    match key:
-        case ("name" | "runs",):
-            return "a run keeps its folder (which you may move)"
-        case ("seed",):
-            return "the order of the tasks and all sampling follow from it"
-        case ("engine", "name"):
-            return "an engine reads its own checkpoints only"
-        case ("policies", _):
-            return "the checkpoint has the policies that it was written with"
-        case ("policies", _, "model", *_):
-            return "the checkpoint has these weights, in this form"
-    return None
-
-
-def _has_moved(change: Change, before: Mapping[str, Any], folder: Path) -> bool:
+def _has_moved(was: str, is_now: str, before: Mapping[str, Any], folder: Path) -> bool:
     """Whether the initial weights are a folder that was moved."""
-    if change.key[2:] != ("model", "path"):
-        return False
-    was = Path(before.get("folder") or folder, Path(change.before).expanduser())
-    is_now = Path(folder, Path(change.after).expanduser())
-    return is_now.is_dir() and (not was.is_dir() or was.samefile(is_now))
+    old, new = Path(before.get("folder") or folder, Path(was).expanduser()), Path(folder, Path(is_now).expanduser())
+    return new.is_dir() and (not old.is_dir() or old.samefile(new))
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[Change]:
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys with both values (None: it is absent), apart from the place of the run's project."""
     for name in dict.fromkeys((*before, *after)):
-        was, is_now, key = before.get(name), after.get(name), (*above, name)
+        was, is_now, key = before.get(name), after.get(name), f"{above}{name}"
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
-            yield from _changes(was, is_now, key)
-        elif was != is_now:
-            yield Change(key, was, is_now)
+            yield from _changes(was, is_now, f"{key}.")
+        elif was != is_now and key != "folder":
+            yield key, was, is_now
 
 
 def _brief(value: Any) -> str:

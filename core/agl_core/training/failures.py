@@ -59,21 +59,6 @@ def no_reward(episodes: Sequence[Episode]) -> str | None:
     return f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward"
 
 
-def nothing_to_train(
-    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
-) -> str | None:
-    """None of the agents that made calls in a step is named by train.agents. Only the agents in train.agents are
-    trained.
-
-    Agents get their names from an adapter, or from agl_core.agent.
-    """
-    if not training_records or any(record.dropped != DropReason.UNTRAINED_AGENT for record in training_records):
-        return None
-    calls = Counter(transition.agent for episode in episodes for transition in episode.transitions)
-    callers = ", ".join(f"{agent or 'unnamed'} ({count} calls)" for agent, count in calls.most_common(5))
-    return f"train.agents = {list(agents)} names none of the agents that made calls: {callers}"
-
-
 async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
     """All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation. Rollouts that
     fail teach little or nothing.
@@ -151,17 +136,10 @@ def assertions_in(loaded: LoadedConfig) -> list[Check]:
     return checks
 
 
-async def rollout_alarms(
-    assertions: Sequence[Check],
-    drawn: Drawn,
-    training_records: Sequence[TrainingRecord],
-    agents: Sequence[str],
-    store: Store,
-) -> list[Alarm]:
-    """The alarms on the groups of a step and on what was made of them; `assertions` are those of the run's settings."""
+async def rollout_alarms(assertions: Sequence[Check], drawn: Drawn, store: Store) -> list[Alarm]:
+    """The alarms on the groups of a step; `assertions` are those of the run's settings."""
     seen: dict[Callable[..., str | None], str | None] = {
         no_reward: no_reward(drawn.episodes),
-        nothing_to_train: nothing_to_train(drawn.episodes, training_records, agents),
         **{check: check(drawn.new) for check in (*assertions, contradicted_tool_results)},
     }
     alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]

@@ -150,7 +150,7 @@ class Trainer:
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        alarms = await rollout_alarms(self.assertions, drawn, records, settings.agents, self.session.server.store)
+        alarms = await rollout_alarms(self.assertions, drawn, self.session.server.store)
         stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -13,11 +12,11 @@ from agl_core import private
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, TrainingError, last_frames
+from agl_core.errors import AglError, EngineError, PluginError, TrainingError, last_frames
 from agl_core.protocols import RecordedTasks, Tracker
 from agl_core.server.keys import SourceFactory
 from agl_core.training.alarms import Watch
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
 from agl_core.training.failures import assertions_in
 from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
@@ -48,19 +47,16 @@ async def train(
     TrainingError if it does not work.
     """
     config = loaded.config
-    if not os.access(run_dir, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise CheckpointError(
-            f"The run's folder {run_dir} cannot be written, so that the run cannot go on. Check its permissions and "
-            f"the disk, or go on with a copy of the folder."
-        )
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.train.keep_checkpoints)
     async with AsyncExitStack() as stack:
         begun = stack.enter_context(removed_unless_begun(run_dir if is_new(run_dir) and not resume else None))
         weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
         state = read_state(weights) if weights else RunState()
-        if weights:
-            _report_changes(loaded, state, weights, observer)
-        state.config = config.model_dump(mode="json")
+        resolved = config.model_dump(mode="json")
+        if weights is not None:
+            for change in check_changes(state.config, resolved, loaded.folder, weights):
+                observer.say(f"changed since {weights.name}: {change}")
+        state.config = resolved
         for caution in cautions(loaded):
             observer.say(caution)
         trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
@@ -163,14 +159,6 @@ def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
             f"--set trackers.{name}=false.\n{last_frames(error)}"
         ) from error
     return tracker
-
-
-def _report_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, observer: Observer) -> None:
-    """Print what the configuration changes; ConfigError if a change is refused."""
-    changed = changes(state.config, loaded.config.model_dump(mode="json"))
-    check_changes(changed, state.config, loaded.folder, checkpoint)
-    for change in changed:
-        observer.say(f"changed since {checkpoint.name}: {change}")
 
 
 async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +93,13 @@ async def open_session(
         setting = config.alarms.get(AlarmName.STALL)
         stall = StallWatch(setting, lambda: who_waits(server.activity(), server.store), observer.say)
 
+        def check_worker() -> None:
+            if worker is not None and not worker.alive:
+                raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
+
         def collector(queue: Queue, rules: Sequence[ScoringRule]) -> Collector:
-            hook, is_well = loaded.plugins.hook, health_check(worker)
-            return Collector(server.store, queue, rules, config.train.endings, hook, is_well, stall)
+            hook = loaded.plugins.hook
+            return Collector(server.store, queue, rules, config.train.endings, hook, check_worker, stall)
 
         of_agent = of_training = collector(server.queue, rules)
         held_out = {name: tasks[name] for name in tasks if name != "train"}
@@ -169,16 +173,6 @@ async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
             plugins=config.plugin_files,
             base_url=base_url,
         )
-
-
-def health_check(worker: WorkerThread | None) -> Callable[[], None]:
-    """Raises once rollouts are no longer run: this process's worker is gone."""
-
-    def check() -> None:
-        if worker is not None and not worker.alive:
-            raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
-
-    return check
 
 
 CHARACTERS_PER_TOKEN = 3

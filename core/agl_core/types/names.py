@@ -211,7 +211,6 @@ class AlarmName(StrEnum):
     ENTROPY_COLLAPSE = "entropy_collapse"
     ENTROPY_EXPLOSION = "entropy_explosion"
     KL_RUNAWAY = "kl_runaway"
-    KL_REFERENCE_RUNAWAY = "kl_reference_runaway"
     NO_CONTRAST = "no_contrast"
     TRUNCATED = "truncated"
     PARSE_ERRORS = "parse_errors"
@@ -221,10 +220,8 @@ class AlarmName(StrEnum):
     EMPTY_ANSWERS = "empty_answers"
     BROKEN_PREFIXES = "broken_prefixes"
     STALE = "stale"
-    GRADIENT_SPIKE = "gradient_spike"
     LOGPROB_GAP = "logprob_gap"
     NO_REWARD = "no_reward"
-    NOTHING_TO_TRAIN = "nothing_to_train"
     FAILURES = "failures"
     ASSERTED_TOOL_RESULTS = "asserted_tool_results"
     CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
@@ -240,7 +237,6 @@ class AlarmName(StrEnum):
 _WITHOUT_THRESHOLD = frozenset(
     {
         AlarmName.NO_REWARD,
-        AlarmName.NOTHING_TO_TRAIN,
         AlarmName.FAILURES,
         AlarmName.ASSERTED_TOOL_RESULTS,
         AlarmName.CONTRADICTED_TOOL_RESULTS,

@@ -18,8 +18,8 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -381,30 +381,28 @@ class CommandPerAttempt(ForkedProcesses):
             try:
                 return await self._ended(job, recording)
             finally:
-                await _read_reports(reports, recording)
+                await asyncio.to_thread(read_spool, reports, recording)
 
     async def _ended(self, job: Mapping[str, Any], recording: Recording) -> Ended:
         status, failures = None, list[str]()
-        with contextlib.ExitStack() as stack:
-            output = stack.enter_context(_Output())
-            stderr, its_stderr = await _piped(stack)
+        with TemporaryFile() as stderr, _Output() as output:
             try:
-                async with self.started(output.theirs.fileno(), its_stderr.fileno()) as process:
+                async with self.started(output.theirs.fileno(), stderr.fileno()) as process:
                     output.theirs.close()
-                    its_stderr.close()
                     process.send(job)
                     failures = [message["failed"] async for message in process.messages() if "failed" in message]
                     status = await process.exited
-                await asyncio.wait({output.ended, stderr.ended}, timeout=EXIT_GRACE)
+                await asyncio.wait({output.ended}, timeout=EXIT_GRACE)
             except ForkerGoneError as error:
                 return Ended(Ending.LOST, error=str(error))
             except asyncio.CancelledError:
                 if status is None:
                     raise
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_ERRORS))
+            tail = stderr.read(_MAX_ERRORS).decode(errors="replace").strip()
         if failures:
             return Ended(Ending.CRASHED, error=failures[0])
         if status != 0:
-            tail = stderr.text()
             its_end = f"; the end of its stderr: {tail}" if tail else ""
             return Ended(Ending.CRASHED, error=f"the command {fate(status)}{its_end}")
         return finished(_printed(output.of_the_command(recording)))
@@ -422,32 +420,18 @@ def _from(folder: Path, argument: str) -> str:
     return path if is_folder or os.path.isfile(path) else argument
 
 
-async def _read_reports(folder: Path, recording: Recording) -> None:
-    """Read what the command's processes reported, in a thread, to its end: also if this is cancelled meanwhile."""
-    reading = asyncio.ensure_future(asyncio.to_thread(read_spool, folder, recording))
-    try:
-        await asyncio.shield(reading)
-    except asyncio.CancelledError:
-        await asyncio.wait({reading})
+class _Tail:
+    """The last `_MAX_OUTPUT` bytes of what was printed."""
 
-
-class _Tail(asyncio.Protocol):
-    """The last `limit` bytes of a stream."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._kept = limit, bytearray()
+    def __init__(self) -> None:
+        self._kept = bytearray()
         self.size = 0
         """Bytes that came."""
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def data_received(self, data: bytes) -> None:
+    def add(self, data: bytes) -> None:
         self._kept += data
         self.size += len(data)
-        del self._kept[: -self._limit]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        del self._kept[:-_MAX_OUTPUT]
 
     @property
     def dropped(self) -> int:
@@ -456,16 +440,6 @@ class _Tail(asyncio.Protocol):
 
     def text(self) -> str:
         return self._kept.decode(errors="replace").strip()
-
-
-async def _piped(stack: contextlib.ExitStack) -> tuple[_Tail, IO[bytes]]:
-    """A pipe for stderr: the end of what comes through, and the file to write to. Scripts can open it by its path."""
-    ours, theirs = os.pipe()
-    transport, tail = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: _Tail(_MAX_ERRORS), os.fdopen(ours, "rb")
-    )
-    stack.callback(transport.close)
-    return tail, stack.enter_context(os.fdopen(theirs, "wb"))
 
 
 class _Output:
@@ -480,9 +454,9 @@ class _Output:
         self._ours.setblocking(False)
         if sys.platform == "linux":
             self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._all, self._own = _Tail(_MAX_OUTPUT), _Tail(_MAX_OUTPUT)
+        self._all, self._own = _Tail(), _Tail()
         self._command: int | None = None
-        self.ended: asyncio.Future[None] = self._all.ended
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __enter__(self) -> _Output:
         asyncio.get_running_loop().add_reader(self._ours, self._read)
@@ -511,14 +485,14 @@ class _Output:
             return
         if not data:
             asyncio.get_running_loop().remove_reader(self._ours)
-            self._all.connection_lost(None)
+            self.ended.set_result(None)
             return
         pids = [_CREDENTIALS.unpack(sent)[0] for _, _, sent in ancillary if len(sent) == _CREDENTIALS.size]
         writer = pids[0] if pids else 0
         self._command = writer if self._command is None else self._command
-        self._all.data_received(data)
+        self._all.add(data)
         if writer == self._command:
-            self._own.data_received(data)
+            self._own.add(data)
 
 
 def _printed(output: _Tail) -> object:

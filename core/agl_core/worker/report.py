@@ -58,21 +58,20 @@ def finished(result: Any) -> Ended:
     """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
     try:
         encoded = orjson.dumps(result)
+        returned = orjson.loads(encoded)
     except TypeError as error:
         problem = f"what is not JSON ({error}); return a string, number, list or dict"
-        if "recursion limit" in str(error).lower():
-            problem = f"arrays or objects nested more than {MAX_DEPTH} deep, which is the limit; return less"
-        return Ended(Ending.CRASHED, error=f"the agent returned {problem}")
-    if isinstance(result, float) and encoded == b"null":
-        return Ended(Ending.CRASHED, error="the agent returned a number that is not finite")
-    if (size := len(encoded)) > MAX_RESULT:
-        problem = f"the agent returned {size} bytes of JSON, and {MAX_RESULT} are the limit; return less"
-        return Ended(Ending.CRASHED, error=problem)
-    returned = orjson.loads(encoded)
-    if (depth := depth_of(returned)) > MAX_DEPTH:
-        problem = f"the agent returned JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
-        return Ended(Ending.CRASHED, error=problem)
-    return Ended(Ending.FINISHED, returned)
+    else:
+        depth = depth_of(returned)
+        if isinstance(result, float) and returned is None:
+            problem = "a number that is not finite"
+        elif len(encoded) > MAX_RESULT:
+            problem = f"{len(encoded)} bytes of JSON, and {MAX_RESULT} are the limit; return less"
+        elif depth > MAX_DEPTH:
+            problem = f"JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
+        else:
+            return Ended(Ending.FINISHED, returned)
+    return Ended(Ending.CRASHED, error=f"the agent returned {problem}")
 
 
 def crashed(error: BaseException) -> Ended:
@@ -127,7 +126,7 @@ def _can_be_taken(request: CloseRequest) -> bool:
 
 
 def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
-    """The report with less of what tools were given and gave: the largest values cut until all have room."""
+    """The report with less of what tools were given and gave: each of them has the same room."""
     _warn(
         recording,
         f"What an attempt reported of its tools and rewards was more than a report can carry ({MAX_BODY >> 20} MiB): "
@@ -138,15 +137,13 @@ def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
     named = [reward.model_copy(update={"name": bounded_text(reward.name, _MAX_NAME)}) for reward in request.rewards]
     rewards = _first(named, _count_with_room(named, room // 2), "rewards", recording)
     room -= sum(map(_size, rewards))
-    whole = [_shortened(tool_result, MAX_BODY) for tool_result in request.tool_results]
-    sizes = [json_size(getattr(tool_result, name)) or 0 for tool_result in whole for name in _VALUES]
-    room_for_values = room - sum(map(_size, whole)) + sum(sizes)
-    limit = max(sizes, default=0)
-    while limit > LEAST and sum(min(size, limit) for size in sizes) > room_for_values:
-        limit = limit * 3 // 4
-    tool_results = [_shortened(tool_result, max(limit, LEAST)) for tool_result in request.tool_results]
-    tool_results = _first(tool_results, _count_with_room(tool_results, room), "tool_results", recording)
-    return bare.model_copy(update={"tool_results": tool_results, "rewards": rewards})
+    limit = max(room // (len(_VALUES) * max(len(request.tool_results), 1)) - _SPARE, LEAST)
+    shortened = [_shortened(tool_result, limit) for tool_result in request.tool_results]
+    tool_results = _first(shortened, _count_with_room(shortened, room), "tool_results", recording)
+    report = bare.model_copy(update={"tool_results": tool_results, "rewards": rewards})
+    if _can_be_taken(report):
+        return report
+    return CloseRequest(ending=Ending.CRASHED, error="what the attempt reported cannot be sent")
 
 
 def _shortened(tool_result: ToolResultReport, limit: int) -> ToolResultReport:

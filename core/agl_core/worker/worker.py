@@ -20,7 +20,7 @@ from agl_core.capture import Recording
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.client import BlockingClient, LightningClient, RefusedError, UnreachableError, persistently
+from agl_core.wire.client import BlockingClient, LightningClient, UnreachableError, persistently
 from agl_core.wire.workers import (
     HEARTBEAT,
     LEASE,
@@ -123,7 +123,7 @@ class Worker:
         self._running: dict[AttemptKey, asyncio.Task[None]] = {}
         self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
         """A future is done when the server no longer counts its attempt."""
-        self._stopped, self._hurried = asyncio.Event(), asyncio.Event()
+        self._stopped = asyncio.Event()
         self._patience = 0.0
         self._left = Ending.CANCELLED
 
@@ -154,7 +154,8 @@ class Worker:
         try:
             while not self._stopped.is_set():
                 await self._lease(heartbeats)
-            await self._finish()
+            if self._running and self._patience > 0:
+                await asyncio.wait(self._running.values(), timeout=self._patience)
         finally:
             attempts = list(self._running.values())
             for each in attempts:
@@ -170,7 +171,8 @@ class Worker:
         back at once.
         """
         if self._stopped.is_set():
-            self._hurried.set()
+            for attempt in self._running.values():
+                attempt.cancel()
         self._left, self._patience = Ending.LOST, seconds
         self._stopped.set()
 
@@ -191,15 +193,6 @@ class Worker:
             self._lost[key] = asyncio.get_running_loop().create_future()
             task = self._running[key] = asyncio.create_task(self._attempt(key, lease))
             task.add_done_callback(functools.partial(self._ended, key, heartbeats))
-
-    async def _finish(self) -> None:
-        """Wait for running attempts, for as long as `drain` allows."""
-        if self._running and self._patience > 0:
-            everything = asyncio.ensure_future(asyncio.wait(self._running.values()))
-            hurried = asyncio.ensure_future(self._hurried.wait())
-            await asyncio.wait({everything, hurried}, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
-            everything.cancel()
-            hurried.cancel()
 
     def _ended(self, key: AttemptKey, heartbeats: Heartbeats, _: asyncio.Task[None]) -> None:
         heartbeats.release(key)
@@ -248,27 +241,13 @@ class Worker:
             return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
 
     async def _report(self, lease: Lease, request: CloseRequest, tries: int | None = None) -> None:
-        """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled.
-
-        If the server refuses the report for its content, the attempt counts as crashed.
-        """
+        """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled."""
         self.endings[request.ending] += 1
         try:
-            try:
-                await self._close(lease, request, tries)
-            except RefusedError as error:
-                if error.status not in (413, 422):  # Anything but too large, or not valid.
-                    raise
-                logger.warning("How %s/%s ended was refused: %s", lease.rollout, lease.attempt, error)
-                self.endings[request.ending] -= 1
-                reason = f"the report of how the attempt ended was refused: {str(error)[:1000]}"
-                request = CloseRequest(ending=Ending.CRASHED, error=reason)
-                self.endings[request.ending] += 1
-                await self._close(lease, request, tries)
-        except UnreachableError:
-            logger.debug("How %s/%s ended could not be reported.", lease.rollout, lease.attempt)
+            await self._close(lease, request, tries)
         except ServerError as error:
-            logger.warning("How %s/%s ended could not be reported: %s", lease.rollout, lease.attempt, error)
+            level = logging.DEBUG if isinstance(error, UnreachableError) else logging.WARNING
+            logger.log(level, "How %s/%s ended could not be reported: %s", lease.rollout, lease.attempt, error)
 
     async def _close(self, lease: Lease, request: CloseRequest, tries: int | None) -> None:
         def close() -> Coroutine[Any, Any, CloseReply]:
@@ -325,7 +304,6 @@ class Heartbeats:
         self, base_url: str, key: str, worker: str, answered: Callable[[Collection[AttemptKey], bool], None]
     ) -> None:
         self._base_url, self._key, self._worker, self._answered = base_url, key, worker, answered
-        self._lock = threading.Lock()
         self._held: dict[AttemptKey, HeldAttempt] = {}
         self._due = threading.Event()
         self._stopped = False
@@ -345,22 +323,19 @@ class Heartbeats:
     def hold(self, lease: Lease) -> None:
         """Send for this attempt too: at once, and then as often as its lease says."""
         held = HeldAttempt(rollout=lease.rollout, attempt=lease.attempt, secret=lease.secret)
-        with self._lock:
-            self._held[AttemptKey(lease.rollout, lease.attempt)] = held
+        self._held[AttemptKey(lease.rollout, lease.attempt)] = held
         self._interval = lease.heartbeat
         self._due.set()
 
     def release(self, key: AttemptKey) -> None:
-        with self._lock:
-            self._held.pop(key, None)
+        self._held.pop(key, None)
 
     def _send_forever(self) -> None:
         with BlockingClient(self._base_url, self._key, _HEARTBEAT_TIMEOUT) as client:
             while not self._stopped:
                 self._due.wait(self._interval)
                 self._due.clear()
-                with self._lock:
-                    held = list(self._held.values())
+                held = list(self._held.values())
                 if not self._stopped:
                     for start in range(0, max(len(held), 1), MAX_LEASES):
                         self._send(client, held[start : start + MAX_LEASES])

@@ -24,13 +24,6 @@ async def said(bench: Bench) -> list[str]:
     return [line for line in observer.lines if not re.match(r"step +\d+/\d+  reward ", line)]
 
 
-async def test_chosen_agents_that_made_no_call_are_told_once(tmp_path: Path) -> None:
-    [line] = await said(make_bench(tmp_path, agents=["writer", "edit*"], steps=2, patience=0))
-
-    assert line.startswith("step 1: ")
-    assert "train.agents = ['writer', 'edit*'] names none of the agents that made calls: solver (8 calls)" in line
-
-
 @pytest.mark.parametrize("judges", [True, False])
 async def test_rollouts_that_nobody_rewarded(tmp_path: Path, judges: bool) -> None:
     bench = make_bench(tmp_path, steps=1)
