@@ -115,12 +115,6 @@ def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settin
         BUILT[name](**settings)
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_epochs_and_minibatches_reach_the_engine(name: str) -> None:
-    algorithm = BUILT[name](epochs=3, minibatches=5)
-    assert (algorithm.epochs, algorithm.minibatches, algorithm.needs_critic) == (3, 5, name == "ppo")
-
-
 @pytest.mark.parametrize(
     ("level", "expected"), [("token", [1.5, 0.5, 2.0, 0.25]), ("sequence", [0.75, 0.75, 2.0, 2.0])]
 )

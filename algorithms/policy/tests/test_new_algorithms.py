@@ -18,7 +18,6 @@ from agl_algorithms.reinforce import Reinforce
 from agl_core import Capability, CreditKind, kinds
 from agl_core.plugins import Plugins
 
-from . import rloo_plugin
 from .conftest import Row, make_logprobs, make_samples
 from .rloo_plugin import Rloo
 
@@ -65,17 +64,6 @@ def test_the_rest_is_what_grpo_does() -> None:
 def test_the_page_on_plugins_shows_the_plugin_that_is_tested() -> None:
     file = Path(__file__).parent / "rloo_plugin.py"
     assert file.read_text() in (file.parents[3] / "docs" / "plugins.md").read_text()
-
-
-def test_needs_follow_the_settings() -> None:
-    plugins = Plugins()
-    plugins.register(rloo_plugin, "here")
-    component = plugins.components(kinds.ALGORITHM)["rloo"]
-    always = {Capability.TOKEN_IDS, Capability.GROUPS}
-    assert component.needs(PolicyGradientOptions()) == always
-    assert component.takes(PolicyGradientOptions()) is CreditKind.RETURN
-    assert component.needs(PolicyGradientOptions(beta=0.1)) == always | {Capability.REFERENCE}
-    assert component.build(PolicyGradientOptions(beta=0.1)).needs_reference
 
 
 ALWAYS = {Capability.TOKEN_IDS}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agl_algorithms.interface import CriticAlgorithm, Samples
+from agl_algorithms.interface import CriticAlgorithm
 from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.ppo import Ppo, explained_variance
 
@@ -75,32 +75,6 @@ def test_gae_equals_its_definition(batch: tuple[list[Row], int], constants: tupl
             assert across[here].tolist() == pytest.approx([advantage] * int(here.sum()), abs=1e-9)
 
 
-@given(batches())
-def test_with_lambda_one_targets_are_the_returns(batch: tuple[list[Row], int]) -> None:
-    samples, _ = build(*batch)
-    values = critic_values(samples)
-    targets = ppo().value_targets(samples, values)
-    expected = samples.values_N[samples.transition_R]
-    torch.testing.assert_close(targets[samples.mask_R], expected[samples.mask_R], rtol=1e-9, atol=1e-9)
-
-
-@given(batches(), st.sampled_from(["tokens", "transitions"]))
-def test_whitened_advantages_have_mean_zero_and_variance_one(batch: tuple[list[Row], int], unit: str) -> None:
-    samples, _ = build(*batch)
-    found = ppo(whitening=unit).advantages(samples, critic_values(samples))
-    plain = ppo(whitening="off").advantages(samples, critic_values(samples))
-    share = samples.mask_R.double()
-    if unit == "transitions":
-        tokens = torch.bincount(samples.transition_R[samples.mask_R], minlength=samples.values_N.numel())
-        share = share / tokens.clamp(min=1)[samples.transition_R]
-    if share.sum() < 1.5 or plain[samples.mask_R].std() < 1e-3:
-        return
-    assert (share * found).sum().item() == pytest.approx(0, abs=1e-9)
-    assert (share * found.square()).sum().item() / (share.sum().item() - 1) == pytest.approx(1, rel=1e-3)
-    order = plain[samples.mask_R].argsort()
-    assert (found[samples.mask_R][order].diff() >= -1e-12).all()
-
-
 def test_the_value_loss_worked_by_hand() -> None:
     # Old 0, target 1. A step to 0.9 counts as 0.2 (worse, so it is what counts); 0.1 is inside the clip range;
     # −0.5 counts as itself, for it is worse than −0.2.
@@ -152,14 +126,3 @@ def test_explained_variance_worked_by_hand() -> None:
     # By weight: mean 0.75, variance 0.1875 of the targets; the errors 0 and 0.5 have variance 0.046875.
     uneven = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)
     assert explained_variance(target * 0.5, target, uneven) == pytest.approx(1 - 0.046875 / 0.1875)
-
-
-def test_the_critic_keeps_what_has_no_advantage(ragged: Samples) -> None:
-    algorithm = ppo()
-    kept = algorithm.keep(ragged, torch.zeros(ragged.mask_R.numel()))
-    assert kept.tolist() == [bool(ragged.mask_R[ragged.transition_R == i].any()) for i in range(10)]
-
-
-def test_values_are_needed(ragged: Samples) -> None:
-    with pytest.raises(ValueError, match="needs_critic"):
-        ppo().advantages(ragged)

@@ -59,13 +59,6 @@ def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> No
     assert prepared.metrics()["transitions_dropped"] == 1
 
 
-def test_nothing_usable_is_a_result_too() -> None:
-    batch = replace(batch_of([0.0, 1.0]), mask_R=np.zeros(4, np.bool_))
-    result = prepared_of(batch).result(1, {})
-    assert result.dropped == (DropReason.FULLY_MASKED, DropReason.FULLY_MASKED)
-    assert result.advantage_N.tolist() == result.weight_N.tolist() == [0, 0]
-
-
 def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
     class Broken(Grpo):
         def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
@@ -77,12 +70,6 @@ def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
     assert torch.isfinite(prepared.advantages_R).all()
     assert prepared.weights_R[2:4].tolist() == [0, 0]
     assert prepared.trained.tolist() == [0, 2]
-
-
-def test_a_group_of_equal_rewards_has_nothing_to_learn() -> None:
-    prepared = prepared_of(batch_of([1.0, 1.0]))
-    assert prepared.dropped == (DropReason.NO_ADVANTAGE, DropReason.NO_ADVANTAGE)
-    assert not prepared.weights_R.any()
 
 
 def test_optimizer_steps_are_split_between_rollouts() -> None:
@@ -122,9 +109,3 @@ def test_a_correction_multiplies_what_a_transition_counts_in_its_step_and_nothin
         )
         assert after == pytest.approx(corrections * before)
     assert prepared_of(corrected).result(1, {}).weight_N == pytest.approx(corrections / 4)
-
-
-def test_what_is_corrected_to_nothing_is_not_trained_on() -> None:
-    prepared = prepared_of(replace(batch_of([0.0, 1.0, 0.0]), weight_N=np.array([1.0, 0.0, 1.0])))
-    assert prepared.dropped == (None, DropReason.NO_ADVANTAGE, None)
-    assert prepared.trained.tolist() == [0, 2]
