@@ -181,7 +181,7 @@ def test_a_cache_takes_the_memory_of_what_is_in_it(qwen: Loaded) -> None:
 
 
 def test_a_cache_that_cannot_hold_one_context_is_refused(qwen: Loaded) -> None:
-    with pytest.raises(EngineError, match=r"0.0 MiB of keys and values are too few.*takes"):
+    with pytest.raises(EngineError, match=r"0.0 MiB of keys and values are too few"):
         Sampler(qwen, cache_bytes=1000)
 
 

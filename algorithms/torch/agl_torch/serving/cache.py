@@ -43,6 +43,14 @@ class Placement(NamedTuple):
 EMPTY = Placement(-1, 0)
 
 
+def shared_prefixes(rows_SC: NDArray[np.int32], tokens: Tokens) -> NDArray[np.int64]:
+    """[S] how many first tokens each row has in common with `tokens`."""
+    width = min(len(tokens), rows_SC.shape[1])
+    differs = rows_SC[:, :width] != tokens[:width]
+    shared: NDArray[np.int64] = np.where(differs.any(1), differs.argmax(1), width)
+    return shared
+
+
 class SlotCache:
     """Slots of equal capacity, as many as `max_bytes` allows and at most `max_slots`."""
 
@@ -109,12 +117,8 @@ class SlotCache:
 
     def longest_prefix(self, prompt: Tokens) -> tuple[int, int]:
         """(slot, n): the slot that shares the longest prefix with `prompt`, and the prefix's length n."""
-        filled = np.flatnonzero(self.lengths)
-        if len(filled) == 0:
-            return 0, 0
-        rows, width = filled[-1] + 1, min(len(prompt), self.capacity)
-        differs = self.tokens[:rows, :width] != prompt[:width]
-        shared = np.minimum(np.where(differs.any(1), differs.argmax(1), width), self.lengths[:rows])
+        rows = int(np.flatnonzero(self.lengths).max(initial=0)) + 1
+        shared = np.minimum(shared_prefixes(self.tokens[:rows, : self.capacity], prompt), self.lengths[:rows])
         slot = int(shared.argmax())
         return slot, int(shared[slot])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_core.errors import EngineError
-from agl_core.types import FinishReason, Tokens
+from agl_core.types import FinishReason
 from agl_torch.loading import LoadedModel
-from agl_torch.serving.cache import EMPTY, LayerShape, Placement, SlotCache, SlotView, cache_layers, next_logits
+from agl_torch.serving.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.serving.requests import Counters, Generated, Job, Request, Row, Uniforms, choose
 
 _FIRST_CAPACITY = 256
@@ -60,28 +60,24 @@ class Sampler:
         self._context = loaded.context_length
         self._max_rows, self._prefill_tokens, self._deterministic = max_rows, prefill_tokens, deterministic
         layers, self._dtype = cache_layers(loaded)
-        self._cache = self._make_cache(layers, cache_bytes)
-        self._peak = 0
-        self._waiting: deque[Row] = deque()
-        self._active: list[Row] = []
-        """Row i of these is in slot i."""
-
-    def _make_cache(self, layers: Sequence[LayerShape], cache_bytes: int) -> SlotCache:
-        cache = SlotCache(
+        self._cache = SlotCache(
             layers,
             dtype=self._dtype,
             device=self._device,
             max_bytes=cache_bytes,
-            max_slots=_SLOTS_PER_ROW * self._max_rows,
+            max_slots=_SLOTS_PER_ROW * max_rows,
             capacity=1,
         )
-        if cache.slots_at(self._context) < 1:
+        if self._cache.slots_at(self._context) < 1:
             raise EngineError(
                 f"{cache_bytes / 2**20:.1f} MiB of keys and values are too few for one response of {self._context} "
-                f"tokens, the model's context, which takes {self._context * cache.bytes_per_token / 2**20:.1f} MiB."
+                f"tokens, the model's context, of {self._cache.bytes_per_token / 2**20:.3g} MiB each."
             )
-        cache.allocate(min(_FIRST_CAPACITY, self._context))
-        return cache
+        self._cache.allocate(min(_FIRST_CAPACITY, self._context))
+        self._peak = 0
+        self._waiting: deque[Row] = deque()
+        self._active: list[Row] = []
+        """Row i of these is in slot i."""
 
     @property
     def idle(self) -> bool:
@@ -165,25 +161,24 @@ class Sampler:
         if not self._waiting or not self._fits(self._waiting[0]):
             return phase
         cache, room = self._cache, min(self._max_rows, self._cache.slots) - len(self._active)
-        scan, later = PrefixScan(cache.capacity), deque[Row]()
+        before = np.full((min(room, len(self._waiting)), cache.capacity), -1, np.int32)
+        later = deque[Row]()
         while self._waiting and len(phase) < room and budget > 0:
             row = self._waiting[0]
             if (row.longest if self._deterministic else len(row)) > cache.capacity:
                 break
             self._waiting.popleft()
-            if self._deterministic:
-                phase.append((row, EMPTY))
-                budget -= len(row)
-                continue
-            tokens = row.tokens
-            slot, shared = cache.longest_prefix(tokens)
-            shared = min(shared, len(tokens) - 1)
-            if min(scan.longest(tokens), len(tokens) - 1) > shared + MIN_SHARED:
-                later.append(row)
-            else:
-                phase.append((row, Placement(slot, shared) if shared else EMPTY))
-                scan.add(tokens)
-                budget -= len(tokens) - shared
+            tokens, slot, shared = row.tokens, 0, 0
+            if not self._deterministic:
+                slot, shared = cache.longest_prefix(tokens)
+                shared = min(shared, len(tokens) - 1)
+                soon = int(shared_prefixes(before[: len(phase)], tokens).max(initial=0))
+                if min(soon, len(tokens) - 1) > shared + MIN_SHARED:
+                    later.append(row)
+                    continue
+            before[len(phase), : len(tokens)] = tokens
+            phase.append((row, Placement(slot, shared) if shared else EMPTY))
+            budget -= len(tokens) - shared
         self._waiting.extendleft(reversed(later))
         return phase
 
@@ -339,8 +334,7 @@ PAD_TOKENS = 16
 """… or this many tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """A stretch of tokens to compute for several rows at once."""
 
     rows: NDArray[np.int64]
@@ -348,27 +342,6 @@ class Pass:
     counts: NDArray[np.int64]
     last: bool
     """Whether it ends at each row's last token, whose logits are wanted."""
-
-
-class PrefixScan:
-    """Compares a prompt of at most `capacity` tokens with those that were added before."""
-
-    def __init__(self, capacity: int) -> None:
-        self._count = 0
-        self._tokens: NDArray[np.int32] = np.full((8, capacity), -1, np.int32)
-
-    def add(self, tokens: Tokens) -> None:
-        if self._count == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, -1)])
-        self._tokens[self._count, : len(tokens)] = tokens
-        self._count += 1
-
-    def longest(self, tokens: Tokens) -> int:
-        """The length of the longest prefix that `tokens` shares with one of them."""
-        if self._count == 0:
-            return 0
-        differs = self._tokens[: self._count, : len(tokens)] != tokens
-        return int(np.where(differs.any(1), differs.argmax(1), len(tokens)).max())
 
 
 def passes(
@@ -386,17 +359,14 @@ def passes(
         short.append((count, row, start))
     if not alone:
         short.sort(reverse=True)
-    batch: list[tuple[int, int, int]] = []
-    for entry in short:
-        if batch:
-            longest = batch[0][0]
-            full = (len(batch) + 1) * longest > max_tokens
-            if alone or full or longest - entry[0] > max(PAD_TOKENS, PAD_SHARE * longest):
-                yield _one_pass(batch, last=True)
-                batch = []
-        batch.append(entry)
-    if batch:
-        yield _one_pass(batch, last=True)
+    first = 0
+    for end in range(1, len(short) + 1):
+        longest = short[first][0]
+        fits = end < len(short) and not alone and (end - first + 1) * longest <= max_tokens
+        if fits and longest - short[end][0] <= max(PAD_TOKENS, PAD_SHARE * longest):
+            continue
+        yield _one_pass(short[first:end], last=True)
+        first = end
 
 
 def _one_pass(batch: Sequence[tuple[int, int, int]], *, last: bool) -> Pass:
