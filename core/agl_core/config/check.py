@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from agl_core import kinds
@@ -43,11 +42,7 @@ def check(loaded: LoadedConfig) -> None:
         for check_one in (_groups, _time_axis, _tool_results, _engine, _replay):
             for problem in check_one(loaded, plan):
                 found.setdefault(problem, []).append(policy)
-    problems = [
-        *_group_sizes(loaded),
-        *_asynchronous(loaded),
-        *(f"{_of(policies, loaded)}{text}" for text, policies in found.items()),
-    ]
+    problems = [*_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in found.items())]
     if problems:
         raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
 
@@ -88,30 +83,24 @@ def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterato
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
-def _group_sizes(loaded: LoadedConfig) -> Iterator[str]:
-    train = loaded.config.train
+def _sizes(loaded: LoadedConfig) -> Iterator[str]:
+    settings, train = loaded.config.asynchronous, loaded.config.train
     if train.min_group_size > train.group_size > 1:
         yield (
             f"[train] min_group_size is {train.min_group_size}, more than group_size {train.group_size}: every "
             f"group would be dropped. Set it to {train.group_size} or less."
         )
-
-
-def _asynchronous(loaded: LoadedConfig) -> Iterator[str]:
-    settings, train = loaded.config.asynchronous, loaded.config.train
     if settings.max_staleness and train.deterministic:
         yield (
             f"[train] deterministic is on, but with [async] max_staleness {settings.max_staleness} the time that "
             f"rollouts take decides what is trained on. Set max_staleness to 0, or deterministic to false."
         )
-    if settings.in_flight is None:
-        return
-    if settings.in_flight < train.groups_per_step:
+    if settings.in_flight is not None and settings.in_flight < train.groups_per_step:
         yield (
             f"[async] in_flight is {settings.in_flight}, but a step needs {train.groups_per_step} groups "
             f"([train] groups_per_step). Set it to {train.groups_per_step} or more."
         )
-    elif settings.in_flight > train.groups_per_step and not settings.max_staleness:
+    if (settings.in_flight or 0) > train.groups_per_step and not settings.max_staleness:
         yield (
             f"[async] in_flight is {settings.in_flight}, but with max_staleness 0 a step is made of the "
             f"{train.groups_per_step} groups that were begun after the last one. Set max_staleness to 1 or more."
@@ -158,15 +147,11 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     for need, in_words in _OF_THE_ENGINE.items():
         for chosen in needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:
-                others = _others(loaded, kinds.ENGINE, f"provides {need}", functools.partial(_provides, need))
+                others = _others(loaded, kinds.ENGINE, f"provides {need}", lambda it, need=need: need in it.provides)  # type: ignore[misc]
                 yield (
                     f"{chosen.label} needs {in_words}, which {engine.label} does not provide. {others}, or change the "
                     f"settings of the {chosen.component.kind}."
                 )
-
-
-def _provides(need: Capability, component: Component) -> bool:
-    return need in component.provides
 
 
 def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
@@ -185,8 +170,5 @@ def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _others(loaded: LoadedConfig, kind: Kind, does: str, able: Callable[[Component], bool]) -> str:
-    found = sorted(name for name, each in loaded.plugins.components(kind).items() if able(each))
-    named = "a credit rule" if kind is kinds.CREDIT else f"an {kind}"
-    if not found:
-        return f"Install a plugin with {named} that {does} (none of the installed does)"
-    return f"Choose {named} that {does} ({', '.join(found)})"
+    names = sorted(name for name, component in loaded.plugins.components(kind).items() if able(component))
+    return f"Choose one that {does} ({', '.join(names) or 'none is installed'})"

@@ -27,28 +27,15 @@ class AgentSection(Section):
     )
     attach: bool = Field(True, description="Attach every installed adapter to the frameworks that the agent imports.")
 
-    @field_validator("entry")
-    @classmethod
-    def _has_function(cls, value: str | None) -> str | None:
-        if value is not None and not all(value.partition(":")):
-            raise ValueError("must be 'module:function', for instance 'my_agent:solve'")
-        return value
-
-    @field_validator("command")
-    @classmethod
-    def _has_words(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        try:
-            words = shlex.split(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ValueError(f"cannot be split into words ({error}); write it as a list of words") from error
-        if words is not None and not (words and words[0]):
-            raise ValueError("must name a program, for instance 'python agent.py'")
-        return value
-
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         if (self.entry is None) == (self.command is None):
             raise ValueError("needs either entry = 'module:function' or command = 'a program to run', and not both")
+        if self.entry is not None and not all(self.entry.partition(":")):
+            raise ValueError("entry must be 'module:function', for instance 'my_agent:solve'")
+        words = shlex.split(self.command) if isinstance(self.command, str) else self.command
+        if words is not None and not (words and words[0]):
+            raise ValueError("command must name a program, for instance 'python agent.py'")
         return self
 
 
