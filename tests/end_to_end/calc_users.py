@@ -78,8 +78,8 @@ async def _session(at: dict[str, str], http: httpx.AsyncClient, number: int) -> 
             messages.append({"role": "tool", "tool_call_id": each.id, "content": result})
     right = last_number(said.content) == float(asked.result)
     await _post(http, at, "sessions/end", at["key"], session=name)
-    thumbs = "up" if right else "down"
-    found = await _post(http, at, "feedback", at["feedback"], session=name, thumbs=thumbs, id=f"said-{number}")
+    rewards = {"thumbs": float(right)}
+    found = await _post(http, at, "feedback", at["feedback"], session=name, rewards=rewards, id=f"said-{number}")
     return {"session": found["session"], "name": name, "right": right}
 
 
