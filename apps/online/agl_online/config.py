@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +15,8 @@ from agl_core.errors import CapabilityError, ConfigError
 from agl_core.kinds import Capability, Kind
 from agl_core.types import Mode
 from agl_online.redaction import REDACTOR
+
+ApplicationName: TypeAlias = Annotated[str, Field(pattern=f"^{FOLDER_NAME.pattern}$")]
 
 
 class RedactorSection(PluginTable):
@@ -41,7 +43,7 @@ class OnlineSection(Section):
         description="The model there that answers, whatever the application asks for; absent: its only one, or the one "
         "that the application asks for.",
     )
-    applications: dict[str, Annotated[int, Field(ge=1)]] = Field(
+    applications: dict[ApplicationName, Annotated[int, Field(ge=1)]] = Field(
         min_length=1,
         description="The applications by name, each with the number of its keys. Another number makes other keys, and "
         "the old ones invalid.",
@@ -60,17 +62,6 @@ class OnlineSection(Section):
     keep_days: float | None = Field(
         None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."
     )
-
-    @field_validator("applications")
-    @classmethod
-    def _are_named(cls, value: dict[str, int]) -> dict[str, int]:
-        for name in value:
-            if not FOLDER_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} cannot be an application's name: use letters, digits, '.', '_' and '-', and begin with "
-                    f"a letter or a digit"
-                )
-        return value
 
     @field_validator("redact")
     @classmethod

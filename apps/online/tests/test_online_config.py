@@ -10,7 +10,7 @@ import tomli_w
 
 from agl_core.config import load
 from agl_core.errors import CapabilityError, ConfigError
-from agl_online.config import check_learning, learn_section, online_section
+from agl_online.config import check_learning, online_section
 
 PLUGIN = """
 import agl_core
@@ -42,10 +42,6 @@ def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
     config = {**LEARNING, **tables}
     (folder / "train.toml").write_text(tomli_w.dumps({name: each for name, each in config.items() if each is not None}))
     return load(folder / "train.toml", overrides)
-
-
-def test_what_goes_together_passes(tmp_path: Path) -> None:
-    check_learning(loaded(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +76,3 @@ def test_somebody_has_to_answer(tmp_path: Path, changes: dict[str, Any], says: s
     with pytest.raises(ConfigError) as raised:
         online_section(loaded(tmp_path, **changes))
     assert says in str(raised.value)
-
-
-def test_without_learn_nothing_is_learned(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"There is no \[learn\] in the configuration"):
-        learn_section(loaded(tmp_path, learn=None))

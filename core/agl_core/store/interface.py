@@ -94,9 +94,6 @@ class ErasableStore(Store, Protocol):
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
         """The annotations of these attempts, in the order in which they were recorded."""
 
-    async def traced(self, trace: str) -> list[tuple[str, str]]:
-        """The rollout and the id of each call with this W3C trace id that counts, the earliest first."""
-
     async def erase(self, ids: Iterable[str]) -> int:
         """Remove everything that was recorded of these rollouts, for good; returns how many of them there were.
 

@@ -91,16 +91,6 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     return decode_calls(rows, choices, _pieces(connection, numbers))
 
 
-def traced(connection: sqlite3.Connection, trace: str) -> list[tuple[str, str]]:
-    """Rollout and id of the calls of this trace that count, in the order they were recorded."""
-    rows = connection.execute(
-        "SELECT attempt_keys.rollout, calls.id FROM calls JOIN attempt_keys ON attempt_keys.seq = calls.attempt_key "
-        "WHERE calls.trace = ? AND NOT calls.late AND NOT calls.undelivered ORDER BY calls.seq",
-        (trace,),
-    )
-    return rows.fetchall()
-
-
 def recorded(connection: sqlite3.Connection, table: Table[Kept], keys: Iterable[AttemptKey]) -> list[Kept]:
     """The table's records of these attempts, in the order they were recorded."""
     return decode(table, _of_attempts(connection, table, keys, f"{table.name}.seq"))

@@ -111,9 +111,6 @@ class SqliteStore(ErasableStore):
         rollouts = tuple(ids)
         return await self._written(lambda writer: writer.erase(partial(queries.erase_rollouts, ids=rollouts)))
 
-    async def traced(self, trace: str) -> list[tuple[str, str]]:
-        return await self._read(queries.traced, trace)
-
     async def erased(self, ids: Iterable[str]) -> set[str]:
         return await self._read(queries.erased, tuple(ids))
 

@@ -232,8 +232,9 @@ class ProcessEngine(Engine, Generic[Options]):
         try:
             if reading.done():
                 raise self._lost(doing)
-            process.stdin.write(data)
-            with suppress(ConnectionError):  # The end of the process says more than this.
+            # The end of the process says more than this; uvloop calls a pipe that is closed a RuntimeError.
+            with suppress(ConnectionError, RuntimeError):
+                process.stdin.write(data)
                 await process.stdin.drain()
             while (answer := await answers.get()) is not None:
                 match answer:

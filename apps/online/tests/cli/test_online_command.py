@@ -148,7 +148,7 @@ def test_what_is_wrong_is_said(place: Place) -> None:
         ("online.applications={}", "[online] applications"),
         ("online.redact=['(']", "no regular expression"),
         ("online.redact=['x*']", "matches an empty text"),
-        ("online.applications={'a/b'=1}", "cannot be an application's name"),
+        ("online.applications={'a/b'=1}", "[online.applications] a/b"),
         ("online.upstream='nowhere'", "[online] upstream"),
         ("online.upstream_key_env='NO_SUCH_KEY'", "NO_SUCH_KEY is not set"),
         ("online.upstream='http://127.0.0.1:9/v1'", "cannot be reached"),

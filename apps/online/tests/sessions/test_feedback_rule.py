@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.builtin.credit import identical
-from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches, score
+from agl_core.learning import ScoringRule, score
 from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
-from agl_core.types import CreditKind, DropReason, Episode, Mode, Sampling
+from agl_core.types import DropReason, Episode, Mode, Sampling
 from agl_online.feedback import Feedback, users_said
 
 FIRST, SECOND = "r-c0", "r-c1"
@@ -56,17 +55,6 @@ async def test_missing_feedback_is_missing() -> None:
     assert (silent.dropped, silent.terminal) == (DropReason.NO_REWARD, None)
     observed = await scored(session(said(thumbs=1.0)), weight=0.0)
     assert observed.dropped is DropReason.NO_REWARD, "a rule without a weight only looks"
-
-
-def batch_drops(*episodes: Episode) -> list[str | None]:
-    credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-    return [each.dropped for each in make_batches([[each] for each in episodes], BatchPlan(credit)).dropped]
-
-
-async def test_calls_of_another_distribution_are_dropped_and_others_are_not() -> None:
-    assert batch_drops(await scored(session(said(thumbs=1.0), calls=1))) == []
-    assert batch_drops(await scored(session(said(thumbs=1.0), calls=1, distorted=True))) == [DropReason.DISTORTED]
-    assert batch_drops(await scored(session(calls=1))) == [DropReason.NO_REWARD]
 
 
 @pytest.mark.parametrize(

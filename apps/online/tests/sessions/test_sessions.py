@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
-
-import openai
-import pytest
 
 from agl_core.learning import build_episode
 from agl_core.testing.scripts import Hold, Say
@@ -41,15 +37,6 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
     [attempt] = await use.store.attempts(one.id)
     episode = build_episode(one, attempt, calls)
     assert [t.turn for t in episode.transitions] == [0, 1]
-
-
-async def test_what_a_session_was_answered_is_known_by_its_id(use: Deployed) -> None:
-    async with use.agent(use.keys.of_application("shop"), **{"x-agl-session": "talk-1"}) as client:
-        response = await client.responses.create(model="default", input="where is my order?")
-        referred: list[Any] = [{"type": "item_reference", "id": item.id} for item in response.output]
-        await client.responses.create(model="default", input=[*referred, {"role": "user", "content": "and then?"}])
-    said, _ = use.model.received[-1].body["messages"]
-    assert said == {"role": "assistant", "content": response.output_text}
 
 
 async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> None:
@@ -134,15 +121,6 @@ async def test_open_sessions_are_taken_up_by_the_next_server(tmp_path: Path) -> 
         assert (await use.say(call=ended, rewards={"thumbs": 1})).status_code == 200
 
 
-async def test_a_retry_of_the_client_is_no_second_call(use: Deployed) -> None:
-    client = use.agent(use.keys.of_application("shop"), **{"x-agl-session": "talk"})
-    hello = [{"role": "user", "content": "hello"}]
-    for _ in range(2):
-        await client.chat.completions.create(model="default", messages=hello, extra_headers={"x-agl-retry": "m"})  # type: ignore[arg-type]
-    assert len(await use.calls()) == 1
-    assert len(use.model.received) == 1
-
-
 async def test_sessions_are_no_affair_of_trainers_and_workers(use: Deployed) -> None:
     await use.ask("hello", "talk")
     attempt = await use.stack.lease()
@@ -155,8 +133,3 @@ async def test_sessions_are_no_affair_of_trainers_and_workers(use: Deployed) -> 
     assert session.state is RolloutState.RUNNING
     await use.ask("again", "talk")
     assert len(await use.calls()) == 2
-
-
-async def test_a_name_that_no_session_can_have_is_an_error(use: Deployed) -> None:
-    with pytest.raises(openai.BadRequestError, match="x-agl-session has to be a name"):
-        await use.ask("hello", "ada@example.org")

@@ -251,30 +251,3 @@ async def test_few_old_versions_are_kept_however_long_their_sessions_last(
         assert use.engines[0].steps == [30, 40, 50, 60]
         assert await use.ask("from-10") == 60
         assert await use.ask("from-40") == 40
-
-
-OF_A_FILE = """
-import agl_core
-
-class Engine:
-    async def start(self):
-        raise agl_core.errors.EngineError("This is the engine of the file.")
-
-    async def stop(self): ...
-
-@agl_core.hookimpl
-def register_components(register):
-    register(agl_core.kinds.ENGINE, "mine", lambda options, context: Engine(), provides={agl_core.Capability.POLICIES})
-"""
-
-
-async def test_versions_are_served_by_the_engine_that_trains_also_if_a_plugin_file_brings_it(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(OF_A_FILE)
-    run = make_deployed(tmp_path / "calc", 10).run
-    written = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(f"plugins = [{str(file)!r}]\n" + written.replace("not-installed", "mine"))
-    loaded = load(run / "config.toml", needs=())
-    with pytest.raises(EngineError, match="the engine of the file"):
-        async with DeployedVersions(run, loaded, 0.1):
-            pass
