@@ -68,24 +68,24 @@ def test_logprobs_are_those_of_one_plain_forward_pass(loaded: Loaded) -> None:
     assert sampler.counters.reused - reused >= 0.9 * prefix
 
 
-def test_logprobs_stay_exact_in_a_cache_too_small_for_all(loaded: Loaded) -> None:
-    loaded, cache_bytes = loaded.with_eos(), 5 * 256 * loaded.token_bytes
-    roomy, tight = Sampler(loaded), Sampler(loaded, cache_bytes=cache_bytes)
-    requests = [Request(f"r{i}", random_ids(loaded, 180 + 10 * i, i), max_tokens=40, seed=i) for i in range(6)]
+def test_logprobs_stay_exact_in_a_cache_too_small_for_all(qwen: Loaded) -> None:
+    qwen, cache_bytes = qwen.with_eos(), 5 * 256 * qwen.token_bytes
+    roomy, tight = Sampler(qwen), Sampler(qwen, cache_bytes=cache_bytes)
+    requests = [Request(f"r{i}", random_ids(qwen, 180 + 10 * i, i), max_tokens=40, seed=i) for i in range(6)]
     done = drive(tight, requests)
     assert tight.counters.preempted > 0
     assert tight.cache_nbytes <= cache_bytes
-    assert_exact(loaded, done)
+    assert_exact(qwen, done)
     roomy_done = drive(roomy, requests)
-    assert_exact(loaded, roomy_done)
+    assert_exact(qwen, roomy_done)
     for name, generated in done.items():
         np.testing.assert_array_equal(generated.responses[0].ids, roomy_done[name].responses[0].ids)
 
 
-def test_a_long_prompt_is_prefilled_in_pieces(loaded: Loaded) -> None:
-    sampler = Sampler(loaded, prefill_tokens=32)
-    requests = [Request(f"r{i}", random_ids(loaded, 31 + 40 * i, i), max_tokens=6) for i in range(5)]
-    assert_exact(loaded, drive(sampler, requests))
+def test_a_long_prompt_is_prefilled_in_pieces(qwen: Loaded) -> None:
+    sampler = Sampler(qwen, prefill_tokens=32)
+    requests = [Request(f"r{i}", random_ids(qwen, 31 + 40 * i, i), max_tokens=6) for i in range(5)]
+    assert_exact(qwen, drive(sampler, requests))
     assert sampler.counters.prefilled == sum(len(request.prompt_ids) for request in requests)
 
 
@@ -138,15 +138,15 @@ def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:
     np.testing.assert_allclose(response.logprobs, recomputed(qwen, generated), atol=1e-4)
 
 
-def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(loaded: Loaded) -> None:
-    long = Request("long", random_ids(loaded, 245, 0), max_tokens=20)
-    requests = [*mixed_requests(loaded, 7), long]
+def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(qwen: Loaded) -> None:
+    long = Request("long", random_ids(qwen, 245, 0), max_tokens=20)
+    requests = [*mixed_requests(qwen, 7), long]
     alone = {}
     for request in requests:
-        alone.update(drive(Sampler(loaded, deterministic=True), [request]))
-    cache_bytes = 4 * 512 * loaded.token_bytes
+        alone.update(drive(Sampler(qwen, deterministic=True), [request]))
+    cache_bytes = 4 * 512 * qwen.token_bytes
     for concurrency in (1, 3, 64):
-        together = Sampler(loaded, deterministic=True, max_rows=concurrency, cache_bytes=cache_bytes)
+        together = Sampler(qwen, deterministic=True, max_rows=concurrency, cache_bytes=cache_bytes)
         done = drive(together, requests[::-1])
         for name, generated in alone.items():
             for one, other in zip(generated.responses, done[name].responses, strict=True):
@@ -155,10 +155,10 @@ def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(loaded
         assert together.counters.reused == 0
 
 
-def test_batching_does_not_change_what_is_drawn(loaded: Loaded) -> None:
-    requests = mixed_requests(loaded)
-    together = drive(Sampler(loaded), requests)
+def test_batching_does_not_change_what_is_drawn(qwen: Loaded) -> None:
+    requests = mixed_requests(qwen)
+    together = drive(Sampler(qwen), requests)
     for request in requests[:6]:
-        alone = drive(Sampler(loaded), [request])[request.id]
+        alone = drive(Sampler(qwen), [request])[request.id]
         for one, other in zip(alone.responses, together[request.id].responses, strict=True):
             np.testing.assert_array_equal(one.ids, other.ids)

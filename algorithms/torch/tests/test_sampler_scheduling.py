@@ -100,7 +100,6 @@ GROWN = ("submit", 250, 40, 2), ("submit", 9, 60, 1), ("step", 10)
 @given(st.lists(MOVES, max_size=20), st.booleans())
 @example([*GROWN, ("abort", 0), ("step", 5)], False)
 @example([*GROWN, ("reset",), *GROWN, ("abort", 2), ("new_version",), *GROWN], False)
-@example([*GROWN, ("abort", 1), *GROWN, ("abort", 0)], True)
 def test_whatever_leaves_and_whenever_what_stays_is_answered_exactly(
     qwen: Loaded, moves: Sequence[tuple], deterministic: bool
 ) -> None:
