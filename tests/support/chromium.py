@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import shutil
@@ -85,9 +84,6 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot", format="webp", quality=90)["data"])
 
 
 @contextmanager
