@@ -29,13 +29,10 @@ from agl_core.errors import ConfigError, ServerError
 from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key
 from agl_core.wire.workers import (
     CLOSE,
-    HEALTH,
     Answer,
     Asked,
     CloseReply,
     CloseRequest,
-    Empty,
-    Health,
     Lease,
     Operation,
 )
@@ -76,16 +73,17 @@ class LightningClient:
             base_url=base_url, headers=_headers(key), timeout=_TIMEOUT, trust_env=False, limits=limits
         )
 
-    async def ask(self, operation: Operation[Asked, Answer], body: Asked) -> Answer:
-        """What the server replies to one request."""
-        return await self._send(operation, _request(self.base_url, operation, body))
-
-    async def health(self) -> Health:
-        return await self.ask(HEALTH, Empty())
+    async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
+        """What the server replies to one request, which may be about the attempt of a lease."""
+        try:
+            response = await self._http.request(**_request(self.base_url, operation, body, lease))
+        except httpx.HTTPError as error:
+            raise _unreachable(self.base_url, error) from error
+        return _answer(response, operation.reply)
 
     async def close_attempt(self, lease: Lease, request: CloseRequest) -> CloseReply:
         """Say how an attempt ended; sending it again changes nothing."""
-        return await self._send(CLOSE, _request(self.base_url, CLOSE, request, lease))
+        return await self.ask(CLOSE, request, lease)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -95,13 +93,6 @@ class LightningClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def _send(self, operation: Operation[Any, Answer], request: dict[str, Any]) -> Answer:
-        try:
-            response = await self._http.request(**request)
-        except httpx.HTTPError as error:
-            raise _unreachable(self.base_url, error) from error
-        return _answer(response, operation.reply)
 
 
 class BlockingClient:
@@ -126,9 +117,6 @@ class BlockingClient:
             raise _unreachable(self.base_url, error) from error
         return _answer(response, operation.reply)
 
-    def health(self) -> Health:
-        return self.ask(HEALTH, Empty())
-
     def close(self) -> None:
         self._http.close()
 
@@ -149,10 +137,9 @@ def _request(
     base_url: str, operation: Operation[Any, Any], body: BaseModel, lease: Lease | None = None
 ) -> dict[str, Any]:
     """The request as httpx takes it. RefusedError if it is larger than the server reads: it would hang up meanwhile."""
-    content = body.model_dump_json().encode() if operation.has_body else None
-    if content is not None and len(content) > operation.largest:
-        most = operation.largest
-        reason = f"The request body has {len(content)} bytes; {most} ({most >> 20} MiB) are the limit."
+    content = body.model_dump_json().encode() if operation.has_body else b""
+    if len(content) > operation.largest:
+        reason = f"The request body has {len(content)} bytes; {operation.largest >> 20} MiB are the limit."
         raise RefusedError(f"{base_url}{operation.path}: {reason}", 413, reason)
     path = operation.path if lease is None else operation.path.format(rollout=lease.rollout, attempt=lease.attempt)
     headers = None if lease is None else _headers(lease.secret)

@@ -18,7 +18,7 @@ from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Ending, Run
 from agl_core.wire.client import LightningClient, UnreachableError
-from agl_core.wire.workers import ACTIVITY, LEASE, Empty, LeaseRequest
+from agl_core.wire.workers import ACTIVITY, HEALTH, LEASE, Empty, LeaseRequest
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ALL = LeaseRequest(worker="w", capacity=9, wait=0)
@@ -59,7 +59,7 @@ async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_
         assert [each.rollout for each in activity.attempts] == ["a"]
         server.serve(engine(empty.upstream), {})
         assert [each.rollout for each in (await waiting).leases] == ["b"]
-        assert (await operator.health()).serving
+        assert (await operator.ask(HEALTH, Empty())).serving
     reply = await call(empty, AttemptKey("a", 0))
     assert reply.choices[0].message.content, "the client may try again"
 
