@@ -7,9 +7,11 @@ that sends it. Requests to any other host are left alone; those to a model API a
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
@@ -199,6 +201,53 @@ def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
 
     for client in (library.Client, library.AsyncClient):
         patches.replace(client, "send", within(sending))
+    _poll_when_used(import_module(library.__name__.replace("httpx", "httpcore")), patches)
+
+
+def _poll_when_used(pools: ModuleType, patches: Patches) -> None:
+    """Have a pool ask the system about the one connection that it is about to use, and not about every idle one.
+
+    A server may have closed an idle connection. A pool polls all of them at the start and at the end of each request,
+    which took 44% of a worker's thread. A connection that turns out to be closed is left as one that another request
+    has taken: the pool chooses again.
+    """
+
+    def too_old(_: _Send) -> _Send:
+        def is_too_old(connection: Any) -> bool:
+            expires = getattr(connection, "_expire_at", None)
+            return expires is not None and time.monotonic() > expires
+
+        return is_too_old
+
+    def usable(has_expired: _Send) -> Callable[[_Send], _Send]:
+        def checking(handle: _Send) -> _Send:
+            def handle_if_usable(connection: Any, request: Any) -> Any:
+                if has_expired(connection):
+                    connection.close()
+                    raise pools.ConnectionNotAvailable
+                return handle(connection, request)
+
+            return handle_if_usable
+
+        return checking
+
+    def async_usable(has_expired: _Send) -> Callable[[_Send], _Send]:
+        def checking(handle: _Send) -> _Send:
+            async def handle_if_usable(connection: Any, request: Any) -> Any:
+                if has_expired(connection):
+                    await connection.aclose()
+                    raise pools.ConnectionNotAvailable
+                return await handle(connection, request)
+
+            return handle_if_usable
+
+        return checking
+
+    blocking, non_blocking = pools.HTTP11Connection, pools.AsyncHTTP11Connection
+    patches.replace(blocking, "handle_request", usable(blocking.has_expired))
+    patches.replace(non_blocking, "handle_async_request", async_usable(non_blocking.has_expired))
+    for connection in (blocking, non_blocking):
+        patches.replace(connection, "has_expired", too_old)
 
 
 def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
