@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ..settings.tiny_policy import make_checkpoint
 from .learning_line import Line
 from .recorded_data import Data
+from .tiny_policy import make_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,7 +26,7 @@ from agl_core.types import (
     ToolStatus,
 )
 
-from ..settings.tiny_policy import CONTEXT, VOCABULARY
+from .tiny_policy import CONTEXT, VOCABULARY
 
 NAN, INF = float("nan"), float("inf")
 TRAINED = "trained"

@@ -27,10 +27,10 @@ from agl_core.types import (
     TransitionKey,
 )
 
-from ..settings.tiny_policy import CONTEXT
 from .learning_line import JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged
 from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids
 from .recorded_data import Data
+from .tiny_policy import CONTEXT
 
 GRPO = WAYS[0]
 SOME = WAYS[::3]

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from .settings_bench import Bench
-from .tiny_policy import make_checkpoint
 
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("policies") / "tiny")
+    """A folder that passes for a policy: the scripted engine reads none of it."""
+    folder = tmp_path_factory.mktemp("policies") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -111,7 +111,7 @@ async def solve(task, context):
     ("end", "status", "state", "told"),
     [
         ("raise KeyError('Ghent')", 1, "failed", "cannot: no rollout finished; all 8 ended as crashed."),
-        ("return 'ten'", 0, "finished", "cannot: no group had contrast: all rewards that were compared were equal "),
+        ("return 'ten'", 0, "finished", "cannot: no group had contrast: every advantage was 0."),
     ],
     ids=["crashed", "equal"],
 )
