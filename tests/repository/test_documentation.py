@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from agl_core.capture import StatusRule, message_status
 from agl_core.capture import status as capture_status
 from agl_core.capture.status import REPORTED, WORDS
 from agl_core.plugins import Component, Plugins
+from agl_verl.plugin import VerlOptions
+
+from ..settings.settings_found import every_setting, settings_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,3 +83,49 @@ def test_the_architecture_page_names_files_that_exist() -> None:
 
     assert len(named) > 50
     assert sorted(missing) == []
+
+
+def test_messages_name_settings_that_exist() -> None:
+    """Every dotted key in a text of the product, and every key that a text tells the reader to set, raise or lower."""
+    keys = {*every_setting(Plugins.load()), *settings_of(VerlOptions, "engine.verl")}
+    endings = {key.split(".", dots)[-1] for key in keys for dots in range(key.count(".") + 1)}
+    known = [re.compile(re.escape(key).replace("NAME", r"[^.]+")) for key in _with_tables(keys)]
+    sections = "|".join({key.split(".")[0] for key in keys})
+    dotted = re.compile(rf"(?<![\w./@{{}}-])(?:{sections})(?:\.\w+)+")
+    to_set = re.compile(r"\b(?:[Ss]et|[Rr]aise|[Ll]ower) (?:its )?([a-z]+(?:[._][a-z]+)+)\b(?!')")
+
+    named = {
+        (str(file.relative_to(ROOT)), key)
+        for file in ROOT.glob("**/agl_*/**/*.py")
+        if not {".venv", "tests"} & set(file.relative_to(ROOT).parts)
+        for text in _texts(ast.parse(file.read_text()))
+        if " " in text
+        for key in (*dotted.findall(text), *to_set.findall(text))
+        if not key.endswith((".py", ".log", ".toml")) and key not in VERLS_OWN
+    }
+
+    assert len(named) > 50
+    assert {
+        (file, key) for file, key in named if key not in endings and not any(k.fullmatch(key) for k in known)
+    } == set()
+
+
+VERLS_OWN = {"algorithm.adv_estimator", "actor.loss_agg_mode"}
+
+
+def _with_tables(keys: Iterable[str]) -> set[str]:
+    """Keys, and the tables that they are in."""
+    return {".".join(key.split(".")[:end]) for key in keys for end in range(1, key.count(".") + 2)}
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """The texts of a module but for its docstrings; `{}` stands for what is filled in."""
+    parts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(value) for value in node.values}
+            yield "".join(str(value.value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
+        elif isinstance(node, ast.Expr):
+            parts.add(id(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value

@@ -125,6 +125,13 @@ def _configuration(file: Path) -> Findings:
     loaded = load(file)
     check(loaded)
     yield Finding("ok", "configuration", f"{file} is valid")
+    if loaded.config.agent is not None:
+        said = (
+            f"no tool that a model drives should be able to read {loaded.folder} (tasks with their answers) or "
+            f"{loaded.config.runs.resolve()} (records, keys): run such tools as another user, or in a container "
+            f"(docs/security.md)"
+        )
+        yield Finding("ok", "agent's reach", said)
     yield from _checked("start", lambda: _start(loaded))
 
 

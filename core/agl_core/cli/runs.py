@@ -1,4 +1,4 @@
-"""`agl runs`: the runs there are, and making them smaller."""
+"""`agl runs`: the runs there are, making them smaller, and removing them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KeepCheckpoints = Annotated[
     typer.Option(min=1, help="The number of last checkpoints to keep; by default the run's train.keep_checkpoints."),
 ]
 
-runs = typer.Typer(help="List runs, and make them smaller.", no_args_is_help=True)
+runs = typer.Typer(help="List runs, make them smaller, and remove them.", no_args_is_help=True)
 
 
 @runs.command("list")
@@ -45,7 +45,7 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
 
     The last checkpoints are kept, and the best one. Metrics, rewards, tool results and what training made of each call
     stay, and the run can be read and resumed as before. Meanwhile the store needs as much free disk space again. A run
-    that is being trained or served is refused. To remove a run, remove its folder.
+    that is being trained or served is refused.
     """
     pruned = [asyncio.run(reading.prune(folder, steps, checkpoints)) for folder in map(reading.find_run, run)]
     if as_json:
@@ -56,3 +56,17 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
             f"{done.folder}: {done.calls} calls of the steps up to {done.up_to_step} pruned, "
             f"{len(done.checkpoints)} checkpoints removed, {size(done.before)} → {size(done.after)}"
         )
+
+
+@runs.command()
+def rm(run: Runs, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
+    """Remove runs with all their files: recorded rollouts, metrics and checkpoints.
+
+    Asks first. A run that is being trained, served or evaluated is refused.
+    """
+    for folder in dict.fromkeys(map(reading.find_run, run)):
+        entry = reading.read_entry(folder)
+        if not yes:
+            typer.confirm(f"Remove {folder} ({entry.state}, {entry.steps} steps, {size(entry.size)})?", abort=True)
+        reading.remove(folder)
+        typer.echo(f"removed {folder}")

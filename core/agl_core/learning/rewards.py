@@ -86,7 +86,7 @@ async def score(
     """The episode with its rewards: the terminal reward is Σ weight · value over the rules that returned a value.
 
     `endings` maps the rollout's ending to "score" (the rules score it), a number (its fixed terminal reward) or "drop".
-    An episode that was already dropped for its ending is returned as it is. A rule that raises, or rewards
+    An episode that was dropped already, for its ending or a stall, is returned as it is. A rule that raises, or rewards
     a call that the episode does not have, drops the episode; the exceptions are returned, with a note naming rule and
     rollout, so that the run can report them. A value that is not finite in single precision is such an exception too;
     the episode then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails,
@@ -94,7 +94,7 @@ async def score(
 
     A rollout that was opened from outside is dropped if no rule with a weight has a value.
     """
-    if episode.dropped is DropReason.ENDING:
+    if episode.dropped in (DropReason.ENDING, DropReason.STALLED):
         return episode, []
     treatment = endings.get(episode.ending, "score")
     if treatment == "drop":

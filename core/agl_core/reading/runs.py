@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -207,6 +208,15 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
         keep_checkpoints = int(read_settings(folder).get("train", {}).get("keep_checkpoints", 2))
     removed = Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune()
     return Pruned(folder, calls, up_to, removed, before, _size(folder))
+
+
+def remove(folder: Path) -> None:
+    """Remove a run with all its files. ConfigError if it is none; StoreError if a process writes it."""
+    if "config_version" not in read_settings(folder):
+        raise ConfigError(f"{folder} is not removed: its {CONFIG_FILE} is not that of a run.")
+    if is_written(folder / _STORE):
+        raise StoreError(f"{folder} is not removed: a process trains, serves or evaluates it. End that first.")
+    shutil.rmtree(folder)
 
 
 def _size(folder: Path) -> int:

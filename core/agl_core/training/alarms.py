@@ -131,6 +131,16 @@ def kl_runaway(divergences: Values, limit: float = 0.5) -> str | None:
     return _at_least(limit, divergences, "KL(behaviour ‖ current) is {}", average=median)
 
 
+@on("update/kl_reference")
+def kl_reference_runaway(divergences: Values, limit: float = 3.0) -> str | None:
+    """KL(current ‖ initial weights) is at least `limit`: median of 3 steps. The policy is far from the initial weights:
+    it loses what these could do, and may exploit the reward.
+
+    Read some rollouts with high rewards. Raise the KL term (algorithm.grpo.beta), or lower the learning rate.
+    """
+    return _at_least(limit, divergences, "KL(current ‖ initial weights) is {}", average=median)
+
+
 @on("groups/no_contrast")
 def no_contrast(shares: Values, limit: float = 0.95) -> str | None:
     """At least `limit` of the groups have equal rewards: mean of 5 steps. Where all rewards of a group are equal, its
@@ -225,6 +235,19 @@ def stale(too_old: Values, kept: Values, dropped: Values, limit: float = 0.2) ->
     """
     all_transitions = [None if k is None else k + (d or 0.0) for k, d in zip(kept, dropped, strict=True)]
     return _at_least(limit, _shares(too_old, all_transitions), "{} of the transitions are too old to be trained on")
+
+
+@on("update/grad_norm")
+def gradient_spike(norms: Values, limit: float = 10.0) -> str | None:
+    """The gradient norm is at least `limit` times the median of the 10 steps before, and above 10. One batch pulls the
+    weights much harder than others; clipping hides its size, not its direction.
+
+    Look at the rollouts of this step. If spikes come again, lower the learning rate or the gradient's limit.
+    """
+    now, before = norms[-1] if norms else None, [norm for norm in norms[:-1] if norm is not None][-10:]
+    if now is None or len(before) < FIRST or now < max(limit * median(before), 10.0):
+        return None
+    return f"the gradient norm is {now:.3g}; the median of the steps before is {median(before):.3g}"
 
 
 @on("update/logprob_gap_max")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.tool_results import CONTRADICTED, FAILED, tool_calls_of
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.types import AttemptKey, DropReason, Ending, Episode, ToolResult, TrainingRecord
+from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, ToolResult, TrainingRecord
 from agl_core.wire.workers import Activity, RunningAttempt
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
 """What to do about what keeps rollouts from being trained on."""
-_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
+_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STALLED})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
 
@@ -226,6 +227,12 @@ _ENGINE_REMEDY = (
 )
 
 
+_PROCESS_REMEDY = (
+    "See whether it was stopped, the machine was suspended or swaps, or a reward rule or plugin blocks it."
+)
+_MAX_STANDSTILLS = 100
+
+
 def stall(seconds: float, who_waits: str) -> str:
     """Nothing finished for three times the longest wait for a rollout so far, at least 60 seconds; or for as many
     seconds as you set. Training waits, and nothing is learned meanwhile.
@@ -237,16 +244,24 @@ def stall(seconds: float, who_waits: str) -> str:
 
 @dataclass
 class StallWatch:
-    """Raises the alarm when what is waited for takes too long, and says it at once."""
+    """Raises the alarm when what is waited for takes too long, and says it at once.
+
+    It knows when the machine stood still: the engine left a call unanswered for as long as an alarm takes, or this
+    process, which is the gateway too, got no time. What rollouts lost by that is no fault of theirs.
+    """
 
     setting: float | Literal[False] | None = False
     """The run's own number of seconds; None: as many as follow from the run; False: no alarm."""
-    explain: Callable[[], Awaitable[tuple[str, str]]] | None = None
-    """Who waits for whom while rollouts are awaited, and what to do."""
+    activity: Callable[[], Activity] | None = None
+    """What rollouts wait for."""
+    store: Store | None = None
+    """What was recorded of them."""
     say: Callable[[str], None] = logger.warning
     _alarms: list[Alarm] = field(default_factory=list, init=False)
     _longest: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
     """Seconds of the longest wait so far: for a rollout (""), and for what the engine does."""
+    _standstills: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """From and to, in seconds since 1970."""
 
     def take(self) -> list[Alarm]:
         """The alarms that were raised since this was last asked."""
@@ -263,17 +278,49 @@ class StallWatch:
                 await asyncio.wait({task}, timeout=None if self.setting is False else limit)
                 if not task.done():
                     seen, remedy = f"the trainer waits for the engine, {engine_does}", _ENGINE_REMEDY
-                    if self.explain is not None and not engine_does:
-                        seen, remedy = await self.explain()
-                    alarm = Alarm.of(stall, stall(time.monotonic() - started, seen), remedy=remedy)
-                    self._alarms.append(alarm)
-                    self.say(alarm.text)
+                    waited = time.monotonic() - started
+                    if self.activity is not None and self.store is not None and not engine_does:
+                        activity = self.activity()
+                        seen, remedy = await who_waits(activity, self.store)
+                        if max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0) >= limit:
+                            self._standstills.append((time.time() - waited, math.inf))
+                    self._raise(stall(waited, seen), remedy)
                     limit *= 2
             return task.result()
         finally:
             task.cancel()
             waited = time.monotonic() - started
             self._longest[engine_does] = max(self._longest[engine_does], waited)
+
+    def _raise(self, seen: str, remedy: str) -> None:
+        self._alarms.append(Alarm.of(stall, seen, remedy=remedy))
+        self.say(self._alarms[-1].text)
+
+    def slept(self, seconds: float) -> None:
+        """This process, which looks around all the time, did nothing for so long: it was stopped, or blocked."""
+        if self.setting is not False and seconds >= (self.setting or SHORTEST):
+            self._standstills.append((time.time() - seconds, time.time()))
+            self._raise(f"this process got no time for {seconds:.0f} s, and every agent waited for it", _PROCESS_REMEDY)
+
+    async def kept_waiting(self, rollouts: Sequence[Rollout]) -> set[str]:
+        """Those of these rollouts that timed out or crashed while the machine stood still."""
+        hurt = {r.id: r.counted_attempt for r in rollouts if r.ending in (Ending.TIMED_OUT, Ending.CRASHED)}
+        attempts = await self.store.attempts(*hurt) if hurt and self._standstills and self.store is not None else []
+        kept = {
+            attempt.rollout
+            for attempt in attempts
+            if attempt.attempt == hurt[attempt.rollout]
+            if any(attempt.started <= end and begin <= (attempt.ended or math.inf) for begin, end in self._standstills)
+        }
+        if kept:
+            self.say(
+                f"{len(kept)} rollouts that did not finish are dropped: the machine kept them waiting "
+                f"({', '.join(sorted(kept)[:_MAX_NAMED])})"
+            )
+        if any(rollout.ending is Ending.FINISHED for rollout in rollouts):  # The machine goes on.
+            now = time.time()
+            self._standstills = [(begin, min(end, now)) for begin, end in self._standstills[-_MAX_STANDSTILLS:]]
+        return kept
 
 
 async def who_waits(activity: Activity, store: Store) -> tuple[str, str]:

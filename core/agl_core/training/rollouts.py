@@ -261,6 +261,8 @@ class Collector:
     async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded."""
         episodes = await recorded_episodes(self.store, rollouts, self.hook)
+        stalled = await self.stall.kept_waiting(rollouts)
+        episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
         scored = await score_all(episodes, self.rules, self.endings)
         await self._put([reward for episode, _ in scored for reward in _rewards_of_rules(episode)])
         return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
@@ -280,7 +282,11 @@ class Collector:
         """Wait for the queue, and see meanwhile whether the run is well."""
         answer = asyncio.ensure_future(self.queue.done(ids))
         try:
-            while not (await asyncio.wait({answer}, timeout=HEALTH_INTERVAL))[0]:
+            is_answered = False
+            while not is_answered:
+                looked = time.monotonic()
+                is_answered = bool((await asyncio.wait({answer}, timeout=HEALTH_INTERVAL))[0])
+                self.stall.slept(time.monotonic() - looked - HEALTH_INTERVAL)
                 self.check_health()
             return answer.result()
         finally:

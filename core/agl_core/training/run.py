@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -12,7 +13,7 @@ from agl_core import private
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, EngineError, PluginError, TrainingError, last_frames
+from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, TrainingError, last_frames
 from agl_core.protocols import RecordedTasks, Tracker
 from agl_core.server.keys import SourceFactory
 from agl_core.training.alarms import Watch
@@ -47,6 +48,11 @@ async def train(
     TrainingError if it does not work.
     """
     config = loaded.config
+    if not os.access(run_dir, os.W_OK):
+        raise CheckpointError(
+            f"The run's folder {run_dir} cannot be written, so that the run cannot go on. Check its permissions and "
+            f"the disk, or go on with a copy of the folder."
+        )
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.train.keep_checkpoints)
     async with AsyncExitStack() as stack:
         begun = stack.enter_context(removed_unless_begun(run_dir if is_new(run_dir) and not resume else None))

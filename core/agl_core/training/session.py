@@ -23,7 +23,7 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
 from agl_core.server import LightningServer
 from agl_core.training.alarms import Alarm
-from agl_core.training.failures import StallWatch, common_failure, failures, who_waits
+from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.metrics import Observer, Phase
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, Evaluator, Queue, plan_look, scoring_rules
@@ -91,7 +91,7 @@ async def open_session(
         elif config.agent is not None:
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {run_dir}")
         setting = config.alarms.get(AlarmName.STALL)
-        stall = StallWatch(setting, lambda: who_waits(server.activity(), server.store), observer.say)
+        stall = StallWatch(setting, server.activity, server.store, observer.say)
 
         def check_worker() -> None:
             if worker is not None and not worker.alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from agl_command import Agl, agl_in_process  # noqa: F401
 from agl_core.cli import SERVER_MODULES
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
+READ_ONLY = 'mount --bind . . && mount -o remount,bind,ro . && cd .. && cd mine && exec "$@"'
+"""For root, whom permissions do not stop: a shell command in a mount namespace of its own."""
 PLUGIN = """
 import agl_core
 from agl_core.protocols import Engine
@@ -109,6 +112,22 @@ def test_a_folder_that_cannot_be_made_is_named(refused: Callable[..., str], fold
     assert "The run's folder" in said
     assert "cannot be made or written (Not a directory: " in said
     assert "--set runs=FOLDER" in said
+
+
+def test_a_read_only_run_is_not_resumed(folder: Path) -> None:
+    """Before anything opens a file in it, a tracker for instance."""
+    run = folder / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(tomli_w.dumps({**CONFIG, "folder": str(folder), "runs": str(folder / "runs")}))
+    run.chmod(0o500)
+    command = [sys.executable, "-c", "from agl_core.cli import main; main()", "train", "--resume", str(run)]
+    if os.geteuid() == 0:
+        command = ["unshare", "--mount", "sh", "-c", READ_ONLY, "sh", *command]
+    done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=120)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this root may not mount")
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0), done.stderr
+    assert f"Error: The run's folder {run} cannot be written, so that the run cannot go on." in done.stderr
 
 
 def test_run_without_the_servers_packages_makes_no_folder(folder: Path) -> None:

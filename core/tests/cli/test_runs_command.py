@@ -166,6 +166,25 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
     assert (nothing[0]["calls"], nothing[0]["checkpoints"]) == (0, [])
 
 
+def test_a_run_is_removed_once_that_is_confirmed(trained: Any) -> None:
+    run = trained
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
+    folder = run.store.parent
+    (folder.parent / "notes").mkdir()
+    (folder.parent / "notes" / "config.toml").write_text("mine = true\n")
+
+    refused = run.agl("runs", "rm", "calc")  # Nobody answers.
+    assert refused.exit_code == 1
+    assert "Remove runs/calc (finished, 3 steps" in refused.output
+    assert run.store.exists()
+    assert isinstance(run.agl("runs", "rm", "notes", "--yes").exception, ConfigError)
+    assert (folder.parent / "notes").exists(), "it is no run"
+
+    assert run.agl("runs", "rm", "calc", "--yes").exit_code == 0
+    assert not folder.exists()
+    assert listed(run)[0]["folder"].endswith("notes")
+
+
 def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     run = trained
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})

@@ -34,6 +34,8 @@ SOUND: Numbers = {
     "transitions/dropped": 0.0,
     "update/entropy": 0.5,
     "update/kl_behaviour": 0.01,
+    "update/kl_reference": 0.1,
+    "update/grad_norm": 0.5,
     "update/logprob_gap_max": 0.001,
 }
 BAD: Mapping[AlarmName, Numbers] = {
@@ -50,6 +52,8 @@ BAD: Mapping[AlarmName, Numbers] = {
     AlarmName.EMPTY_ANSWERS: {"answers/empty": 0.6},
     AlarmName.BROKEN_PREFIXES: {"calls/prefix_broken": 60.0},
     AlarmName.STALE: {"dropped/stale": 100.0, "transitions/kept": 100.0, "transitions/dropped": 100.0},
+    AlarmName.KL_REFERENCE_RUNAWAY: {"update/kl_reference": 9.0},
+    AlarmName.GRADIENT_SPIKE: {"update/grad_norm": 50.0},
     AlarmName.LOGPROB_GAP: {"update/logprob_gap_max": 3.0},
 }
 """What is added to the sound numbers so that one alarm is raised, and no other."""

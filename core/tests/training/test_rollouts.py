@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.training.failures import StallWatch, who_waits
+from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan, plan_evaluation, train_index
 from agl_core.types import (
@@ -171,13 +172,50 @@ async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.M
 async def test_a_wait_that_is_too_long_is_told_again_and_again_and_goes_on() -> None:
     said = list[str]()
     idle = Activity(queued=2, running=0, waiting=0, finished=None, serving=True, attempts=[])
-    watch = StallWatch(0.05, lambda: who_waits(idle, MemoryStore()), said.append)
+    watch = StallWatch(0.05, lambda: idle, MemoryStore(), said.append)
     assert await watch.watched(asyncio.sleep(0.2, "done")) == "done"
     assert await watch.watched(asyncio.sleep(0.06, 4), "which makes an update") == 4
     assert ["no worker runs a rollout, and 2 wait" in line for line in said] == [True, True, False]
     assert "the trainer waits for the engine, which makes an update" in said[2]
     assert [alarm.text for alarm in watch.take()] == said
     assert watch.take() == []
+
+
+class BlockedQueue(ScriptedQueue):
+    """Its process, which is that of the gateway too, stands still while rollouts are awaited."""
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        time.sleep(0.2)
+        return await super().done(ids)
+
+
+async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dropped_without_a_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agl_core.training.rollouts.HEALTH_INTERVAL", 0.01)
+    queue, store, said = BlockedQueue(), MemoryStore(), list[str]()
+    now = time.time()
+    ends = {"held": (now, Ending.TIMED_OUT), "earlier": (now - 60, Ending.TIMED_OUT), "well": (now, Ending.FINISHED)}
+    planned = await recorded(store, *ends)
+    await store.put(*(Attempt(id, 0, "w", at - 1, at + 0.2, ending) for id, (at, ending) in ends.items()))
+    watch = StallWatch(0.05, None, store, said.append)
+    collector = Collector(
+        store, queue, [ScoringRule("half", lambda episode: 0.5)], {}, Plugins().hook, lambda: None, watch
+    )  # type: ignore[arg-type]
+    await queue.enqueue(planned)
+    for id, (_, ending) in ends.items():
+        queue.finish(id, ending=ending)
+
+    outcomes = {done.rollout.id: done.episode for done in await collector.finished(set(ends))}
+
+    assert (outcomes["held"].dropped, outcomes["held"].rewards, outcomes["held"].terminal) == (
+        DropReason.STALLED,
+        (),
+        None,
+    )
+    assert [(outcomes[id].dropped, outcomes[id].terminal) for id in ("earlier", "well")] == [(None, 0.5)] * 2
+    assert [alarm.name for alarm in watch.take()] == [AlarmName.STALL]
+    assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in said
 
 
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:
