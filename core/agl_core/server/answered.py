@@ -69,6 +69,8 @@ class Exchange:
     """The upstream's own messages, one of each choice, as a request of a chat repeats them."""
     conversation: Sequence[Message] | None = None
     """All messages up to and with the reply, if a later request may continue it."""
+    request: Any = None
+    """The `ModelRequest` of such a reply: the client may ask for the response once more."""
     size: int = 0
     """Bytes that it keeps."""
     keys: list[tuple[str, Any]] = field(default_factory=list)
@@ -139,6 +141,11 @@ class Answered:
         if conversation is not None:
             exchange.conversation = (*conversation, exchange.messages[0])
         self._grow(exchange, len(reply.raw.body) - exchange.size + (0 if conversation is None else size))
+
+    def continued(self, reply_id: str) -> Exchange | None:
+        """The exchange of a reply that a later request may continue; None if there is none, or it is forgotten."""
+        exchange = self._of_reply(reply_id)
+        return None if exchange is None or exchange.conversation is None else exchange
 
     def message(self, reply_id: str) -> Message | None:
         """The upstream's own message of a reply; None if there is no such reply, or it is forgotten."""

@@ -29,9 +29,9 @@ from agl_core.config.sections import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
-from agl_core.server.answered import Budget, Exchange
+from agl_core.server.answered import NOT_KEPT, Budget, Exchange
 from agl_core.server.attempt import ActiveAttempt
-from agl_core.server.dialects.dialect import Dialect, ModelRequest
+from agl_core.server.dialects.dialect import Dialect, ModelRequest, rendered
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.server.keys import Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection
@@ -157,6 +157,7 @@ class Gateway:
             exchange.waiting.append(connection)
             reply = await self._reply(call, exchange)
             attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+            exchange.request = parsed if exchange.conversation is not None else None
             response = dialect.render(parsed, reply)
             self._budget.update(attempt.answered)
             response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **parsed.notes(reply)})
@@ -166,6 +167,19 @@ class Gateway:
             if attempt is not None:
                 attempt.count_failure(failure)
             return dialect.refuse(failure)
+
+    async def kept(self, request: Request, reply_id: str, dialect: Dialect) -> Response:
+        """A response that was given before (GET), or its removal (DELETE); its echoes are known all the same."""
+        try:
+            exchange = (await self.attribution.open(request)).answered.continued(reply_id)
+            if exchange is None or exchange.kept is None or exchange.request is None:
+                raise ApiError(404, f"There is no response {reply_id!r}. {NOT_KEPT}", code="response_not_found")
+            if request.method == "DELETE":
+                exchange.conversation = exchange.request = None
+                return rendered({"id": reply_id, "object": "response", "deleted": True})
+            return dialect.render(replace(exchange.request, stream=False), exchange.kept.read())
+        except Exception as error:
+            return dialect.refuse(as_answer(error, request.url.path))
 
     def count_unrecorded(self, attempt: ActiveAttempt, route: str) -> None:
         """A request of an attempt is answered and not recorded."""

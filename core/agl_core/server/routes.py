@@ -66,6 +66,7 @@ _PATH = re.compile(
     r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>[^/]+))?)(?P<route>/.*[^/])/*"
 )
 _MODELS = "/v1/models"
+_RESPONSES = "/v1/responses/"
 _BARE = frozenset({*DIALECTS, *PASSED_ON, _MODELS, "/v1/traces"})
 """Routes that are also served without /v1."""
 _CONNECT, _ANSWER = 10.0, 120.0
@@ -111,6 +112,10 @@ class ModelCalls:
         elif is_post and target.route in PASSED_ON:
             request = CallRequest({**scope, "path_params": target.parameters}, receive)
             response = await self._passthrough.answer(request, target.route)
+        elif target.route.startswith(_RESPONSES) and scope["method"] in ("GET", "DELETE"):
+            request = CallRequest({**scope, "path_params": target.parameters}, receive)
+            reply_id = target.route.removeprefix(_RESPONSES)
+            response = await self._gateway.kept(request, reply_id, DIALECTS["/v1/responses"])
         else:
             await self._app({**scope, "path": target.path}, receive, send)
             return
@@ -231,7 +236,7 @@ def find_route(path: str) -> ModelRoute | None:
     if match is None:
         return None
     route = f"/v1{match['route']}"
-    if not match["base"] and route not in _BARE and not route.startswith(f"{_MODELS}/"):
+    if not match["base"] and route not in _BARE and not route.startswith((f"{_MODELS}/", _RESPONSES)):
         return None
     named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
     return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)

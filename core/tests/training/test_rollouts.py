@@ -22,8 +22,10 @@ from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan, plan_evaluation, train_index
 from agl_core.types import (
+    AlarmName,
     Attempt,
     AttemptKey,
+    DropReason,
     Ending,
     Episode,
     Mode,
@@ -185,7 +187,7 @@ class BlockedQueue(ScriptedQueue):
     """Its process, which is that of the gateway too, stands still while rollouts are awaited."""
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        time.sleep(0.2)
+        time.sleep(0.2)  # noqa: ASYNC251
         return await super().done(ids)
 
 

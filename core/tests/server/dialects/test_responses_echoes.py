@@ -255,6 +255,33 @@ async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
     assert (raised.value.code, raised.value.param) == ("item_not_found", "input")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, streamed: bool) -> None:
+    client = stack.client(await stack.lease())
+    asked: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
+    if streamed:
+        response: Any = [event async for event in await client.responses.create(**asked, stream=True)][-1].response
+    else:
+        response = await client.responses.create(**asked)
+    assert await client.responses.retrieve(response.id) == response
+    echo: Any = [user(), *response.output, user()]
+    await client.responses.delete(response.id)
+    for asking in (client.responses.retrieve(response.id), client.responses.delete(response.id)):
+        with pytest.raises(openai.NotFoundError, match="agl keeps the last") as raised:
+            await asking
+        assert raised.value.code == "response_not_found"
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(model="m", input="y", previous_response_id=response.id)
+    await client.responses.create(model="m", input=echo)
+    unstored = await client.responses.create(**asked, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(unstored.id)
+    other = stack.client(await stack.lease())
+    stored = await client.responses.create(**asked)
+    with pytest.raises(openai.NotFoundError):
+        await other.responses.retrieve(stored.id)
+
+
 async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
     key = await stack.lease()
     client, anthropics = stack.client(key), client_of(stack, key)
