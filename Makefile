@@ -168,7 +168,7 @@ faults: install ## Kill the parts of small runs at random moments, 200 times (ha
 	@$(BIN)/python -m tests.faults.nightly
 
 fuzz: install ## Run the property tests with other examples than `make test` (ten minutes)
-	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,import (hypothesis|schemathesis)|from (hypothesis|schemathesis)))
+	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,(import|from) hypothesis))
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_comparison.py

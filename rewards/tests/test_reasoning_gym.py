@@ -88,11 +88,28 @@ def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
     assert held_out == [tasks(seed=2, dataset="rectangle_count", split="eval").task(index) for index in range(5)]
 
 
+async def test_a_mixture_has_each_dataset_by_its_share_with_its_settings_and_verifier() -> None:
+    settings = {"chain_sum": {"min_terms": 6, "max_terms": 6}}
+    options: dict[str, Any] = {"dataset": {"chain_sum": 3, "word_sorting": 1}, "settings": settings}
+    source = tasks(**options)
+    mixture = [source.task(index) for index in range(100)]
+    assert mixture == [tasks(**options).task(index) for index in range(100)]
+    assert len({each.id for each in mixture}) == 100
+    sums = [each for each in mixture if each.id.startswith("chain_sum")]
+    assert 60 <= len(sums) <= 90
+    assert all(each.metadata["reasoning_gym"]["settings"] == settings["chain_sum"] for each in sums)
+    for task in (sums[0], next(each for each in mixture if each.id.startswith("word_sorting"))):
+        assert await score(task, task.metadata["answer"]) == 1.0
+        assert await score(task, "7 seven") < 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         ({"dataset": "chain_sun"}, "Did you mean 'chain_sum'"),
         ({"dataset": "chain_sum", "settings": {"terms": 2}}, "refuses its settings"),
+        ({"dataset": {"chain_sum": 1, "word_sortin": 1}}, "Did you mean 'word_sorting'"),
+        ({"dataset": {"chain_sum": 1}, "settings": {"min_terms": 2}}, "a table of each dataset, and 'min_terms'"),
         ({"dataset": "chain_sum", "settings": {"min_terms": 0}}, "min_terms must be positive"),
     ],
 )

@@ -74,4 +74,4 @@ name = "{credit}"
         check(loaded)
     wrong = "a return would be counted twice" if takes == "reward" else "the time axis has no owner"
     assert wrong in str(error.value)
-    assert "Choose a credit rule that yields" in str(error.value)
+    assert "that yields" in str(error.value)
