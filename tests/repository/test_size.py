@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 53849,
-    "files of the product": 325,
-    "lines of the core": 32625,
-    "lines of the core's largest room": 5905,
-    "lines of all Python": 125517,
-    "files that one call passes": 52,
-    "folders that one call passes": 18,
-    "settings": 151,
+    "lines of the product": 45242,
+    "files of the product": 252,
+    "lines of the core": 27734,
+    "lines of the core's largest room": 4963,
+    "lines of all Python": 106652,
+    "files that one call passes": 45,
+    "folders that one call passes": 14,
+    "settings": 145,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
