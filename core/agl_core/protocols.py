@@ -369,9 +369,5 @@ class Engine(ABC):
         """Serve a policy no longer; what it is answering now is answered, and its memory is then free."""
         raise self._not_supported("withdraw")
 
-    async def merge(self, spec: PolicySpec, folder: Path) -> None:
-        """Write the model with its adapter merged into it, and the tokenizer, as transformers loads them."""
-        raise self._not_supported("merge")
-
     def _not_supported(self, method: str) -> EngineError:
         return EngineError(f"The engine {type(self).__name__} does not support '{method}'.")

@@ -280,12 +280,6 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def merge(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Merge a model's adapter into its weights, which changes them, and write both as transformers loads them."""
-    model.merge_and_unload(safe_merge=True).save_pretrained(folder, safe_serialization=True)
-    tokenizer.save_pretrained(folder)
-
-
 def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
     """Write a policy to a new folder: its weights as transformers and peft load them, and its trainer."""
     try:

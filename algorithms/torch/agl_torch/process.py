@@ -30,7 +30,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, find_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, merge, save_policy
+from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
 from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.serving.api import ModelServer, create_app
@@ -288,13 +288,6 @@ class ServedPolicies:
         self._loop.remove(name)
         gc.collect()  # peft's modules refer to each other.
         _log.info("Serving %s no longer.", name)
-
-    def merge(self, spec: PolicySpec, folder: Path) -> None:
-        """Write a model with its adapter merged into it; the model is loaded anew, because merging changes it."""
-        loaded = load_model(spec, torch.device("cpu"), seed=0)
-        if not loaded.has_adapter:
-            raise EngineError(f"There is no adapter to merge into '{spec.name or spec.model}'.")
-        merge(loaded.model, loaded.tokenizer, folder)
 
 
 def _serve(server: uvicorn.Server, listener: socket.socket, host: Host[TorchOptions]) -> None:

@@ -11,7 +11,6 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
@@ -160,25 +159,4 @@ async def test_mistakes_leave_what_is_served(running: Running, checkpoint: Path,
         await engine.publish("other", PolicySpec(str(saved["full"]), adapter=str(saved["one"])))
     with pytest.raises(EngineError, match="Did you mean 'kept'"):
         await engine.withdraw("keptt")
-    with pytest.raises(EngineError, match="no adapter to merge"):
-        await engine.merge(PolicySpec(str(checkpoint)), saved["one"].parent / "nothing")
     assert (await running.ask("kept"))[1]
-
-
-@in_one_loop
-async def test_a_merged_model_says_what_its_adapter_does(
-    running: Running, tmp_path: Path, checkpoint: Path, saved: dict[str, Path]
-) -> None:
-    spec = PolicySpec(str(checkpoint), adapter=str(saved["two"]))
-    await running.engine.publish("before", spec)
-    before = await running.ask("before")
-    await running.engine.merge(spec, tmp_path / "merged")
-
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert not hasattr(merged, "peft_config")
-    torch.testing.assert_close(logprobs(merged), logprobs(load_model(spec, CPU, 0).model), atol=1e-5, rtol=0)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "merged")
-    assert tokenizer.chat_template == PreTrainedTokenizerFast.from_pretrained(checkpoint).chat_template
-    after = await running.ask("before")
-    assert after[:2] == before[:2]
-    assert after[2] == pytest.approx(before[2], abs=1e-4), "what is served is not touched"

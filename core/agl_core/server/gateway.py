@@ -45,8 +45,6 @@ from agl_core.wire.headers import (
     HEADER_PARENT_SPAN,
     HEADER_ROLLOUT,
     HEADER_STATE,
-    HEADER_TRACE,
-    trace_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -283,7 +281,6 @@ class Gateway:
                 retry_of=exchange.marker,
                 undelivered=all(connection.is_gone for connection in exchange.waiting),
                 stamped=HEADER_ROLLOUT in headers,
-                trace=trace_of(headers.get(HEADER_TRACE)),
             )
             await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late

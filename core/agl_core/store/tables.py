@@ -25,7 +25,7 @@ Kept = TypeVar("Kept")
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-VERSION = 11
+VERSION = 12
 """Grows with each change of the tables: a file of another version is refused."""
 _KEYWORDS = {"group": '"group"', "index": '"index"'}
 """SQL's own words, quoted."""
@@ -107,7 +107,6 @@ CALLS = Table(
         "prompt_blocks": "BLOB",
         "prompt_tail": "BLOB",
     },
-    indexes=("(trace) WHERE trace IS NOT NULL",),
 )
 CHOICES = Table(
     "choices",

@@ -163,10 +163,6 @@ class ProcessEngine(Engine, Generic[Options]):
     async def withdraw(self, name: str) -> None:
         await self._ask("withdraw", name)
 
-    async def merge(self, spec: PolicySpec, folder: Path) -> None:
-        """Write the model with its adapter merged into it."""
-        await self._ask("merge", spec, _absolute(folder))
-
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""
         self._stopped = True

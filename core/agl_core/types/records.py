@@ -196,8 +196,6 @@ class Call:
     """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
     stamped: bool = True
     """Whether the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
-    trace: str | None = None
-    """The W3C trace id of the request that made it (`traceparent`), 32 hexadecimal digits; None if it had none."""
 
     @property
     def key(self) -> AttemptKey:

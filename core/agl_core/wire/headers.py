@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 HEADER_ROLLOUT = "x-agl-rollout"
 """`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
 HEADER_AGENT = "x-agl-agent"
@@ -14,28 +12,12 @@ HEADER_STATE = "x-agl-state"
 """The agent's semantic variables at the call, as `agl_core.capture.context` packs them."""
 HEADER_RETRY = "x-agl-retry"
 """One value for a request and its retries by the client."""
-HEADER_TRACE = "traceparent"
-"""W3C trace context: what OpenTelemetry's instrumentations of HTTP clients send with each request."""
 HEADER_CALL = "x-agl-call"
 """On the server's reply: the id of the call that it answers."""
 HEADER_IGNORED = "x-agl-ignored"
 """On the server's reply: the fields of the request that only tune a hosted service, and were ignored."""
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
-
-_TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
-
-
-def trace_of(header: str | None) -> str | None:
-    """The trace id in a `traceparent`; None without a valid one.
-
-    >>> trace_of("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
-    '4bf92f3577b34da6a3ce929d0e0e4736'
-    >>> trace_of("00-00000000000000000000000000000000-00f067aa0ba902b7-01"), trace_of(None)
-    (None, None)
-    """
-    found = _TRACE.fullmatch(header or "")
-    return None if found is None else found[1]
 
 
 def rollout_path(rollout: str, attempt: int) -> str:

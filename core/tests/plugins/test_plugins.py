@@ -219,7 +219,7 @@ async def test_an_engine_says_by_name_what_it_does_not_support() -> None:
     plain.report_stages(print)
     for method, arguments in {
         "describe": (), "estimate": (None,), "tokenize": ("default", []), "logprobs": ("default", None),
-        "publish": ("default", None), "withdraw": ("default",), "merge": (None, Path()),
+        "publish": ("default", None), "withdraw": ("default",),
     }.items():  # fmt: skip
         assert not plain.supports(method)
         with pytest.raises(EngineError, match=f"The engine Plain does not support '{method}'"):
