@@ -59,7 +59,7 @@ COMMANDS = {
     "worker": Command(".worker", "work", START, "Run rollouts for `agl train TARGET` until that run is over."),
     "eval": Command(".eval", "evaluate", START, "Evaluate on every held-out set, and print the rewards."),
     "run": Command(".run", "run", START, "Run a command, and record what its agent does as one rollout.", True),
-    "runs": Command(".runs", "runs", LOOK, "List runs, and make them smaller."),
+    "runs": Command(".runs", "runs", LOOK, "List runs, make them smaller, and remove them."),
     "rollouts": Command(".rollouts", "rollouts", LOOK, "List the rollouts of a run, the newest last."),
     "show": Command(".show", "show", LOOK, "Show a rollout turn by turn, and what training made of it."),
     "reward": Command(".reward", "reward", DATA, "Try other rewards and credit on what was recorded."),
