@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
-from agl_torch.loading import load_model, merge
+from agl_torch.loading import load_model
 from agl_verl.checkpoint import Described, finish, shards
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
@@ -62,19 +62,6 @@ def test_peft_and_the_torch_engine_load_the_adapter(trained: Any, checkpoint: Pa
     torch.testing.assert_close(logits(load_model(spec, torch.device("cpu"), 0).model), expected, rtol=1e-4, atol=1e-4)
     assert (adapter / "tokenizer.json").is_file()
     assert not (adapter / "config.json").exists(), "it would be taken for a whole model"
-
-
-def test_merged_it_is_a_model_that_transformers_and_the_torch_engine_load(
-    trained: Any, checkpoint: Path, tmp_path: Path
-) -> None:
-    """As `agl policy merge` merges it."""
-    loaded = load_model(PolicySpec(str(POLICY), "float32", adapter=str(checkpoint / "model")), torch.device("cpu"), 0)
-    merge(loaded.model, loaded.tokenizer, tmp_path / "merged")
-    expected = logits(trained)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(logits(plain), expected, rtol=1e-3, atol=1e-3)
-    by_torch = load_model(PolicySpec(str(tmp_path / "merged"), "float32"), torch.device("cpu"), 0)
-    torch.testing.assert_close(logits(by_torch.model), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_an_adapter_belongs_to_the_weights_that_it_was_trained_on(checkpoint: Path, tmp_path: Path) -> None:
