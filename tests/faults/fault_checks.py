@@ -139,7 +139,7 @@ def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger
     used: set[TransitionKey] = set()
     trained: list[list[Any]] = []
     for step in sorted(made):
-        batch = []
+        batch, version = [], sum(map(bool, trained))  # A step of which all data are too old makes no version.
         for rollout in made[step]:
             assert rollout.counted_attempt is not None
             for call in calls[AttemptKey(rollout.id, rollout.counted_attempt)]:
@@ -150,7 +150,7 @@ def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger
                 used.add(key)
                 if training_records[key][0].dropped is None:
                     assert call.version is not None
-                    assert step - 1 - staleness <= call.version <= step - 1, (step, call.version)
+                    assert version - staleness <= call.version <= version, (step, version, call.version)
                     batch.append([*key, _checksum(call)])
         trained.append(sorted(batch))
     effective = {rollout.id for rollouts in made.values() for rollout in rollouts}
