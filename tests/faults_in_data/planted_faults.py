@@ -112,7 +112,6 @@ CALL: Mapping[str, Faults] = {
     "undelivered": ((True, DropReason.UNDELIVERED),),
     "stamped": ((False, TRAINED),),
     "retry_of": harmless,
-    "trace": harmless,
     "pruned": ((True, REFUSED),),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }

@@ -18,7 +18,7 @@ BOUNDS = {
     "files of the product": 252,
     "lines of the core": 27702,
     "lines of the core's largest room": 4960,
-    "lines of all Python": 106568,
+    "lines of all Python": 106567,
     "files that one call passes": 45,
     "folders that one call passes": 14,
     "settings": 145,
