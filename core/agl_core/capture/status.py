@@ -23,7 +23,7 @@ from agl_core import kinds
 from agl_core.plugins import Plugins
 from agl_core.types import Json, ToolStatus
 
-UNCERTAIN = frozenset({"unknown", "ok"})
+UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
 """Rules that found nothing: a source that knows more of the tool call overrides them."""
 _TIMEOUT = re.compile(r"time[ds]?[\s_-]?out|deadline[\s_-]?exceeded", re.IGNORECASE)
 _HEAD = 200
@@ -151,6 +151,34 @@ def _error_field(seen: Seen) -> str | None:
     return None if is_none else said
 
 
+_LOOKS_LIKE_ERROR = re.compile(
+    r"""
+    (?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't
+      | no\ such | not\ found | (?: access | permission )\ denied | timed?[\ -]?outs?
+      | (?: integer\ | float\ )? (?: division | modulo )\ by\ zero | maximum\ recursion\ depth | math\ domain
+      | can\ only\ concatenate | unsupported\ operand | unhashable\ type | no\ module\ named | fetch\ failed
+      | (?: not\ enough | too\ many )\ values | \d+\ validation\ errors?\ for ) \b
+  | \[Errno\ -?\d+\]
+  | (?: expecting | unexpected ) \b .{1,60} (?: :\ line\ \d+ | \bJSON\b )
+  | '[^'\n]{0,200}' \s*\Z
+  | (?: [^\n.;!?] | \.(?=\S) ){1,120}? \ (?:
+        (?: was\ | is\ )? not\ (?: found | defined | callable | iterable | subscriptable | a\ function
+          | available | allowed | permitted | supported | implemented | reachable )
+      | (?: does\ not | doesn't )\ exist | (?: index\ | is\ )? out\ of\ range | refused | unreachable | unavailable
+      | has\ no\ attribute\ '[^'\n]{1,200}' | missing\ \d+\ required\ [^\n]{1,300}
+      | got\ an\ unexpected\ keyword\ [^\n]{1,300} | takes\ [^\n]{1,40}\ positional\ [^\n]{1,300} )
+    (?: \s*\Z | [.!:;,] )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Python's and JavaScript's own words in exceptions are among it: some frameworks send an exception's bare text."""
+
+
+def _looks_like_error(seen: Seen) -> str | None:
+    is_no_success = any(seen.fields.get(name) is False for name in ("success", "ok"))
+    return "" if is_no_success or seen.fields.get("errors") or _LOOKS_LIKE_ERROR.match(seen.text) else None
+
+
 def _is_timeout(error: BaseException) -> bool:
     # HTTP clients and subprocess have timeouts that are no TimeoutError; they are known by name, without their import.
     names = (kind.__name__ for kind in type(error).__mro__)
@@ -270,6 +298,13 @@ WORDS = (
         ToolStatus.ERROR,
         _error_field,
         "google-adk 2.13.0",
+    ),
+    StatusRule(
+        "looks-like-error",
+        'no rule of a framework, but it may well be a failure: `Failed to open it`, `{"success": false}`, or the bare '
+        "text of an exception: `no such city`, `division by zero`, `'Bern'` (a missing key)",
+        ToolStatus.OK,
+        _looks_like_error,
     ),
     StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
 )

@@ -226,7 +226,7 @@ def _completed(report: ToolResult, tool_call: ToolCall, shown: ToolResult | None
     )
     if shown is None:
         return report
-    has_looked = report.status_rule != "unknown"
+    has_looked = report.status_rule not in ("unknown", "looks-like-error")
     if report.source in _FROM_ANYWHERE and has_looked and not _failed(report) and _failed(shown):
         denied = replace(report, status=shown.status, status_rule=CONTRADICTED, source=shown.source)
         return replace(denied, result=None, error=shown.error)

@@ -29,5 +29,5 @@ def ask(base_url: str, key: str) -> None:
 
 
 async def test_the_text_of_an_exception_is_uncertain_and_wrong_arguments_are_an_error() -> None:
-    assert (await play(ask, "Town_look")).told == [("ok", "ok"), ("ok", "ok")]
+    assert (await play(ask, "Town_look")).told == [("ok", "looks-like-error"), ("ok", "ok")]
     assert (await play(ask, "Town_find")).told == [("error", "griptape"), ("error", "griptape")]
