@@ -110,7 +110,7 @@ def _begin(client: socket.socket, folder: Path) -> int | None:
 
 
 def _finish(pid: int, client: socket.socket, folder: Path, *, wait: bool) -> bool:
-    """Whether an evaluation has ended; then the caller is told how."""
+    """Whether an evaluation has ended; its exit status goes to the caller."""
     ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     if ended:
         with contextlib.suppress(OSError):

@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 45232,
+    "lines of the product": 45233,
     "files of the product": 252,
-    "lines of the core": 27737,
+    "lines of the core": 27738,
     "lines of the core's largest room": 4960,
-    "lines of all Python": 106634,
+    "lines of all Python": 106648,
     "files that one call passes": 45,
     "folders that one call passes": 14,
     "settings": 145,

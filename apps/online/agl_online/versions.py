@@ -52,9 +52,9 @@ class By(StrEnum):
     """Who decided."""
 
     START = "start"
-    """Nobody: it is what the run was deployed with."""
+    """It is what the run was deployed with."""
     TRAINING = "training"
-    """Nobody: training wrote a checkpoint."""
+    """Training wrote a checkpoint."""
     GATE = "gate"
     CANARY = "canary"
     OPERATOR = "operator"

@@ -282,7 +282,8 @@ class StallWatch:
                     if self.activity is not None and self.store is not None and not engine_does:
                         activity = self.activity()
                         seen, remedy = await who_waits(activity, self.store)
-                        if max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0) >= limit:
+                        unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)
+                        if unanswered >= limit or not activity.serving:
                             self._standstills.append((time.time() - waited, math.inf))
                     self._raise(stall(waited, seen), remedy)
                     limit *= 2

@@ -220,6 +220,19 @@ async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dro
     assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in said
 
 
+async def test_rollouts_that_time_out_while_no_engine_answers_are_kept_waiting() -> None:
+    store = MemoryStore()
+    silent = Activity(queued=0, running=1, waiting=0, finished=None, serving=False, attempts=[])
+    watch = StallWatch(0.05, lambda: silent, store, list[str]().append)
+    [planned] = await recorded(store, "r")
+    await store.put(Attempt("r", 0, "w", time.time(), time.time() + 1, Ending.TIMED_OUT))
+    rollout = replace(planned, counted_attempt=0, ending=Ending.TIMED_OUT)
+    assert await watch.kept_waiting([rollout]) == set()
+    await watch.watched(asyncio.sleep(0.1))
+    assert await watch.kept_waiting([rollout]) == {"r"}
+    assert await watch.kept_waiting([replace(rollout, ending=Ending.FINISHED)]) == set()
+
+
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b")
