@@ -19,7 +19,8 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from agl_core import kinds
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import PluginChoice
-from agl_core.plugins import Component, Plugins
+from agl_core.kinds import Component
+from agl_core.plugins import Plugins
 
 OUT = Path(__file__).with_name("configuration.md")
 HEAD = """# The configuration file

@@ -63,16 +63,6 @@ class TrainingError(AglError, RuntimeError):
     """Training has nothing to learn from, step after step."""
 
 
-def did_you_mean(name: str, known: Iterable[str], form: str = "'{}'") -> str:
-    """A question that helps with a misspelt name, with a space behind it; nothing if no known name is near.
-
-    >>> did_you_mean("grop", ["grpo", "ppo"])
-    "Did you mean 'grpo'? "
-    """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"Did you mean {form.format(close[0])}? " if close else ""
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message that helps with a misspelt name.
 
@@ -80,7 +70,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "Did you mean 'grpo'? Known: grpo, ppo."
     """
     names = sorted(known)
-    return f"{did_you_mean(name, names)}Known: {', '.join(names) or 'none'}."
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    question = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{question}Known: {', '.join(names) or 'none'}."
 
 
 def last_frames(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,15 +71,32 @@ class NoOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Register(Protocol):
-    """What `register_components` is called with; call it for each component.
+@dataclass(frozen=True)
+class Component:
+    """One thing that a plugin brought, with what it declares (`Register`)."""
 
-    `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of the
-    builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what an engine, a reward
-    or a credit rule offers it. `takes` is which credited values an algorithm takes (by default either), `yields` what
-    those of a credit rule are, or both if they can be read as either. `needs` and `takes` may be computed from the
-    settings. `status_rules` are the words in which an adapter's framework tells a model that a tool failed.
-    """
+    kind: Kind
+    name: str
+    build: Callable[..., Any]
+    """Makes it from its settings, and from what its kind's builder also gets."""
+    origin: str
+    """The distribution and version, or the file, that it came from."""
+    doc: str = ""
+    options: type[BaseModel] = NoOptions
+    """The settings that it honours."""
+    needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
+    provides: frozenset[Capability] = frozenset()
+    yields: frozenset[CreditKind] = frozenset()
+    takes: Callable[[Any], CreditKind | None] = lambda options: None
+    status_rules: tuple[Any, ...] = ()
+
+
+class Register:
+    """What `register_components` is called with; call it for each component. It keeps what one plugin brings."""
+
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+        self.components: list[Component] = []
 
     def __call__(
         self,
@@ -94,4 +111,31 @@ class Register(Protocol):
         takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
         yields: CreditKind | Collection[CreditKind] = (),
         status_rules: Iterable[Any] = (),
-    ) -> None: ...
+    ) -> None:
+        """Bring a component.
+
+        `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of
+        the builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what an engine,
+        a reward or a credit rule offers it. `takes` is which credited values an algorithm takes (by default either),
+        `yields` what those of a credit rule are, or both if they can be read as either. `needs` and `takes` may be
+        computed from the settings. `status_rules` are the words in which an adapter's framework tells a model that a
+        tool failed.
+        """
+        if kind == CREDIT and not yields:
+            raise TypeError(
+                f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD"
+            )
+        component = Component(
+            kind=kind,
+            name=name,
+            build=build,
+            origin=self._origin,
+            doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
+            options=options,
+            needs=lambda chosen: frozenset(needs(chosen) if callable(needs) else needs),
+            provides=frozenset(provides),
+            yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
+            takes=lambda chosen: takes(chosen) if callable(takes) else takes,
+            status_rules=tuple(status_rules),
+        )
+        self.components.append(component)

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +16,11 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pluggy
-from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import CREDIT, KINDS, Capability, Kind, NoOptions
-from agl_core.types import Attempt, CreditKind, DropReason, Episode, Rollout
+from agl_core.kinds import KINDS, Component, Kind, Register
+from agl_core.types import Attempt, DropReason, Episode, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -56,26 +55,6 @@ class BrokenPlugin:
 
     def __str__(self) -> str:
         return f"The plugin '{self.name}' of {self.origin} cannot be used ({self.error}). Reinstall or uninstall it."
-
-
-@dataclass(frozen=True)
-class Component:
-    """One thing that a plugin brought, with what it declares (`agl_core.kinds.Register`)."""
-
-    kind: Kind
-    name: str
-    build: Callable[..., Any]
-    """Makes it from its settings, and from what `agl_core.kinds` names beside them for its kind."""
-    origin: str
-    """The distribution and version, or the file, that it came from."""
-    doc: str = ""
-    options: type[BaseModel] = NoOptions
-    """The settings that it honours."""
-    needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
-    provides: frozenset[Capability] = frozenset()
-    yields: frozenset[CreditKind] = frozenset()
-    takes: Callable[[Any], CreditKind | None] = lambda options: None
-    status_rules: tuple[Any, ...] = ()
 
 
 class Plugins:
@@ -124,7 +103,7 @@ class Plugins:
         self._manager.register(plugin)
         try:
             self._manager.check_pending()
-            components = list(self._brought(plugin, origin))
+            components = self._brought(plugin, origin)
         except Exception as error:
             self._manager.unregister(plugin)
             raise PluginError(f"The plugin {origin} cannot be used: {_described(error)}") from error
@@ -132,41 +111,7 @@ class Plugins:
         self._origins[plugin] = origin
 
     def _brought(self, plugin: object, origin: str) -> list[Component]:
-        components: list[Component] = []
-
-        def register(
-            kind: Kind,
-            name: str,
-            build: Callable[..., Any],
-            *,
-            options: type[BaseModel] = NoOptions,
-            doc: str | None = None,
-            needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
-            provides: Iterable[Capability] = (),
-            takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
-            yields: CreditKind | Collection[CreditKind] = (),
-            status_rules: Iterable[Any] = (),
-        ) -> None:
-            if kind == CREDIT and not yields:
-                raise TypeError(
-                    f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD"
-                )
-            components.append(
-                Component(
-                    kind=kind,
-                    name=name,
-                    build=build,
-                    origin=origin,
-                    doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
-                    options=options,
-                    needs=lambda chosen: frozenset(needs(chosen) if callable(needs) else needs),
-                    provides=frozenset(provides),
-                    yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
-                    takes=lambda chosen: takes(chosen) if callable(takes) else takes,
-                    status_rules=tuple(status_rules),
-                )
-            )
-
+        register = Register(origin)
         for hook in self._manager.hook.register_components.get_hookimpls():
             if hook.plugin is plugin:
                 hook.function(register)
@@ -175,7 +120,7 @@ class Plugins:
             if bring is not None and bring not in self._decorated:
                 self._decorated.add(bring)
                 bring(register)
-        return components
+        return register.components
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

@@ -16,7 +16,8 @@ from agl_core import kinds
 from agl_core.capture import StatusRule, message_status
 from agl_core.capture import status as capture_status
 from agl_core.capture.status import REPORTED, WORDS
-from agl_core.plugins import Component, Plugins
+from agl_core.kinds import Component
+from agl_core.plugins import Plugins
 from agl_verl.plugin import VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.cli.options import AsJson, Set
-from agl_core.cli.screen import Screen, print_json, shown
+from agl_core.cli.screen import AsJson, Screen, Set, print_json, shown
 from agl_core.config import CONFIG_FILE, check, load
 from agl_core.reading.words import number, one_line
 

@@ -15,8 +15,7 @@ import typer
 
 from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
-from agl_core.cli.options import AsJson, KeyVariable, Model, UpstreamUrl
-from agl_core.cli.screen import print_json
+from agl_core.cli.screen import AsJson, KeyVariable, Model, UpstreamUrl, print_json
 from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
 from agl_core.config import LoadedConfig, check, load
 from agl_core.errors import AglError

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agl_core.cli.options import AsJson, Seed, Set
-from agl_core.cli.screen import ConsoleObserver, Screen, print_json, table
+from agl_core.cli.screen import AsJson, ConsoleObserver, Screen, Seed, Set, print_json, table
 from agl_core.config import CONFIG_FILE, check, load
 from agl_core.errors import ConfigError
 from agl_core.reading.evaluations import Comparison, Estimate, compare, passes

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from agl_core import kinds
-from agl_core.cli.options import AsJson
-from agl_core.cli.screen import Screen, print_json
+from agl_core.cli.screen import AsJson, Screen, print_json
 from agl_core.errors import nearest
-from agl_core.plugins import Component, Plugins
+from agl_core.kinds import Component
+from agl_core.plugins import Plugins
 
 Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
 

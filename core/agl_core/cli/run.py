@@ -21,7 +21,7 @@ from agl_core import private
 from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
-from agl_core.cli.options import KeyVariable, Model, UpstreamUrl
+from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
 from agl_core.config import CONFIG_FILE, LoadedConfig, load
 from agl_core.config.models import GatewaySection

@@ -1,17 +1,38 @@
-"""`agl runs`: the runs there are, making them smaller, and removing them."""
+"""`agl runs`, `agl rollouts`, `agl show`: looking at runs, at the rollouts of one, and at one turn by turn."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from agl_core.cli.options import AsJson, Runs
-from agl_core.cli.screen import Screen, print_json, table
+from agl_core.cli.screen import (
+    Agent,
+    AsJson,
+    MaxReward,
+    MinReward,
+    ModeOption,
+    NewestRun,
+    Runs,
+    Screen,
+    Split,
+    Step,
+    VerdictOption,
+    print_json,
+    table,
+)
+from agl_core.learning import Health
+from agl_core.learning.health import has_cut_prompt
 from agl_core.reading import runs as reading
-from agl_core.reading.words import score, size
+from agl_core.reading.explained import AttemptReport, RolloutReport, TerminalReward, Turn, healths_of, read_rollout
+from agl_core.reading.rollouts import Query, RolloutList, list_rollouts
+from agl_core.reading.words import message_text, number, one_line, plain, said_by, score, size, status_text
+from agl_core.store.interface import Store
+from agl_core.types import Ending, Reward, ToolStatus, TrainingRecord
 
 Folder = Annotated[Path, typer.Argument(help="The folder with the runs.")]
 KeepSteps = Annotated[int, typer.Option(min=0, help="The number of last steps whose calls are kept complete.")]
@@ -70,3 +91,237 @@ def rm(run: Runs, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")
             typer.confirm(f"Remove {folder} ({entry.state}, {entry.steps} steps, {size(entry.size)})?", abort=True)
         reading.remove(folder)
         typer.echo(f"removed {folder}")
+
+
+EndingOption = Annotated[Ending | None, typer.Option("--ending", help="Only those that ended like this.")]
+Policy = Annotated[str | None, typer.Option(help="Only those in which this policy answered a call.")]
+Tool = Annotated[str | None, typer.Option(help="Only those in which this tool was called.")]
+Status = Annotated[
+    ToolStatus | None, typer.Option("--tool-status", help="Only those in which a tool (of --tool) came to this.")
+]
+Dropped = Annotated[str | None, typer.Option(help="Only those with a transition dropped for this reason.")]
+TextOption = Annotated[str | None, typer.Option("--text", help="Only those with this text in task, call or result.")]
+Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
+
+
+def rollouts(
+    run: NewestRun = None,
+    step: Step = None,
+    mode: ModeOption = None,
+    split: Split = None,
+    ending: EndingOption = None,
+    agent: Agent = None,
+    policy: Policy = None,
+    tool: Tool = None,
+    tool_status: Status = None,
+    dropped: Dropped = None,
+    min_reward: MinReward = None,
+    max_reward: MaxReward = None,
+    text: TextOption = None,
+    verdict: VerdictOption = None,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the rollouts of a run, the newest last."""
+    query = Query(
+        *(step, mode, ending, agent, policy, tool, tool_status, dropped, min_reward, max_reward, text, split, verdict)
+    )
+
+    async def read(store: Store) -> tuple[RolloutList, dict[str, Health]]:
+        listed = await list_rollouts(store, query, limit)
+        return listed, await healths_of(store, [entry.rollout for entry in listed.entries])
+
+    listed, healths = reading.read_run(run, read)
+    if as_json:
+        rows = []
+        for entry in listed.entries:
+            health = healths.get(entry.rollout.id)
+            verdict_of = health and {"verdict": health.verdict, "reasons": health.symptoms or health.missing}
+            rows.append({"superseded": entry.superseded, "rewards": entry.rewards, "health": verdict_of})
+            rows[-1] |= plain(entry.rollout)
+        print_json(rows)
+        return
+    screen = Screen()
+    for line in _lines(listed, healths):
+        # A terminal shows what of a line has room: an id is there to be copied, a reward to be compared.
+        screen.print(one_line(line, screen.width))
+    if listed.pruned:
+        screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
+
+
+def _lines(listed: RolloutList, healths: dict[str, Health]) -> list[str]:
+    rows = [("rollout", "reward", "mode", "ended", "try", "health", "task")]
+    for entry in listed.entries:
+        rollout = entry.rollout
+        rewards = ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in entry.rewards if r.call is None)
+        rows.append(
+            (
+                rollout.id + (" (superseded)" if entry.superseded else ""),
+                rewards or "-",
+                rollout.mode.value,
+                rollout.ending.value if rollout.ending else rollout.state.value,
+                "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
+                healths[rollout.id].text if rollout.id in healths else "-",
+                json.dumps(rollout.task.input, ensure_ascii=False),
+            )
+        )
+    *widths, _ = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+
+
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[RUN] ID", help="The run, by default the newest below ./runs; and the rollout's id, or its beginning."
+    ),
+]
+Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
+
+
+def show(names: Names, width: Width = 300, as_json: AsJson = False) -> None:
+    """Show a rollout turn by turn: who spoke, what was asked, what the tools did, and what training made of it.
+
+    Each call has its rewards with the rule that gave them, its credit, its advantage, and its weight in the loss. Below
+    the turns is the credit of the whole group, which the rollout was compared with.
+
+    For instance: agl show calc s3-g1-m0
+    """
+    *runs, id = names
+    if len(runs) > 1:
+        raise typer.BadParameter(f"Name a run and a rollout, not {len(names)} things: agl show RUN ID.")
+    report = reading.read_run(Path(runs[0]) if runs else None, lambda store: read_rollout(store, id))
+    if as_json:
+        print_json(report)
+        return
+    screen, rollout = Screen(), report.rollout
+    screen.print(f"rollout {rollout.id}  {rollout.mode.value}  {rollout.state.value}", style="bold")
+    if report.superseded:
+        screen.print("superseded: a later restart went on from an earlier checkpoint", style="yellow")
+    screen.print(f"task {rollout.task.id}: {_json(rollout.task.input, width)}")
+    for attempt in report.attempts:
+        _print_attempt(screen, attempt, report, width)
+
+
+def _print_attempt(screen: Screen, report: AttemptReport, of: RolloutReport, width: int) -> None:
+    attempt, episode = report.attempt, report.episode
+    counts = attempt.attempt == of.rollout.counted_attempt
+    ending = attempt.ending.value if attempt.ending else "running"
+    screen.print(f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", style="bold")
+    if attempt.error:
+        screen.print(f"  {one_line(attempt.error, width)}", style="red")
+    if attempt.ending is not None:
+        screen.print(f"  {report.health.text}", style="green" if not report.health.symptoms else "yellow")
+    if report.pruned:
+        screen.print(
+            "  Its calls were pruned (agl runs prune): their texts and tokens are gone, all else is as it was.",
+            style="yellow",
+        )
+    for turn in report.turns:
+        _print_turn(screen, turn, width)
+    for lost in episode.undelivered:
+        reply, agent = one_line(message_text(lost.response), width), one_line(lost.agent or "unnamed agent", 60)
+        screen.print(f"  undelivered, before turn {lost.turn}: {agent} did not get {reply!r}", style="yellow")
+    for route, count in (episode.passed_through or {}).items():
+        screen.print(f"  passed through and not recorded: {count} {one_line(route, 80)}")
+    for address, count in (episode.bypassed or {}).items():
+        screen.print(f"  past agl, and not recorded: {count} calls to {one_line(address, 200)}", style="yellow")
+    if episode.unattributed:
+        screen.print(
+            f"  {episode.unattributed} calls came from a client that agl does not know: who made them is unknown, and "
+            "tool results without an id that may be theirs are not joined.",
+            style="yellow",
+        )
+    for result in episode.unjoined:
+        tool = f"{one_line(result.tool, 60)} {status_text(result)} ({said_by(result)})"
+        screen.print(f"  tool result of no recorded call: {tool}", style="yellow")
+    screen.print(f"  result: {_json(episode.result, width)}")
+    for reward in report.uncounted_rewards:
+        screen.print(f"  reward {_reward(reward)[:-1]}, which does not count)", style="yellow")
+    screen.print(f"  terminal reward: {_terminal(report.terminal(of.weights))}", style="bold")
+    if counts:
+        _print_groups(screen, of)
+
+
+def _print_groups(screen: Screen, report: RolloutReport) -> None:
+    several = len({group.policy for group in report.groups}) > 1
+    for group in report.groups:
+        if report.rollout.id in group.credit:
+            credits = group.credit.values()
+            values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in of_one)) for of_one in credits)
+            policy = f" of policy {group.policy}" if several else ""
+            screen.print(
+                f"  group {one_line(report.rollout.group, 80)}, step {group.step}: mean credit{policy} "
+                f"{number(group.mean, 4)}, standard deviation {number(group.std, 4)}, over {len(credits)} rollouts: "
+                f"{one_line(values, 300)}",
+                style="magenta",
+            )
+
+
+def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
+    transition = turn.transition
+    version = "" if transition.version is None else f" v{transition.version}"
+    agent = one_line(transition.agent or "unnamed agent", 60)
+    screen.print(f"\n  turn {transition.turn}  {agent}  ({one_line(transition.policy, 60)}{version})", style="cyan")
+    for message in transition.messages[-1:]:
+        text = one_line(message_text(message), width, tail=True)
+        screen.print(f"    {one_line(str(message.get('role')), 40)}: {text}", style="dim")
+    screen.print(f"    → {one_line(message_text(transition.response), width)}  [{transition.finish_reason.value}]")
+    if transition.state is not None:
+        screen.print(f"    state {_json(transition.state, width)}", style="dim")
+    prompt, response = transition.prompt_ids, transition.response_ids
+    ids = "no token ids" if prompt is None or response is None else f"{len(prompt)} + {len(response)} tokens"
+    logprob = ", no log-probabilities" if transition.has_ids else ""
+    if transition.logprobs is not None:
+        logprob = f", log-probability {float(transition.logprobs.sum()):.3f}"
+    broken = ", prefix broken" if transition.prefix_broken else ""
+    broken += ", prompt cut by the model server" if has_cut_prompt(transition) else ""
+    screen.print(f"    {ids}{logprob}{broken}", style="dim")
+    if transition.parse_error:
+        screen.print(f"    tool call did not parse: {one_line(transition.parse_error, width)}", style="yellow")
+    for result in transition.tool_results:
+        outcome = one_line(result.error, width) if result.error else _json(result.result, width)
+        screen.print(
+            f"    tool {one_line(result.tool, 60)}({_json(result.arguments, 80)}): {status_text(result)}  {outcome}  "
+            f"({said_by(result)})",
+            style="green" if result.status.value == "ok" else "red",
+        )
+    for reward in turn.rewards:
+        screen.print(f"    reward {_reward(reward)}")
+    for record in turn.training_records:
+        screen.print(f"    {_use(record)}", style="magenta")
+
+
+def _json(value: Any, width: int) -> str:
+    return one_line(json.dumps(value, ensure_ascii=False), width)
+
+
+def _terminal(terminal: TerminalReward) -> str:
+    """The sum and its parts; also what the agent reported.
+
+    >>> given = [Reward("r", 0, "right", 1.0, "right"), Reward("r", 0, "brief", 0.5, "brief")]
+    >>> _terminal(TerminalReward.of(given, {"brief": 0}))
+    '1 = right 1 (by right) + 0 · brief 0.5 (by brief)'
+    """
+    terms = " + ".join(
+        (f"{number(weight)} · " if weight != 1 else "") + _reward(reward) for weight, reward in terminal.parts
+    )
+    total = "none" if terminal.value is None else f"{number(terminal.value)} = {terms}"
+    return "; ".join([total, *(f"the agent reported {_reward(reward)}" for reward in terminal.reported)])
+
+
+def _reward(reward: Reward) -> str:
+    """Its name, value and provenance."""
+    of = "" if reward.call is None else f", for call {one_line(reward.call, 80)}"
+    return f"{one_line(reward.name, 80)} {number(reward.value)} (by {one_line(reward.source, 40)}{of})"
+
+
+def _use(record: TrainingRecord) -> str:
+    credit = "" if record.credit is None else f"credit {number(record.credit, 4)}  "
+    if record.dropped is not None:
+        return f"step {record.step}: {credit}dropped: {record.dropped}"
+    advantage = math.nan if record.advantage is None else record.advantage
+    return (
+        f"step {record.step}: {credit}advantage {number(advantage, 4)}  weight in the loss {number(record.weight, 4)}"
+    )

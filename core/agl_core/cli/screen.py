@@ -1,4 +1,4 @@
-"""What commands print: agents' text is shown, and never obeyed by the terminal; results as JSON; a run's progress."""
+"""What commands share: their options, and how they print: agents' text is never obeyed by the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,53 @@ from agl_core.config.models import ServerSection
 from agl_core.plugins import Plugins
 from agl_core.reading.words import harmless, plain
 from agl_core.training.metrics import Observer, Phase, numbered
+from agl_core.types import Mode, Verdict
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+# Runs and configurations
+Run = Annotated[Path, typer.Argument(help="The run: its folder, or its name below ./runs.")]
+NewestRun = Annotated[Path | None, typer.Argument(help="The run; by default the newest below ./runs.")]
+Runs = Annotated[list[Path], typer.Argument(help="Runs: folders, or names below ./runs.")]
+Set = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, e.g. train.steps=20. Repeatable.")
+]
+Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.")]
+
+# Filters of rollouts
+Step = Annotated[int | None, typer.Option(help="Only of this step.")]
+ModeOption = Annotated[Mode | None, typer.Option("--mode", help="Only of this mode.")]
+Split = Annotated[str | None, typer.Option(help="Only of tasks of this split.")]
+MinReward = Annotated[float | None, typer.Option(help="Only with at least this terminal reward.")]
+MaxReward = Annotated[float | None, typer.Option(help="Only with at most this terminal reward.")]
+Agent = Annotated[str | None, typer.Option(help="Only those in which this agent made a call.")]
+VerdictOption = Annotated[
+    Verdict | None, typer.Option("--verdict", help="Only those with this verdict (docs/health.md).")
+]
+
+# A model server
+UpstreamUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--upstream", metavar="URL", help="An OpenAI-compatible server; by default what OPENAI_BASE_URL says."
+    ),
+]
+KeyVariable = Annotated[
+    str | None,
+    typer.Option(
+        "--upstream-key-env",
+        metavar="NAME",
+        help="The environment variable with the upstream's API key; by default OPENAI_API_KEY.",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The upstream's model that answers, whatever the agent asks for; by default its only one, or the one "
+        "that the agent asks for.",
+    ),
+]
 
 _UNLIMITED = 1 << 16
 

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from agl_core.cli.options import Seed, Set
-from agl_core.cli.screen import ConsoleObserver, Screen, shown, table
+from agl_core.cli.screen import ConsoleObserver, Screen, Seed, Set, shown, table
 from agl_core.config import CONFIG_FILE, LoadedConfig, check, load
 from agl_core.errors import ConfigError
 from agl_core.protocols import Engine

@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +16,9 @@ import typer
 from pydantic import ValidationError
 
 from agl_core.capture import attach, installed_adapters
-from agl_core.cli.options import Set
-from agl_core.cli.screen import Screen
+from agl_core.cli.screen import Screen, Set
 from agl_core.config.load import CONFIG_FILE, read_config
-from agl_core.config.models import AgentSection, RunConfig, WorkerSection
+from agl_core.config.models import AgentSection, RunConfig, UntrainedConfig
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
@@ -78,35 +77,21 @@ def work(
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back immediately.
     """
-    plan = _planned(target, server, entry, command, set_)
-    console = Screen(stderr=True)
-    if asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console)):
-        console.print("the server has moved: starting again")
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **plan.keys})
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which agent is run, how, and for which server."""
-
-    agent: AgentSection
-    workers: WorkerSection
-    folder: Path
-    plugins: tuple[Path, ...]
-    config: RunConfig | None
-    run_dir: Path | None
-    url: str | None
-    keys: Mapping[str, str] = field(repr=False)
-    """The keys that the user chose."""
-
-    def find(self) -> ServerAddress | None:
-        return find_server(self.config, self.run_dir, self.url, self.keys)
-
-
-def _planned(
-    target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
-) -> _Plan:
     keys = take_keys()
+    config, run_dir = _configured(target, server, entry, command, set_)
+    known = None if target is None else config
+    find = partial(find_server, known, run_dir, server, keys)
+    console = Screen(stderr=True)
+    ended = partial(is_over, known, run_dir)
+    if asyncio.run(_work(config, find, ended, concurrency or config.workers.concurrency, drain, console)):
+        console.print("the server has moved: starting again")
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **keys})
+
+
+def _configured(
+    target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
+) -> tuple[RunConfig, Path | None]:
+    """Which agent is run, and how, with `folder` absolute; and the run's folder, if that is the target."""
     own = None
     if entry is not None or command is not None:
         try:
@@ -120,39 +105,50 @@ def _planned(
                 "Name the run's configuration or its folder. Only with --server and either --entry or --command, and "
                 "without --set, a worker needs none."
             )
-        return _Plan(own, WorkerSection(), Path.cwd(), (), None, None, url, keys)
+        return UntrainedConfig(config_version=1, agent=own, folder=Path.cwd()), None
     run_dir = target if target.is_dir() else None
     config = read_config(target if run_dir is None else run_dir / CONFIG_FILE, overrides, runs_agent=True)
-    assert config.folder is not None
-    agent = config.agent
     if own is not None:
-        agent = own.model_copy(update={"attach": agent is None or agent.attach})
-    if agent is None:
+        attaches = config.agent is None or config.agent.attach
+        config = config.model_copy(update={"agent": own.model_copy(update={"attach": attaches})})
+    if config.agent is None:
         raise ConfigError(f"{target} names no agent to run. Name it with --entry or --command, or set agent.entry.")
-    return _Plan(agent, config.workers, config.folder, config.plugin_files, config, run_dir, url, keys)
+    return config, run_dir
 
 
-async def _work(plan: _Plan, concurrency: int | None, drain: float, console: Screen) -> bool:
+async def _work(
+    config: RunConfig,
+    find: Callable[[], ServerAddress | None],
+    has_ended: Callable[[ServerAddress], bool],
+    concurrency: int | None,
+    drain: float,
+    console: Screen,
+) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
-    plugins = Plugins.load(plan.plugins)
-    server = plan.find()
+    assert config.agent is not None
+    assert config.folder is not None
+    plugins, server = Plugins.load(config.plugin_files), find()
     if server is None:
         console.print("waiting for `agl train` to start the run")
     while server is None:
         await asyncio.sleep(_LOOK_AGAIN)
-        server = plan.find()
+        server = find()
     elsewhere = over = False
 
     def gone() -> bool:
         nonlocal elsewhere, over
-        elsewhere, over = plan.find() not in (None, server), is_over(plan.config, plan.run_dir, server)
+        elsewhere, over = find() not in (None, server), has_ended(server)
         return elsewhere or over
 
     with agent_environment(client_variables(server.base_url)):
-        if plan.agent.attach:
+        if config.agent.attach:
             attach(installed_adapters(plugins))
         runner = choose_runner(
-            plan.agent, plan.workers, folder=plan.folder, plugins=plan.plugins, base_url=server.base_url
+            config.agent,
+            config.workers,
+            folder=config.folder,
+            plugins=config.plugin_files,
+            base_url=server.base_url,
         )
         async with LightningClient(server.base_url, server.key) as client:
             worker = Worker(client, runner, concurrency=concurrency, moved=gone)

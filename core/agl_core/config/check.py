@@ -8,8 +8,7 @@ from agl_core import kinds
 from agl_core.config.load import LoadedConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
-from agl_core.kinds import Capability, Kind
-from agl_core.plugins import Component
+from agl_core.kinds import Capability, Component, Kind
 from agl_core.types import CreditKind
 
 _WHY_NOT = {

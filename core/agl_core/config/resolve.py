@@ -16,8 +16,8 @@ from agl_core import kinds
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import PluginChoice, PluginTable, PolicySection
 from agl_core.errors import ConfigError, nearest
-from agl_core.kinds import Capability, Kind
-from agl_core.plugins import Component, Plugins
+from agl_core.kinds import Capability, Component, Kind
+from agl_core.plugins import Plugins
 from agl_core.types import CreditKind
 
 Model = TypeVar("Model", bound=BaseModel)

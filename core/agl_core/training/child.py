@@ -33,7 +33,8 @@ from pydantic import BaseModel
 
 from agl_core import kinds
 from agl_core.errors import AglError, ConfigError, EngineError
-from agl_core.plugins import Component, Plugins
+from agl_core.kinds import Component
+from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.types import Batch
 

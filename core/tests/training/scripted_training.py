@@ -15,8 +15,8 @@ from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
-from agl_core.kinds import NoOptions
-from agl_core.plugins import Component, Plugins
+from agl_core.kinds import Component, NoOptions
+from agl_core.plugins import Plugins
 from agl_core.protocols import Buffer, DrawContext, Engine, Progress, UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore

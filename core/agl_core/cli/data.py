@@ -1,4 +1,4 @@
-"""`agl reward try`: another reward or credit configuration on recorded rollouts, without running an agent."""
+"""`agl export`, `agl import`, `agl reward try`: a run's data for other tools, others' as a run, and other rewards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,94 @@ import typer
 from rich import box
 from rich.text import Text
 
-from agl_core.cli.options import AsJson, Set
-from agl_core.cli.screen import Screen, print_json, table
+from agl_core.cli.screen import (
+    Agent,
+    AsJson,
+    MaxReward,
+    MinReward,
+    ModeOption,
+    Run,
+    Screen,
+    Set,
+    Split,
+    Step,
+    VerdictOption,
+    print_json,
+    table,
+)
 from agl_core.config import check
 from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, PluginError
+from agl_core.reading.export import Format, export_run
+from agl_core.reading.importing import import_file
+from agl_core.reading.rollouts import Query
+from agl_core.reading.runs import RUNS, find_run
 from agl_core.reading.trying import Change, RolloutChange, Trial, Value, try_rewards
 from agl_core.reading.words import harmless, number, one_line, said_by, status_text
+
+To = Annotated[Format, typer.Option("--to", help="The format; docs/data.md has what each carries.")]
+Out = Annotated[Path, typer.Option(help="What to make: a folder with parquet, else one file, for instance sft.jsonl.")]
+
+
+def export(
+    run: Run,
+    to: To,
+    out: Out,
+    step: Step = None,
+    mode: ModeOption = None,
+    split: Split = None,
+    min_reward: MinReward = None,
+    max_reward: MaxReward = None,
+    agent: Agent = None,
+    verdict: VerdictOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what was recorded of a run for other tools: tables, episodes, or conversations to train on.
+
+    parquet is a folder with a table of transitions and one of episodes. episodes is what agl import and
+    agl_core.load_episodes take. sft and preferences are what TRL's SFTTrainer and DPOTrainer take, and leave
+    evaluations out unless --mode or --split asks for them. Of --agent, only its own transitions are written. What is
+    written appears whole or not at all.
+
+    For instance: agl export calc --to sft --min-reward 1 --out sft.jsonl
+    """
+    query = Query(step, mode, agent=agent, low=min_reward, high=max_reward, split=split, verdict=verdict)
+    exported = asyncio.run(export_run(find_run(run), to, out, query))
+    if as_json:
+        print_json(exported)
+        return
+    typer.echo(f"{exported.out}: {', '.join(f'{count} {name}' for name, count in exported.rows.items())}")
+    for reason, count in exported.left_out.items():
+        if count:
+            typer.echo(f"left out: {count} rollouts that are {reason}")
+    if exported.pruned:
+        typer.echo(f"note: the calls of {exported.pruned} rollouts were pruned, so they have no texts and no tokens")
+
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="Conversations in OpenAI's chat format, or episodes (agl export --to episodes), one JSON object a line."
+    ),
+]
+Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]
+
+
+def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> None:
+    """Make a run of recorded conversations, to look at, to score, to export and to train on.
+
+    Each assistant message is a call: what comes before it is its prompt. Beside `messages` and `tools` a line may have
+    `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; any other key is the task's
+    metadata, which reward rules see. If a line is wrong, it is named, and nothing is imported.
+    """
+    imported = asyncio.run(import_file(file, name, RUNS))
+    if as_json:
+        print_json(imported)
+        return
+    typer.echo(f"{imported.run}: {imported.rollouts} rollouts, {imported.calls} calls")
+    typer.echo(f"next: agl rollouts {imported.run}")
+
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="The configuration to try: that of the run, with other rewards or credit.")
