@@ -14,8 +14,8 @@ from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Episode, Source
 from agl_core.worker import CommandPerAttempt
 
-TIMED = pytest.mark.parametrize("workplace", [{"timeout": 30.0, "attempts": 1}], indirect=True)
-"""Enough for a program to start and to report, on a busy machine too."""
+TIMED = pytest.mark.parametrize("workplace", [{"timeout": 10.0, "attempts": 1}], indirect=True)
+"""Enough for a program to start and to report."""
 
 LANGCHAIN = """
     import json, os

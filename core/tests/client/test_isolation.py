@@ -25,12 +25,11 @@ from agl_core.wire.workers import LeaseRequest
 from agl_core.worker import ProcessPerAttempt
 
 HERE = Path(__file__).parent
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator[Path]:
-    """The file for the pids of what `start_family` starts; at last all of that is ended, whatever became of the test.
+    """The file for the pids of what `start_family` starts, or the beginning of its name; at last all of that is ended.
 
     To be named before `workplace`, whose workers have to be gone by then.
     """
@@ -127,22 +126,19 @@ async def test_a_crash_is_data_and_others_go_on(workplace: Any, does: str, said:
 
 
 @pytest.mark.timing
-@QUICK
-async def test_agents_that_spin_do_not_starve_the_others(workplace: Any) -> None:
-    ended = await run(workplace, [{"does": "spin"}] * 2 + [{"does": "tell"}] * 4)
-    assert [rollout.ending for rollout, _ in ended] == [Ending.TIMED_OUT] * 2 + [Ending.FINISHED] * 4
+@pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
+async def test_agents_that_do_not_end_are_ended_with_all_they_started_and_starve_no_others(
+    pids: Path, workplace: Any
+) -> None:
+    families = {f"{pids}-{i}": then for i, then in enumerate(("return", "sleep", "ignore SIGTERM"))}
+    tasks = [{"does": "start_family", "file": file, "then": then} for file, then in families.items()]
+    ended = await run(workplace, [*tasks, {"does": "spin"}, {"does": "spin"}, {"does": "tell"}, {"does": "tell"}])
+    late = [Ending.TIMED_OUT] * 4
+    assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED, *late, Ending.FINISHED, Ending.FINISHED]
     assert workplace.workers[0].worker.abandoned == 0
-
-
-@pytest.mark.timing
-@QUICK
-@pytest.mark.parametrize("then", ["return", "sleep", "ignore SIGTERM"])
-async def test_what_an_agent_started_ends_with_it(pids: Path, workplace: Any, then: str) -> None:
-    task = {"does": "start_family", "file": str(pids), "then": then}
-    [(rollout, _)] = await run(workplace, [task])
-    assert rollout.ending is (Ending.FINISHED if then == "return" else Ending.TIMED_OUT)
-    assert len(noted(pids)) == 3
-    assert [pid for pid in noted(pids) if is_alive(pid)] == []
+    started = [pid for file in families for pid in noted(Path(file))]
+    assert len(started) == 9
+    assert [pid for pid in started if is_alive(pid)] == []
 
 
 async def test_an_agent_may_not_take_more_memory_than_allowed(workplace: Any) -> None:
@@ -234,7 +230,7 @@ from agl_core.worker import ProcessPerAttempt, Worker
 async def main(url, key, folder):
     async with LightningClient(url, key) as client:
         runner = ProcessPerAttempt("isolated_agents:solve", Path(folder), base_url=url)
-        await Worker(client, runner, concurrency=1).run()
+        await Worker(client, runner, concurrency=2).run()
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -263,25 +259,33 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"lease": 5.0, "attempts": 3}], indirect=True)
-@pytest.mark.parametrize("lingers", [False, True])
-async def test_what_ended_while_the_worker_was_stopped_is_reported(
-    workplace: Any, tmp_path: Path, lingers: bool
-) -> None:
-    queue, store, file = workplace.stack.server.queue, workplace.stack.store, tmp_path / "told"
-    task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": lingers})
-    await queue.enqueue([make.rollout("w0", task=task)])
+@pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
+async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: Any, tmp_path: Path) -> None:
+    queue, store, files = workplace.stack.server.queue, workplace.stack.store, [tmp_path / "w0", tmp_path / "w1"]
+    rollouts = [
+        make.rollout(
+            file.name, task=Task("t", {"does": "end_when_told", "file": str(file), "lingers": file.name == "w1"})
+        )
+        for file in files
+    ]
+    await queue.enqueue(rollouts)
+
+    def all_say(word: str) -> bool:
+        return all(file.exists() and file.read_text() == word for file in files)
+
     with worker_apart(workplace) as worker:
-        await until(lambda: file.exists() and file.read_text() == "running")
+        await until(lambda: all_say("running"))
         worker.send_signal(signal.SIGSTOP)
-        file.write_text("end")
-        await until(lambda: file.read_text() == "ended")
-        await until(lambda: queue.queued)
+        for file in files:
+            file.write_text("end")
+        await until(lambda: all_say("ended"))
+        await until(lambda: queue.queued == 2)
         worker.send_signal(signal.SIGCONT)
-        [rollout] = await queue.done(["w0"])
-    attempts = await store.attempts("w0")
-    assert [(each.ending, each.result) for each in attempts] == [(Ending.LOST, None), (Ending.FINISHED, "in time")]
-    assert rollout.counted_attempt == 1
+        done = [rollout for file in files for rollout in await queue.done([file.name])]
+    for rollout in done:
+        attempts = await store.attempts(rollout.id)
+        assert [(each.ending, each.result) for each in attempts] == [(Ending.LOST, None), (Ending.FINISHED, "in time")]
+        assert rollout.counted_attempt == 1
 
 
 @pytest.mark.parametrize("moments", [0, 3])

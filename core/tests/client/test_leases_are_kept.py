@@ -40,7 +40,7 @@ async def ask(context: AgentContext, text: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-LEASED = pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
+LEASED = pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 3}], indirect=True)
 
 
 @pytest.mark.timing
@@ -48,14 +48,13 @@ LEASED = pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], i
 async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> int:
         await ask(context, "hi")
-        time.sleep(4)  # noqa: ASYNC251
+        time.sleep(3)  # noqa: ASYNC251
         return context.attempt
 
-    ended = await workplace.run(agent, [0, 1])
-    assert [(ended[i][0].ending, ended[i][1].result) for i in (0, 1)] == [(Ending.FINISHED, 0)] * 2
+    [(rollout, attempt)] = (await workplace.run(agent, [0])).values()
+    assert (rollout.ending, attempt.result) == (Ending.FINISHED, 0)
 
 
-@pytest.mark.timing
 @LEASED
 async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None:
     started, cancelled = threading.Event(), threading.Event()

@@ -18,8 +18,6 @@ from agl_core.wire.workers import Assignment
 from agl_core.worker import Agent, AgentContext, TaskPerAttempt
 from agl_core.worker.report import Ended
 
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
-
 
 async def ask(context: AgentContext, text: str) -> str:
     """One LLM call through the attempt's own base URL."""
@@ -61,9 +59,11 @@ async def test_a_result_that_is_not_json_is_a_crash_that_says_so(workplace: Any,
 
 
 @pytest.mark.timing
-@QUICK
-async def test_a_slow_async_agent_is_cancelled_and_others_go_on(workplace: Any) -> None:
-    cancelled = threading.Event()
+@pytest.mark.parametrize("workplace", [{"timeout": 5.0, "attempts": 1}], indirect=True)
+async def test_slow_agents_are_cancelled_and_a_task_that_cannot_be_ended_is_counted_and_its_late_call_refused(
+    workplace: Any,
+) -> None:
+    cancelled, release, refused = threading.Event(), threading.Event(), threading.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
         answer = await ask(context, "hi")
@@ -72,21 +72,6 @@ async def test_a_slow_async_agent_is_cancelled_and_others_go_on(workplace: Any) 
                 await asyncio.sleep(3600)
             finally:
                 cancelled.set()
-        return answer
-
-    ended = await workplace.run(agent, ["slow", "quick", "quick"])
-    assert [ended[i][0].ending for i in range(3)] == [Ending.TIMED_OUT, Ending.FINISHED, Ending.FINISHED]
-    assert cancelled.is_set()
-    assert workplace.workers[0].worker.abandoned == 0
-
-
-@pytest.mark.timing
-@QUICK
-async def test_a_task_that_cannot_be_ended_is_counted_and_its_late_call_refused(workplace: Any) -> None:
-    release, refused = threading.Event(), threading.Event()
-
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        await ask(context, "hi")
         while task_input == "stuck" and not release.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
@@ -95,13 +80,14 @@ async def test_a_task_that_cannot_be_ended_is_counted_and_its_late_call_refused(
                 await ask(context, "too late")
             except openai.APIStatusError:
                 refused.set()
-        return "done"
+        return answer
 
     worker, queue = workplace.start(agent), workplace.stack.server.queue
-    rollouts = [make.rollout(f"w{i}", task=Task(f"t{i}", given)) for i, given in enumerate(["stuck", "quick"])]
-    await queue.enqueue(rollouts)
-    done = [rollout for name in ("w0", "w1") for rollout in await queue.done([name])]
-    assert [rollout.ending for rollout in done] == [Ending.TIMED_OUT, Ending.FINISHED]
+    given = ["stuck", "slow", "quick"]
+    await queue.enqueue([make.rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(given)])
+    done = [rollout for i in range(3) for rollout in await queue.done([f"w{i}"])]
+    assert [rollout.ending for rollout in done] == [Ending.TIMED_OUT, Ending.TIMED_OUT, Ending.FINISHED]
+    assert cancelled.is_set()
     assert worker.worker.abandoned == 1
     release.set()
     assert await asyncio.to_thread(refused.wait, 20)
