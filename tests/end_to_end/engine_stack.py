@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import openai
 import torch
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agl_core.config.models import SamplingSection
-from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.server import LightningServer
-from agl_core.server.upstream import RunSettings
-from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
-from agl_core.wire.headers import rollout_path
-from agl_core.wire.workers import LeaseRequest
+from agl_core.testing.server import Stack, running_stack
+from agl_core.types import AttemptKey, Call
 from agl_torch.engine import TorchEngine
 from agl_torch.plugin import TorchOptions
-
-Result = TypeVar("Result")
 
 CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "imitation.jinja"
 CONTEXT = 2048
@@ -49,77 +40,49 @@ TEXTS = (
 class EngineStack:
     """The running stack; every method may be called from any thread but the stack's own."""
 
-    server: LightningServer
-    store: Store
+    stack: Stack
     tokenizer: PreTrainedTokenizerBase
-    loop: asyncio.AbstractEventLoop
+    portal: BlockingPortal
 
     def lease(self) -> AttemptKey:
         """The attempt of a new rollout. All have one task: the n-th call of each has the same sampling seed."""
-        return _wait(self.loop, self._lease())
+        return self.portal.call(self.stack.lease)
 
     def url(self, key: AttemptKey) -> str:
         """The base URL of an attempt, for clients."""
-        return f"{self.server.base_url}{rollout_path(*key)}/v1"
+        return self.stack.url(key)
 
     def client(self, key: AttemptKey) -> openai.OpenAI:
         """OpenAI's own client for an attempt."""
-        return openai.OpenAI(base_url=self.url(key), api_key=self.server.keys.of_attempt(key), max_retries=0)
+        return openai.OpenAI(base_url=self.url(key), api_key=self.stack.key(key), max_retries=0)
 
     def calls(self, key: AttemptKey) -> list[Call]:
         """What the store has of an attempt."""
-        return _wait(self.loop, self.store.calls([key]))
-
-    async def _lease(self) -> AttemptKey:
-        queue = self.server.queue
-        task = Task("chat", None)
-        rollout = Rollout(f"r{queue.running}", "run", 0, "group", task, Mode.TRAIN, step=0, member=0)
-        await queue.enqueue([rollout])
-        (lease,) = (await queue.lease(LeaseRequest(worker="test", capacity=1, wait=0))).leases
-        return AttemptKey(lease.rollout, lease.attempt)
+        return self.portal.call(self.stack.calls, key)
 
 
 @contextlib.contextmanager
 def engine_stack(folder: Path) -> Iterator[EngineStack]:
     """Make a policy in `folder` and serve it from a loop in a thread; the engine is a process of its own."""
     tokenizer = make_policy(folder / "policy")
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="engine-stack")
-    thread.start()
-    serving = _serving(folder, tokenizer, loop)
-    try:
-        stack = _wait(loop, serving.__aenter__())
-        try:
-            yield stack
-        finally:
-            _wait(loop, serving.__aexit__(None, None, None))
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_serving(folder)) as stack:
+        yield EngineStack(stack, tokenizer, portal)
 
 
 @contextlib.asynccontextmanager
-async def _serving(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, loop: asyncio.AbstractEventLoop
-) -> AsyncIterator[EngineStack]:
-    context = EngineContext(
-        run_dir=folder,
-        seed=0,
-        policies={"default": PolicySpec(str(folder / "policy"))},
-        deterministic=False,
-        plugin_files=(),
-        api_key="the-engine's-key",
-    )
+async def _serving(folder: Path) -> AsyncIterator[Stack]:
+    policies = {"default": PolicySpec(str(folder / "policy"))}
+    context = EngineContext(folder, 0, policies, deterministic=False, plugin_files=(), api_key="the-engine's-key")
     engine = TorchEngine(TorchOptions(threads=1, cache_mib=32), context)
     try:
         upstream = await engine.start()
-        settings = RunSettings(sampling=SamplingSection(max_tokens=MAX_TOKENS), seed=0, timeout=300, attempts=1)
         async with (
             SqliteStore(folder / "store.sqlite") as store,
-            LightningServer(store, upstream, settings, Plugins().hook) as server,
+            running_stack(
+                store=store, upstream=upstream, sampling=SamplingSection(max_tokens=MAX_TOKENS), seed=0, timeout=300
+            ) as stack,
         ):
-            yield EngineStack(server, store, tokenizer, loop)
+            yield stack
     finally:
         await engine.stop()
 
@@ -185,8 +148,3 @@ def _make_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in TOOL_MARKS])
     tokenizer.chat_template = CHAT_TEMPLATE.read_text()
     return tokenizer
-
-
-def _wait(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]) -> Result:
-    future: Future[Result] = asyncio.run_coroutine_threadsafe(work, loop)
-    return future.result(120)

@@ -2,8 +2,8 @@
 
 Of LangChain's own integration suite, the tests of the protocol pass; those of the model's wit fail by an assertion
 about what it said. Not supported, by the suite's properties: images, PDFs and audio (text models), Anthropic's content
-blocks, recorded cassettes (`test_stream_time` needs them), and structured output and JSON mode, for this engine
-cannot enforce a schema: `test_refusals_are_of_openais_shape` says how that ends.
+blocks, recorded cassettes (`test_stream_time` needs them), and structured output and JSON mode: this engine cannot
+enforce a schema, and refuses them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -25,28 +25,27 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Huma
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-from agl_core.types import AttemptKey, Call, Choice, FinishReason
+from agl_core.types import AttemptKey, Call, FinishReason
 
-from .engine_stack import CONTEXT, EngineStack, engine_stack
+from .engine_stack import EngineStack, engine_stack
 
 needs_wit = pytest.mark.xfail(
     reason="needs a model that can follow instructions: this one calls no tool by itself, and gives no arguments",
     raises=AssertionError,
     strict=True,
 )
-in_both_versions = pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+NEED_WIT = {
+    "test_tool_calling",
+    "test_tool_calling_async",
+    "test_bind_runnables_as_tools",
+    "test_tool_choice",
+    "test_agent_loop",
+    "test_unicode_tool_call_integration",
+}
 
 WEATHER: Any = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-CLOCK: Any = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
-JOKE = {
-    "title": "Joke",
-    "description": "A joke.",
-    "type": "object",
-    "properties": {"setup": {"type": "string"}},
-    "required": ["setup"],
 }
 
 
@@ -60,8 +59,10 @@ class TestChatOpenAIOnEngine(ChatModelIntegrationTests):
     params: dict[str, Any]
 
     @pytest.fixture(autouse=True)
-    def _lease(self, stack: EngineStack) -> None:
+    def _lease(self, stack: EngineStack, request: pytest.FixtureRequest) -> None:
         self.params = chat_openai_params(stack)
+        if request.node.originalname in NEED_WIT:
+            request.applymarker(needs_wit)
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -89,111 +90,6 @@ class TestChatOpenAIOnEngine(ChatModelIntegrationTests):
         chunks = list(model.stream("What is the weather like?"))
         return sum_of(chunks) if stream else model.invoke("What is the weather like?")
 
-    @needs_wit
-    @in_both_versions
-    def test_tool_calling(self, model: BaseChatModel) -> None:
-        super().test_tool_calling(model)
-
-    @needs_wit
-    async def test_tool_calling_async(self, model: BaseChatModel) -> None:
-        await super().test_tool_calling_async(model)
-
-    @needs_wit
-    def test_bind_runnables_as_tools(self, model: BaseChatModel) -> None:
-        super().test_bind_runnables_as_tools(model)
-
-    @needs_wit
-    def test_tool_choice(self, model: BaseChatModel) -> None:
-        super().test_tool_choice(model)
-
-    @needs_wit
-    @in_both_versions
-    def test_agent_loop(self, model: BaseChatModel) -> None:
-        super().test_agent_loop(model)
-
-    @needs_wit
-    def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:  # type: ignore[override]
-        super().test_unicode_tool_call_integration(model)
-
-
-def test_refusals_are_of_openais_shape_and_record_nothing(stack: EngineStack) -> None:
-    key = stack.lease()
-    create = stack.client(key).chat.completions.create
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "joke", "schema": JOKE}}
-    with pytest.raises(openai.BadRequestError, match="cannot be enforced") as refused:
-        create(model="default", messages=[user("A joke.")], response_format=schema)
-    assert (refused.value.param, refused.value.code) == ("response_format", "unsupported_parameter")
-    with pytest.raises(openai.BadRequestError, match=f"context is {CONTEXT} tokens") as too_long:
-        create(model="default", messages=[user("What is 1 + 1? " * 300)])
-    assert (too_long.value.param, too_long.value.code) == ("messages", "context_length_exceeded")
-    with pytest.raises(openai.BadRequestError, match="Did you mean 'get_weather'") as unknown:
-        create(model="default", messages=[user("?")], tools=[WEATHER], tool_choice=named("get_wether"))
-    assert unknown.value.param == "tool_choice"
-    assert stack.calls(key) == []
-
-
-def test_a_stream_is_the_recorded_reply(stack: EngineStack) -> None:
-    key = stack.lease()
-    chunks = list(
-        stack.client(key).chat.completions.create(
-            model="default",
-            messages=[user("Hello")],
-            stream=True,
-            stream_options={"include_usage": True},
-            logprobs=True,
-        )
-    )
-    (call,) = stack.calls(key)
-    (choice,) = call.choices
-    pieces = [chunk.choices[0] for chunk in chunks[:-1]]
-    assert "".join(piece.delta.content or "" for piece in pieces) == choice.message["content"] != ""
-    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [choice.finish_reason.value]
-    logprobs = [entry.logprob for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
-    assert choice.logprobs is not None
-    assert np.array_equal(np.array(logprobs, np.float32), choice.logprobs)
-    assert call.prompt_ids is not None
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(call.prompt_ids), len(choice.logprobs))
-
-
-def test_choices_are_samples_of_one_prompt(stack: EngineStack) -> None:
-    key = stack.lease()
-    completion = stack.client(key).chat.completions.create(
-        model="default", messages=[user("Hello")], n=2, logprobs=True, temperature=0
-    )
-    (call,) = stack.calls(key)
-    assert completion.choices[0].message.content != completion.choices[1].message.content
-    assert call.prompt_ids is not None
-    assert stack.tokenizer.decode(call.prompt_ids) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert (call.requested.temperature, call.effective.temperature) == (0, 1)  # training samples, whatever is asked
-    for shown, recorded in zip(completion.choices, call.choices, strict=True):
-        assert shown.message.content == recorded.message["content"] == text_of(stack, recorded.response_ids)
-        assert shown.logprobs is not None
-        logprobs = np.array([entry.logprob for entry in shown.logprobs.content or ()], np.float32)
-        assert recorded.logprobs is not None
-        assert np.array_equal(logprobs, recorded.logprobs)
-        assert (logprobs <= 0).all()
-        assert logprobs.min() < -1  # of sampling at temperature 1, not at the 0 that was asked for
-        assert recorded.mask is None  # all sampled
-        assert not shown.model_extra or "token_ids" not in shown.model_extra
-
-
-def test_forced_tokens_are_recorded_as_forced(stack: EngineStack) -> None:
-    key = stack.lease()
-    completion = stack.client(key).chat.completions.create(
-        model="default", messages=[user("Will it rain?")], tools=[WEATHER], tool_choice=named("get_weather")
-    )
-    tool_calls: Any = completion.choices[0].message.tool_calls
-    (tool_call,) = tool_calls
-    assert (tool_call.function.name, tool_call.function.arguments) == ("get_weather", "{}")
-    assert completion.choices[0].finish_reason == "tool_calls"
-    (choice,) = recorded_choices(stack, key)
-    assert choice.parse_error is None
-    forced, sampled = forced_and_sampled(stack, choice)
-    assert forced == '<tool_call>\n{"name": "get_weather", "arguments":'
-    assert sampled == " {}}\n</tool_call><|im_end|>"
-
 
 @pytest.mark.parametrize("ending", [FinishReason.STOP, FinishReason.LENGTH])
 def test_an_echoed_reply_keeps_its_ids(stack: EngineStack, ending: FinishReason) -> None:
@@ -213,29 +109,6 @@ def test_an_echoed_reply_keeps_its_ids(stack: EngineStack, ending: FinishReason)
     )
     once, again = stack.calls(key)
     assert_spliced(stack, once, again, choice=reply.index)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_conversation_of_langchain_keeps_its_ids(stack: EngineStack, streams: bool) -> None:
-    key = stack.lease()
-    model = ChatOpenAI(**chat_openai_params(stack, key))
-    forced = model.bind_tools([WEATHER], tool_choice="get_weather")
-    free = model.bind_tools([WEATHER])
-
-    def ask(asked: Any) -> AIMessage:
-        return sum_of(asked.stream(said)) if streams else asked.invoke(said)
-
-    said: list[BaseMessage] = [HumanMessage("Hello, how are you?")]
-    said += [ask(free), HumanMessage("What is the weather like today?")]
-    called = ask(forced)
-    (tool_call,) = called.tool_calls
-    said += [called, ToolMessage("It is sunny.", tool_call_id=tool_call["id"])]
-    said += [ask(free), HumanMessage("And in San Francisco?")]
-    ask(free)
-    calls = stack.calls(key)
-    assert len(calls) == 4
-    for earlier, later in pairwise(calls):
-        assert_spliced(stack, earlier, later)
 
 
 def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 0) -> None:
@@ -260,7 +133,7 @@ def chat_openai_params(stack: EngineStack, key: AttemptKey | None = None) -> dic
     return {
         "model": "default",
         "base_url": stack.url(key),
-        "api_key": stack.server.keys.of_attempt(key),
+        "api_key": stack.stack.key(key),
         "stream_usage": True,
         "max_retries": 0,
         # LangChain shares one async client between models; here each test has an event loop of its own.
@@ -274,27 +147,6 @@ def sum_of(chunks: Any) -> AIMessageChunk:
     return total
 
 
-def recorded_choices(stack: EngineStack, key: AttemptKey) -> tuple[Choice, ...]:
-    """The choices of the only call of an attempt."""
-    (call,) = stack.calls(key)
-    return call.choices
-
-
-def forced_and_sampled(stack: EngineStack, choice: Choice) -> tuple[str, str]:
-    """The text that the engine wrote for the policy, and what the policy itself wrote after it."""
-    assert choice.response_ids is not None
-    assert choice.mask is not None
-    forced = int((~choice.mask).sum())
-    assert not choice.mask[:forced].any()
-    assert choice.mask[forced:].all()
-    ids = choice.response_ids
-    return str(stack.tokenizer.decode(ids[:forced])), str(stack.tokenizer.decode(ids[forced:]))
-
-
-def text_of(stack: EngineStack, ids: Any) -> str:
-    return str(stack.tokenizer.decode(ids, skip_special_tokens=True))
-
-
 def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
@@ -305,31 +157,26 @@ def named(tool: str) -> Any:
 
 PARAMETERS: Any = {"type": "object", "properties": {}}
 ASKED: dict[str, Any] = {"model": "default"}
+TURNS = 6
 
 
-def prefixes_are_exact(stack: EngineStack, key: AttemptKey, turns: int) -> None:
-    """Every prompt begins with the prompt and the response before it."""
-    calls = stack.calls(key)
-    assert len(calls) == turns
-    assert any(call.choices[0].message.get("tool_calls") for call in calls)
-    for before, after in pairwise(calls):
-        assert before.prompt_ids is not None
-        assert after.prompt_ids is not None
-        assert before.choices[0].response_ids is not None
-        so_far = [*before.prompt_ids.tolist(), *before.choices[0].response_ids.tolist()]
-        assert after.prompt_ids.tolist()[: len(so_far)] == so_far
-        assert not after.prefix_broken
+def converse_by_langchain(stack: EngineStack, key: AttemptKey, streamed: bool) -> None:
+    model = ChatOpenAI(**chat_openai_params(stack, key))
+    free, forced = model.bind_tools([WEATHER]), model.bind_tools([WEATHER], tool_choice="get_weather")
+    messages: list[BaseMessage] = [HumanMessage("Hello, how are you?")]
+    for turn in range(TURNS):
+        asked: Any = forced if turn % 2 else free
+        reply: AIMessage = sum_of(asked.stream(messages)) if streamed else asked.invoke(messages)
+        new = [ToolMessage("22 °C", tool_call_id=call["id"]) for call in reply.tool_calls]
+        messages += [reply, *(new or [HumanMessage(f"and {turn}?")])]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("continued", [False, True])
-def test_responses(stack: EngineStack, streamed: bool, continued: bool) -> None:
-    key = stack.lease()
+def converse_by_responses(stack: EngineStack, key: AttemptKey, streamed: bool, continued: bool = False) -> None:
     client = stack.client(key)
     tools: Any = [{"type": "function", "name": "magic_function", "parameters": PARAMETERS}]
     items: list[Any] = [{"role": "user", "content": "Hello"}]
     previous: dict[str, Any] = {}
-    for turn in range(6):
+    for turn in range(TURNS):
         choice: Any = {"tool_choice": "required"} if turn % 2 else {}
         asked = {**ASKED, **previous, **choice, "input": items, "instructions": "Be kind.", "tools": tools}
         if streamed:
@@ -345,17 +192,15 @@ def test_responses(stack: EngineStack, streamed: bool, continued: bool) -> None:
         ] or [{"role": "user", "content": f"and {turn}?"}]
         items = new if continued else [*items, *response.output, *new]
         previous = {"previous_response_id": response.id} if continued else {}
-    prefixes_are_exact(stack, key, 6)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_messages(stack: EngineStack, streamed: bool) -> None:
-    key = stack.lease()
-    base_url = stack.url(key).removesuffix("/v1")
-    client = anthropic.Anthropic(base_url=base_url, api_key=stack.server.keys.of_attempt(key), max_retries=0)
+def converse_by_messages(stack: EngineStack, key: AttemptKey, streamed: bool) -> None:
+    client = anthropic.Anthropic(
+        base_url=stack.url(key).removesuffix("/v1"), api_key=stack.stack.key(key), max_retries=0
+    )
     tools: Any = [{"name": "magic_function", "input_schema": PARAMETERS}]
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
-    for turn in range(6):
+    for turn in range(TURNS):
         choice: Any = {"tool_choice": {"type": "any"}} if turn % 2 else {}
         asked = {**ASKED, **choice, "max_tokens": 32, "system": "Be kind.", "messages": messages, "tools": tools}
         if streamed:
@@ -369,7 +214,35 @@ def test_messages(stack: EngineStack, streamed: bool) -> None:
             if block.type == "tool_use"
         ]
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": new or f"{turn}?"}]
-    prefixes_are_exact(stack, key, 6)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "converse",
+    [
+        converse_by_langchain,
+        converse_by_responses,
+        functools.partial(converse_by_responses, continued=True),
+        converse_by_messages,
+    ],
+    ids=["langchain", "responses", "continued", "messages"],
+)
+def test_a_conversation_keeps_its_ids(stack: EngineStack, converse: Callable[..., None], streamed: bool) -> None:
+    """Every other turn is a forced tool call, whose forced tokens are recorded as such."""
+    key = stack.lease()
+    converse(stack, key, streamed)
+    calls = stack.calls(key)
+    assert len(calls) == TURNS
+    for earlier, later in pairwise(calls):
+        assert_spliced(stack, earlier, later)
+    for call in calls[1::2]:
+        (choice,) = call.choices
+        assert (choice.message["tool_calls"][0]["function"]["arguments"], choice.parse_error) == ("{}", None)
+        assert choice.response_ids is not None
+        assert choice.mask is not None
+        texts = [str(stack.tokenizer.decode(choice.response_ids[mask])) for mask in (~choice.mask, choice.mask)]
+        assert texts[0].startswith('<tool_call>\n{"name": "')
+        assert texts[1] == " {}}\n</tool_call><|im_end|>"
 
 
 @agents.function_tool
@@ -386,9 +259,7 @@ def test_an_agent_with_the_settings_that_its_sdk_has_by_default(stack: EngineSta
     agent = agents.Agent(name="helper", instructions="Be kind.", tools=[magic_function])
 
     async def run() -> Any:
-        async with openai.AsyncOpenAI(
-            base_url=stack.url(key), api_key=stack.server.keys.of_attempt(key), max_retries=0
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=stack.url(key), api_key=stack.stack.key(key), max_retries=0) as client:
             agent.model = kind("default", client)
             return await agents.Runner.run(agent, "Hello", run_config=agents.RunConfig(tracing_disabled=True))
 
