@@ -32,7 +32,6 @@ from agl_core.types import (
     Transition,
     TransitionKey,
 )
-from agl_online.redaction import REDACTOR
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
@@ -47,7 +46,6 @@ MADE = {
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
     kinds.SECTION: {"opening"},
-    REDACTOR: {"colleagues"},
 }
 """What the page's files bring."""
 
@@ -110,9 +108,6 @@ def exercise(plugins: Plugins) -> None:
         curve.log(1, {"reward/mean": 0.5})
         curve.log(2, {"loss": 0.5})
         assert (folder / "rewards.csv").read_text() == "1,0.5\n"
-        (folder / "names.txt").write_text("Ada\n")
-        redacted = made(REDACTOR, "colleagues", names=folder / "names.txt")
-        assert redacted("Ada met Bob in Adana") == "[NAME] met Bob in Adana"
         asyncio.run(_try_store(made(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
         assert (folder / "my-run.sqlite").exists()
     _try_adapter(made(kinds.ADAPTER, "tiny"))

@@ -60,7 +60,7 @@ def serve(
     folder, runs/NAME, holds the store. The server may be killed at any time; start it again with the same command, and
     open sessions go on.
 
-    This machine needs no weights, and of the plugins in the configuration only the store and the redactors.
+    This machine needs no weights, and of the plugins in the configuration only the store.
 
     To be reached from other machines, give it an address of this one with `--set server.host=…`, and set
     AGL_WORKER_KEY. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
@@ -339,7 +339,7 @@ def list_versions(run: Run, as_json: AsJson = False) -> None:
 def promote(name: Name, reason: Reason = _BY_HAND) -> None:
     """Make a version that passed the gate the stable one. Without @STEP it is the canary, or else the last that passed.
 
-    New sessions get it; those that are open keep theirs.
+    It answers all sessions from their next call on.
     """
     from agl_online.versions import State
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Self, TypeAlias
+from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from agl_core.config.check import corrects_staleness, needing
 from agl_core.config.load import LoadedConfig
-from agl_core.config.sections import FOLDER_NAME, PluginTable, Section
+from agl_core.config.sections import FOLDER_NAME, Section
 from agl_core.errors import CapabilityError, ConfigError
-from agl_core.kinds import Capability, Kind
+from agl_core.kinds import Capability
 from agl_core.types import Mode
-from agl_online.redaction import REDACTOR
 
 ApplicationName: TypeAlias = Annotated[str, Field(pattern=f"^{FOLDER_NAME.pattern}$")]
-
-
-class RedactorSection(PluginTable):
-    """The settings of a redactor of your own."""
-
-    kind: ClassVar[Kind] = REDACTOR
 
 
 class OnlineSection(Section):
@@ -53,11 +46,6 @@ class OnlineSection(Section):
         (),
         description="What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', "
         "'ip', 'secret') and regular expressions of your own.",
-    )
-    redactors: dict[str, RedactorSection] = Field(
-        {},
-        description="Redactors of your own, which texts pass through before they are stored: by plugin name, each with "
-        "its settings (docs/plugins.md).",
     )
     keep_days: float | None = Field(
         None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."

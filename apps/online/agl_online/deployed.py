@@ -22,15 +22,12 @@ from agl_core.server.upstream import Destination, UpstreamClient
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.server import run_settings
 from agl_online.policies import Source, Version
-from agl_online.session import ActiveSession
-from agl_online.versions import Ledger, Standing, State
+from agl_online.versions import Ledger, Standing
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = "deployed"
 """In the run's folder: the log of the engine that serves."""
-_MAX_LOADED = 4
-"""Versions that are loaded at once; sessions of older ones go on with the stable one."""
 
 
 class DeployedVersions:
@@ -40,9 +37,9 @@ class DeployedVersions:
             async with local_server(loaded, run_dir, sessions_of(loaded, run_dir, deployed, say)) as server:
                 await deployed.refresh()  # after each decision, and from time to time
 
-    A session keeps its version until it ends, also when another one is promoted. It goes on with the stable one if its
-    version is rolled back, or is not loaded any more. A canary gets `share` of the new ones. The version of a recorded
-    call is the step of the version that answered it.
+    A canary answers `share` of the names of sessions, and the stable version all the others. A promotion or rollback
+    reaches open sessions at their next call. The version of a recorded call is the step of the version that answered
+    it.
 
     The versions have an engine of their own, so that what trains never waits for them, nor they for it. The run needs a
     stable version (`Ledger.begin`), and has one policy. Used from the server's event loop.
@@ -55,8 +52,6 @@ class DeployedVersions:
         self._ledger = Ledger(run)
         self._source = Source.of(run, plugins=loaded.plugins)
         self._standing = Standing()
-        self._sessions: dict[str, ActiveSession] = {}
-        """Those that have a version."""
         self._engine: Engine | None = None
         self._destination: Destination | None = None
         self._loaded: set[int] = set()
@@ -79,11 +74,6 @@ class DeployedVersions:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stop()
-
-    @property
-    def loaded(self) -> list[int]:
-        """The versions that are loaded."""
-        return sorted(self._loaded)
 
     async def refresh(self) -> None:
         """Serve what the ledger says now; the engine is started anew if it was lost.
@@ -115,11 +105,8 @@ class DeployedVersions:
     @contextmanager
     def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
         """The version that answers a session; it stays loaded until the block ends."""
-        assert isinstance(attempt, ActiveSession)
         served = self.served()
-        version = self._version_of(attempt)
-        attempt.version = version
-        self._sessions[attempt.id] = attempt
+        version = self._version_of(attempt.rollout.group)
         upstream = Upstream(served.upstream.urls, {self._policy: _model(version)}, served.upstream.api_key)
         self._calls[version] += 1
         try:
@@ -127,16 +114,14 @@ class DeployedVersions:
         finally:
             self._calls[version] -= 1
 
-    def _version_of(self, session: ActiveSession) -> int:
-        """What answers a session from now on; ApiError 503 if nothing does."""
-        standing, version = self._standing, session.version
-        if version is None and standing.canary is not None:
-            version = standing.canary if is_drawn(session.rollout.group, standing.canary, self._share) else None
-        if version not in self._loaded or standing.state(version) is State.ROLLED_BACK:
-            version = standing.stable
-        if version not in self._loaded:
+    def _version_of(self, group: str) -> int:
+        """What answers the sessions of a name now; ApiError 503 if nothing does."""
+        stable, canary = self._standing.stable, self._standing.canary
+        if canary in self._loaded and is_drawn(group, canary, self._share):
+            return canary
+        if stable not in self._loaded:
             raise no_upstream()
-        return version
+        return stable
 
     async def _start(self) -> None:
         folder = self._run / _FOLDER
@@ -157,7 +142,7 @@ class DeployedVersions:
             await engine.stop()
 
     async def _refresh(self) -> None:
-        """Load what is new, then let sessions have it, then let go of what none of them has."""
+        """Load what is new, then let sessions have it, then let go of the others."""
         standing = await asyncio.to_thread(self._ledger.settle)
         if standing.stable is None:
             raise EngineError(f"No version is stable in {self._run}: call Ledger.begin first.")
@@ -168,8 +153,7 @@ class DeployedVersions:
             except AglError as error:
                 logger.error("The canary, version %s, cannot be loaded: %s", standing.canary, error)
         self._standing = standing
-        kept = {*standing.serving, *self._held(standing)}
-        for step in sorted(self._loaded - kept):
+        for step in sorted(self._loaded - {*standing.serving}):
             if not self._calls[step]:
                 self._loaded.remove(step)
                 assert self._engine is not None
@@ -184,14 +168,6 @@ class DeployedVersions:
             await self._engine.publish(_model(step), spec)
             self._loaded.add(step)
             self._say(f"version {step} is served")
-
-    def _held(self, standing: Standing) -> list[int]:
-        """The versions that open sessions have and keep, the newest few."""
-        self._sessions = {id: session for id, session in self._sessions.items() if not session.closed}
-        held = {session.version for session in self._sessions.values() if session.version is not None}
-        held &= self._loaded - {*standing.serving}
-        kept = sorted((step for step in held if standing.state(step) is not State.ROLLED_BACK), reverse=True)
-        return kept[: _MAX_LOADED - len(standing.serving)]
 
 
 def _model(step: int) -> str:

@@ -34,13 +34,13 @@ from agl_core.reading.words import one_line
 from agl_core.server import Keys, LightningServer
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError
-from agl_core.server.keys import SpanOwner, carries, is_loopback
+from agl_core.server.keys import carries, is_loopback
 from agl_core.server.upstream import Relay
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
 from agl_core.training.server import run_settings
-from agl_core.types import Attempt, Call, Mode, Rollout, RolloutState, Task, ToolResult
+from agl_core.types import Attempt, Call, Mode, Rollout, RolloutState, Task
 from agl_core.wire.keys import WORKER_KEY, problem_of_key
 
 _ADAPTER = "adapter_config.json"
@@ -230,9 +230,6 @@ class _Clients(ActiveAttempt):
     async def keep(self, store: Store, *calls: Call) -> None:
         return
 
-    async def keep_spans(self, store: Store, *records: Call | ToolResult) -> None:
-        return
-
 
 class ServedPolicies:
     """Whose calls are answered: those with `key`, or without one those that are meant for this machine's own names.
@@ -274,9 +271,6 @@ class ServedPolicies:
                 code="foreign_name",
             )
         return self._clients
-
-    async def owner_of_spans(self, request: Request) -> SpanOwner | None:
-        return None
 
 
 @asynccontextmanager

@@ -1,21 +1,14 @@
-"""What is taken out of texts before they are stored: by patterns, and by redactors of plugins."""
+"""What is taken out of texts before they are stored."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any
 
-from agl_core.decorators import component
-from agl_core.kinds import Kind
-from agl_core.types import Call, Choice, Json, ToolResult
-
-Redactor: TypeAlias = Callable[[str], str]
-"""Takes out of a text of real use what may not be stored."""
-REDACTOR = Kind("redactor")
-RedactFunction = TypeVar("RedactFunction", bound=Callable[..., str])
+from agl_core.types import Call, Choice, Json
 
 PATTERNS: Mapping[str, str] = {
     "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
@@ -27,31 +20,18 @@ PATTERNS: Mapping[str, str] = {
 """The patterns that have a name."""
 
 
-@overload
-def redactor(function: RedactFunction) -> RedactFunction: ...
-@overload
-def redactor(*, name: str) -> Callable[[RedactFunction], RedactFunction]: ...
-def redactor(function: Any = None, *, name: str | None = None) -> Any:
-    """Make `function(text, *, settings…) -> str` a redactor: it returns the text of a session as it may be stored.
-
-    A call on whose texts it raises is answered, and not recorded.
-    """
-    return component(function, REDACTOR, name)
-
-
 def _is_text_part(value: Json) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("text"), str)
 
 
 class Redaction:
-    """Replaces what the patterns match (names of `PATTERNS`, and regular expressions), and then what redactors do.
+    """Replaces what the patterns match: names of `PATTERNS`, and regular expressions.
 
     >>> Redaction(["email", "order [0-9]+"]).text("ada@example.org asks for order 17")
     '[EMAIL] asks for [REDACTED]'
     """
 
-    def __init__(self, patterns: Sequence[str], redactors: Sequence[Redactor] = ()) -> None:
-        self._redactors = redactors
+    def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = [
             (re.compile(PATTERNS.get(each, each)), f"[{each.upper() if each in PATTERNS else 'REDACTED'}]")
             for each in patterns
@@ -61,8 +41,6 @@ class Redaction:
         """The text as it may be stored."""
         for pattern, mark in self._patterns:
             text = pattern.sub(mark, text)
-        for redactor in self._redactors:
-            text = redactor(text)
         return text
 
     def json(self, value: Json) -> Json:
@@ -90,16 +68,9 @@ class Redaction:
             redacted += parts
         return redacted
 
-    def record(self, record: Call | ToolResult) -> Call | ToolResult:
-        """A call or a tool result as it may be stored."""
-        if isinstance(record, Call):
-            return self.call(record)
-        error = None if record.error is None else self.text(record.error)
-        return replace(record, arguments=self.json(record.arguments), result=self.json(record.result), error=error)
-
     def call(self, call: Call) -> Call:
         """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""
-        if not self._patterns and not self._redactors:
+        if not self._patterns:
             return call
         request, state = self.json(call.request), self.json(call.state)
         messages = [self.json(choice.message) for choice in call.choices]

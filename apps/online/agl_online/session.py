@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from agl_core.errors import StoreError
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.store.interface import ErasableStore, Record, Store
-from agl_core.types import Call, ToolResult
+from agl_core.types import Call
 from agl_online.redaction import Redaction
 from agl_online.wire import HEADER_SESSION
 
@@ -109,8 +109,6 @@ class ActiveSession(ActiveAttempt):
     """Whether the store has it."""
     missed: int = 0
     """Calls that were not recorded."""
-    version: int | None = None
-    """The version that answers it, if versions of the run's own do: it stays with it."""
     ends_with_reply: bool = False
     """The next reply is its last."""
 
@@ -140,11 +138,6 @@ class ActiveSession(ActiveAttempt):
             _, writing = await asyncio.wait(set(self.committing), timeout=LONGEST_WAIT)
             return not writing
         return True
-
-    async def keep_spans(self, store: Store, *records: Call | ToolResult) -> None:
-        """Record what its spans said, redacted, if it is recorded itself."""
-        if self.recorded and self.begun:
-            await store.put(*map(self.recorder.redaction.record, records))
 
     async def delivered(self, arrived: bool) -> None:
         self.used = time.time()

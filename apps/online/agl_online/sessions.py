@@ -12,7 +12,7 @@ import secrets
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
 from agl_core.server.attempt import AttemptState
 from agl_core.server.errors import ApiError
-from agl_core.server.keys import Keys, SourceFactory, SpanOwner
+from agl_core.server.keys import Keys, SourceFactory
 from agl_core.server.upstream import Answering, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState, Run, Task
@@ -35,7 +35,7 @@ from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
 from agl_core.wire.workers import Empty
 from agl_online.config import OnlineSection, online_section
 from agl_online.feedback import Feedback, said_of
-from agl_online.redaction import Redaction, Redactor
+from agl_online.redaction import Redaction
 from agl_online.session import COUNTERS, LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder
 from agl_online.wire import (
     BEGIN_SESSION,
@@ -69,8 +69,8 @@ _BETWEEN_REMOVALS = 600.0
 class Sessions:
     """The sessions of applications: what a server opens rollouts by (`agl_core.server.keys.RolloutSource`).
 
-    `answering` answers their calls, `run` and `folder` are of the run that records them, `redactors` those of plugins
-    beside the patterns of the settings. All methods belong to one event loop.
+    `answering` answers their calls, `run` and `folder` are of the run that records them. All methods belong to one
+    event loop.
     """
 
     operations = OPERATIONS
@@ -84,12 +84,11 @@ class Sessions:
         *,
         run: str,
         folder: Path,
-        redactors: Sequence[Redactor] = (),
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self.counted = dict.fromkeys(COUNTERS, 0)
         self.keys = ApplicationKeys(keys, settings.applications)
-        self._redaction = Redaction(settings.redact, redactors)
+        self._redaction = Redaction(settings.redact)
         self._settings, self._run, self._folder, self._say = settings, run, folder, say
         self._store, self._operator, self._answering = store, keys, answering
         self._recorder = Recorder(store, self._redaction, self.counted)
@@ -165,17 +164,6 @@ class Sessions:
         session.used = time.time()
         return session
 
-    async def owner_of_spans(self, request: Request) -> SpanOwner | None:
-        """The session whose own address and key a request has."""
-        session = await self.attempt_of(request) if "rollout" in request.path_params else None
-        if session is None:
-            return None
-
-        async def owner(trace: str) -> ActiveSession:
-            return session
-
-        return owner
-
     async def _begin(self, application: str, name: str | None, *, recorded: bool) -> ActiveSession:
         """The open session of this name, else a new one; without a name one that ends with its first reply."""
         place = secrets.token_hex(12) if name is None else self.keys.place_of(application, name)
@@ -247,7 +235,6 @@ class Sessions:
         session.answered.recall(calls)
         session.started_calls = max((call.sequence + 1 for call in calls), default=0)
         session.completed_calls = sum(not call.late for call in calls)
-        session.version = next((call.version for call in reversed(calls) if call.version is not None), None)
         session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
         if rollout.state is RolloutState.DONE:
             session.state = AttemptState.COUNTED
@@ -478,7 +465,6 @@ def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
 def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Answering, say: Callable[[str], None]) -> SourceFactory:
     """The sessions of a run, as its server makes them. ConfigError without `[online]`, or for another kind of store."""
     settings = online_section(loaded)
-    redactors = [chosen.build() for chosen in loaded.sections["online"].parts.get("redactors", {}).values()]
 
     async def make(store: Store, keys: Keys) -> Sessions:
         if not isinstance(store, ErasableStore):
@@ -489,6 +475,6 @@ def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Answering, say: 
         if not await store.runs():
             await store.put(Run(run_dir.name, 0, time.time(), loaded.config.model_dump(mode="json")))
         run = (await store.runs())[-1].id
-        return Sessions(settings, store, keys, answering, run=run, folder=run_dir, redactors=redactors, say=say)
+        return Sessions(settings, store, keys, answering, run=run, folder=run_dir, say=say)
 
     return make

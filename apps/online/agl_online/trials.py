@@ -9,7 +9,6 @@ which both see, says nothing.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from agl_core.returns import episode_return
 from agl_core.store.interface import ErasableStore
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Evaluated, Scored
-from agl_core.types import AttemptKey, CreditKind, DropReason, Episode, Mode, Rollout, RolloutState
+from agl_core.types import CreditKind, DropReason, Episode, Mode, RolloutState
 from agl_online.config import CanarySection, GateSection
 from agl_online.versions import By, Decision, State
 
@@ -267,40 +266,26 @@ _UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.PLUGIN, DropReason.REWAR
 
 
 class Outcomes:
-    """Reads them from the store; what was read before is read again only when something new was said of it."""
+    """Reads them from the store; what was scored is scored again only when something new was said of it."""
 
     def __init__(self, store: ErasableStore, collector: Collector, run: str) -> None:
         self._store, self._collector, self._run = store, collector, run
-        self._moment = math.nan
-        self._known: dict[str, tuple[int, float, Outcome | None]] = {}
-        """By session: the feedback that was counted, when it ended, and what it came to."""
-        self._earlier: set[str] = set()
-        """Sessions that began before the moment."""
+        self._scored: dict[tuple[str, int], Outcome | None] = {}
+        """By session, and how much was said of it."""
 
     async def since(self, moment: float, versions: Collection[int]) -> list[Outcome]:
         """The sessions of these versions that began after this moment and have ended, in the order of their ends."""
-        if moment != self._moment:
-            self._moment, self._known, self._earlier = moment, {}, set()
         ended = await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE)
-        listed = [rollout for rollout in ended if rollout.id not in self._earlier]
-        keys = [AttemptKey(rollout.id, 0) for rollout in listed]
-        said = Counter(annotation.rollout for annotation in await self._store.annotations(keys))
-        changed: list[tuple[Rollout, float]] = []
-        for rollout in listed:
-            known = self._known.get(rollout.id)
-            if known is not None and known[0] == said[rollout.id]:
-                continue
-            attempts = await self._store.attempts(rollout.id)
-            if not attempts or attempts[-1].started < moment:
-                self._earlier.add(rollout.id)
-            else:
-                changed.append((rollout, attempts[-1].ended or attempts[-1].started))
-        scored = await self._collector.scored([rollout for rollout, _ in changed])
-        for (rollout, end), result in zip(changed, scored, strict=True):
-            self._known[rollout.id] = (said[rollout.id], end, outcome_of(result))
-        there = {rollout.id for rollout in listed}
-        ends = sorted((end, id) for id, (_, end, _) in self._known.items() if id in there)
-        outcomes = (self._known[id][2] for _, id in ends)
+        rollouts = {rollout.id: rollout for rollout in ended}
+        attempts = [attempt for attempt in await self._store.attempts(*rollouts) if attempt.started >= moment]
+        attempts.sort(key=lambda attempt: attempt.ended or attempt.started)
+        annotations = await self._store.annotations([attempt.key for attempt in attempts])
+        said = Counter(annotation.rollout for annotation in annotations)
+        keys = [(attempt.rollout, said[attempt.rollout]) for attempt in attempts]
+        changed = [rollouts[id] for id, number in keys if (id, number) not in self._scored]
+        scored = {result.rollout.id: outcome_of(result) for result in await self._collector.scored(changed)}
+        self._scored = {key: self._scored[key] if key in self._scored else scored[key[0]] for key in keys}
+        outcomes = self._scored.values()
         return [outcome for outcome in outcomes if outcome is not None and outcome.version in versions]
 
 

@@ -22,7 +22,6 @@ from agl_core.types import CreditKind
 
 Model = TypeVar("Model", bound=BaseModel)
 Named = TypeVar("Named", bound=PluginTable)
-Settings = TypeVar("Settings", bound=BaseModel)
 
 Place: TypeAlias = tuple[str | int, ...]
 """Where a value stands: keys of tables, and indices of lists."""
@@ -40,8 +39,6 @@ class Chosen:
     """Checked, with absolute paths."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The same as the file would have them: paths as they are written, and no secrets."""
-    parts: Mapping[str, Mapping[str, Chosen]] = field(default_factory=dict)
-    """What tables inside it name, of a `SECTION`: by the dotted key of these tables, then by their names."""
 
     def build(self, *context: Any) -> Any:
         """Make it; `context` is what its kind's hook says beyond the options."""
@@ -189,22 +186,8 @@ class _Resolver:
             elif not isinstance(settings, dict):
                 self._needed.add((name,), "must be a table.")
             elif chosen := self._chosen(kinds.SECTION, name, settings, (name,)):
-                options, parts = self._inside(chosen.options, (name,))
-                sections[name] = Chosen(chosen.component, options, settings_of(options), parts)
+                sections[name] = chosen
         return sections
-
-    def _inside(self, table: Settings, place: Place) -> tuple[Settings, dict[str, Mapping[str, Chosen]]]:
-        """A table with those inside it resolved that name plugins, and what these chose, by their dotted keys."""
-        resolved: dict[str, Any] = {}
-        parts: dict[str, Mapping[str, Chosen]] = {}
-        for name in type(table).model_fields:
-            value = getattr(table, name)
-            if isinstance(value, dict) and any(isinstance(each, PluginTable) for each in value.values()):
-                resolved[name], parts[name] = self.tables((*place, name), value)
-            elif isinstance(value, BaseModel):
-                resolved[name], below = self._inside(value, (*place, name))
-                parts |= {f"{name}.{key}": chosen for key, chosen in below.items()}
-        return table.model_copy(update=resolved), parts
 
     def trackers(
         self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]

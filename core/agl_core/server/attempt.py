@@ -131,10 +131,6 @@ class ActiveAttempt:
         """Record calls, all or none. StoreError if that failed."""
         await store.put(*calls)
 
-    async def keep_spans(self, store: Store, *records: Call | ToolResult) -> None:
-        """Record what its spans said, all or none. StoreError if that failed."""
-        await store.put(*records)
-
     async def delivered(self, arrived: bool) -> None:
         """A reply was sent; `arrived` says whether it reached the client."""
 

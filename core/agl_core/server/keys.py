@@ -171,10 +171,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-SpanOwner: TypeAlias = Callable[[str], Awaitable[ActiveAttempt | None]]
-"""The attempt that the spans of a trace belong to; None: no open one."""
-
-
 class RolloutSource(Protocol):
     """Opens rollouts of mode `use` beside those of the queue. All methods belong to the server's event loop.
 
@@ -202,16 +198,13 @@ class RolloutSource(Protocol):
     async def attempt_of(self, request: Request) -> ActiveAttempt | None:
         """The attempt that a model call belongs to, open or not; None: to none of its. ApiError if it is refused."""
 
-    async def owner_of_spans(self, request: Request) -> SpanOwner | None:
-        """Says whose the spans of a request are; None: nothing of its. ApiError if it is refused."""
-
 
 SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
 """Makes the source of a run's server; ConfigError if its store does not do."""
 
 
 class Attribution:
-    """Whose model calls and spans are whose: of running attempts, and of those that a source opens."""
+    """Whose model calls and spans are whose: of running attempts, and calls also of those that a source opens."""
 
     def __init__(self, keys: Keys, queue: RolloutQueue, source: RolloutSource | None) -> None:
         self._keys, self._queue, self._source = keys, queue, source
@@ -223,7 +216,7 @@ class Attribution:
         if there is no such attempt; those of the source.
         """
         opened = None if self._source is None else await self._source.attempt_of(request)
-        return self._leased(request) if opened is None else opened
+        return self.leased(request) if opened is None else opened
 
     async def open(self, request: Request) -> ActiveAttempt:
         """The same; ApiError 410 if it is closed and takes no calls then."""
@@ -232,18 +225,8 @@ class Attribution:
             raise attempt_closed(*attempt.key)
         return attempt
 
-    async def of_spans(self, request: Request) -> SpanOwner:
-        """Whose the spans of a request are. ApiError as of `of`."""
-        if self._source is not None and (owner := await self._source.owner_of_spans(request)) is not None:
-            return owner
-        attempt = self._leased(request)
-
-        async def owner_of(trace: str) -> ActiveAttempt:
-            return attempt
-
-        return owner_of
-
-    def _leased(self, request: Request) -> ActiveAttempt:
+    def leased(self, request: Request) -> ActiveAttempt:
+        """The same, of the attempts of the queue alone."""
         path, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
         in_path = f"{path['rollout']}/{path['attempt']}" if "rollout" in path else None
         name = header if in_path is None else in_path

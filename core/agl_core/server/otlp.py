@@ -31,7 +31,7 @@ from starlette.routing import Route
 from agl_core.capture.spans import SeenCall, Span, SpanTree, see
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError, as_answer, openai_error
-from agl_core.server.keys import Attribution, SpanOwner
+from agl_core.server.keys import Attribution
 from agl_core.server.listening import LARGEST_BODY, body_too_large, decompressed
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
@@ -95,9 +95,8 @@ class _Trace:
 class SpanIntake:
     """Takes exports, and records what their spans say.
 
-    All spans of one export belong to the attempt whose key it carries, whatever attempt they name; of other exports
-    the source of rollouts says it, by the traces of the spans. Clients send the key as
-    `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
+    All spans of one export belong to the attempt whose key it carries, whatever attempt they name. Clients send the
+    key as `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
 
     Spans come in batches, inner ones before those around them; each may come twice. The first that comes with its ids
     counts, and what it says of a tool stays: spans around it only add what was left open. What an adapter in the
@@ -122,14 +121,15 @@ class SpanIntake:
 
     async def _export(self, request: Request) -> Response:
         """Take spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent."""
-        owner_of = await self._attribution.of_spans(request)
+        attempt = self._attribution.leased(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (_JSON, _PROTOBUF):
             raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
         encoding = request.headers.get("content-encoding", "").strip().lower()
         body, most = await request.body(), request.scope[LARGEST_BODY]
         spans, refused = await asyncio.to_thread(_decoded, body, encoding, kind, most)
-        await self._take(spans, owner_of, refused)
+        if spans and (reason := await self._take(attempt, spans)):
+            refused[reason] += len(spans)
         reply = ExportTraceServiceResponse()
         if refused:
             reasons = "; ".join(f"{count} spans: {reason}" for reason, count in refused.items())
@@ -138,20 +138,7 @@ class SpanIntake:
         content = reply.SerializeToString() if kind == _PROTOBUF else MessageToJson(reply, indent=None)
         return Response(content, media_type=kind)
 
-    async def _take(self, spans: Sequence[Span], owner_of: SpanOwner, refused: Counter[str]) -> None:
-        of_attempts: dict[AttemptKey, tuple[ActiveAttempt, list[Span]]] = {}
-        for trace in dict.fromkeys(span.trace for span in spans):
-            of_trace = [span for span in spans if span.trace == trace]
-            attempt = await owner_of(trace)
-            if attempt is None:
-                refused["no open rollout has a call of their trace"] += len(of_trace)
-            else:
-                of_attempts.setdefault(attempt.key, (attempt, []))[1].extend(of_trace)
-        for attempt, own in of_attempts.values():
-            if reason := await self._take_of(attempt, own):
-                refused[reason] += len(own)
-
-    async def _take_of(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
+    async def _take(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
         """Record spans of an attempt; why they were not taken in, if they were not."""
         self._traces = {key: trace for key, trace in self._traces.items() if not trace.attempt.closed}
         if attempt.closed:
@@ -182,7 +169,7 @@ class SpanIntake:
             ]
             named = await self._named(key, calls, trace.identities)
             if tool_results or named:
-                await trace.attempt.keep_spans(self._store, *tool_results, *named)
+                await self._store.put(*tool_results, *named)
             self.counters.tool_results += sum(report.id not in trace.tool_results for report in reports)
             self.counters.named_calls += len(named)
             trace.tool_results.update({report.id: report for report in reports})

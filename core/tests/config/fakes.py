@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 import agl_core
 from agl_core import Capability, CreditKind, kinds
-from agl_core.config.sections import PluginTable, Section
+from agl_core.config.sections import Section
 from agl_core.kinds import Register
 
 
@@ -79,25 +79,8 @@ def brevity(episode: Any, *, limit: int = 200) -> float:
     return float(len(str(episode.result)) <= limit)
 
 
-FLOWER = kinds.Kind("flower")
-"""A kind of the plugin's own."""
-
-
-class RoseOptions(Strict):
-    petals: int = Field(5, ge=0, description="Of each blossom.")
-    file: Path = Field(Path("rose.txt"), description="A path.")
-
-
-class BedSection(PluginTable):
-    kind: ClassVar[kinds.Kind] = FLOWER
-    named_by: ClassVar[str] = "flower"
-
-    flower: str | None = Field(None, description="What grows there.")
-
-
 class GardenSection(Section):
     rows: int = Field(3, ge=1, description="How many there are.")
-    beds: dict[str, BedSection] = Field({}, description="What grows where.")
 
 
 @agl_core.hookimpl
@@ -136,5 +119,4 @@ def register_components(register: Register) -> None:
     register(kinds.REWARD, "clashing", built, options=Clashing)
     register(kinds.REWARD, "filing", built, options=PathOptions)
     register(kinds.REWARD, "tool_counting", built, provides={Capability.TOOL_RESULTS})
-    register(FLOWER, "rose", built, options=RoseOptions)
     register(kinds.SECTION, "garden", built, options=GardenSection)

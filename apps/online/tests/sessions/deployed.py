@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Mode, Rollout
 from agl_online.config import OnlineSection
 from agl_online.feedback import Feedback, said_of
-from agl_online.redaction import Redactor
 from agl_online.sessions import Sessions, fixed_upstream
 from agl_online.wire import ApplicationKeys
 
@@ -94,9 +93,7 @@ class Deployed:
 
 
 @contextlib.asynccontextmanager
-async def deployed(
-    folder: Path, *, keys: Keys = KEYS, redactors: Sequence[Redactor] = (), **settings: Any
-) -> AsyncIterator[Deployed]:
+async def deployed(folder: Path, *, keys: Keys = KEYS, **settings: Any) -> AsyncIterator[Deployed]:
     """It, on the store in this folder; `settings` are those of `[online]`."""
     async with (
         SqliteStore(folder / "store.sqlite") as store,
@@ -106,7 +103,7 @@ async def deployed(
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
         section = OnlineSection(**{**SETTINGS, **settings})
         answering = fixed_upstream(upstream, SAMPLED)
-        source = Sessions(section, store, keys, answering, run="run", folder=folder, redactors=redactors)
+        source = Sessions(section, store, keys, answering, run="run", folder=folder)
         async with running_stack(store=store, keys=keys, source=source) as stack:
             yield Deployed(stack, store, model, http, source)
         answering.withdraw()

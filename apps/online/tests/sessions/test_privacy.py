@@ -141,28 +141,6 @@ async def test_a_call_that_cannot_be_redacted_is_answered_and_not_stored(
         assert b"Rumpelstilzchen" not in raw(tmp_path)
 
 
-async def test_redactors_of_a_plugin_come_after_the_patterns(tmp_path: Path) -> None:
-    def hidden(text: str) -> str:
-        if "unspeakable" in text:
-            raise ValueError("what is that?")
-        return text.replace("Ada", "[NAME]")
-
-    async with deployed(tmp_path, redact=["email"], redactors=[hidden]) as use:
-        reply = await use.ask("I am Ada, ada@example.org", "talk")
-        await use.ask("nothing to hide", "talk")
-        first, second = await use.calls()
-        assert first.request["messages"][0]["content"] == "I am [NAME], [EMAIL]"
-        assert first.prompt_ids is None
-        assert second.prompt_ids is not None
-        await use.say(call=reply.id, note="Ada again")
-        [said] = await use.said(first.rollout)
-        assert said.note == "[NAME] again"
-        await use.ask("an unspeakable thing", "talk")
-        assert use.counted("unrecorded") == 1
-    assert b"Ada" not in raw(tmp_path)
-    assert b"unspeakable" not in raw(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("pattern", "text", "stored"),
     [

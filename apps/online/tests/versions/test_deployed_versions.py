@@ -27,7 +27,7 @@ from agl_online.sessions import Sessions
 from agl_online.versions import By, Ledger, State
 from agl_online.wire import ApplicationKeys
 
-from .deployed_runs import decide, make_canary, make_deployed, make_passed, make_stable
+from .deployed_runs import decide, make_canary, make_deployed, make_stable
 
 KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
 APPLICATIONS = ApplicationKeys(KEYS, {"shop": 1})
@@ -153,9 +153,7 @@ async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(
         assert set(second.values()) == {0, 20}
 
 
-async def test_a_swap_drops_no_call_and_open_sessions_keep_their_version(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_swap_drops_no_call_and_reaches_open_sessions(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(ledger, monkeypatch) as use:
         hold = Hold(Say("version-0"))
         use.model.script(hold)
@@ -165,15 +163,12 @@ async def test_a_swap_drops_no_call_and_open_sessions_keep_their_version(
 
         make_stable(ledger, 10)
         await use.deployed.refresh()
-        assert (await use.ask("new"), await use.ask("open")) == (10, 0)
-        assert use.engines[0].steps == [0, 10]
+        assert (await use.ask("new"), await use.ask("open")) == (10, 10)
+        assert use.engines[0].steps == [0, 10], "a call under way keeps its version"
         hold.release.set()
         assert await held == 0
-
-        assert await use.ask("open", **{"x-agl-session-end": "1"}) == 0
         await use.deployed.refresh()
-        assert use.engines[0].steps == [10], "no open session has the old one any more"
-        assert await use.ask("open") == 10
+        assert use.engines[0].steps == [10]
 
 
 async def test_a_rollback_reaches_open_sessions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,22 +187,6 @@ async def test_a_rollback_reaches_open_sessions_at_once(ledger: Ledger, monkeypa
         decide(ledger, 20, State.ROLLED_BACK, By.OPERATOR)
         await use.deployed.refresh()
         assert await use.ask("late") == 0
-
-
-async def test_a_restarted_server_keeps_what_it_can(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session whose version is served again has it again; else it goes on with the stable one."""
-    make_canary(ledger, 10)
-    names = [f"user-{number}" for number in range(20)]
-    async with bench(ledger, monkeypatch) as use:
-        first = await use.ask_many(names)
-    async with bench(ledger, monkeypatch) as use:
-        assert await use.ask_many(names) == first
-    make_passed(ledger, 20)
-    decide(ledger, 20, State.STABLE, By.OPERATOR)
-    async with bench(ledger, monkeypatch) as use:
-        found = await use.ask_many(names)
-        assert found == {name: 10 if version == 10 else 20 for name, version in first.items()}
-        assert use.engines[0].steps == [10, 20]
 
 
 async def test_a_lost_engine_is_started_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,17 +216,3 @@ async def test_what_cannot_be_loaded_leaves_what_is_served(
         use.engines[0].fails = []
         await use.deployed.refresh()
         assert await use.ask("third") == 20
-
-
-async def test_few_old_versions_are_kept_however_long_their_sessions_last(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with bench(ledger, monkeypatch) as use:
-        for step in (10, 20, 30, 40, 50, 60):
-            make_stable(ledger, step)
-            await use.deployed.refresh()
-            assert await use.ask(f"from-{step}") == step
-        await use.deployed.refresh()
-        assert use.engines[0].steps == [30, 40, 50, 60]
-        assert await use.ask("from-10") == 60
-        assert await use.ask("from-40") == 40
