@@ -7,9 +7,8 @@ split = "train"
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from oracle import first_tool
 from trips import Split, traveller, trip
 
 import agl_core
@@ -19,7 +18,8 @@ from agl_core.types import Episode, Task
 @agl_core.reward_rule
 def memory_first(episode: Episode) -> float:
     """1 if the first call asked memory."""
-    return float(first_tool(episode) == "memory")
+    calls: Any = [call for t in episode.transitions[:1] for call in t.response.get("tool_calls") or ()]
+    return float(bool(calls) and calls[0]["function"]["name"] == "memory")
 
 
 @agl_core.endless_task_source(name="trip", held_out=200)

@@ -23,7 +23,7 @@ from agl_torch.serving.conversation import ChatText
 
 sys.path += [str(folder) for folder in Path(__file__).parents[1:3]]
 from imitation import Demonstrations, Message, imitate
-from sums import Split, SumOptions, build
+from sums import Split, sums
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PlainTextDemonstrations(Demonstrations):
 
 def conversation(seed: int, index: int) -> list[Message]:
     """One of training's sums, worked out with the calculator."""
-    task = build(SumOptions(split=Split.TRAIN), Path(), seed).task(index)
+    task = sums(index, seed, split=Split.TRAIN)
     question, result = task.input["question"], task.metadata["result"]
     expression = question.rsplit(": ", 1)[1].removesuffix(" =")
     function = {"name": "calculator", "arguments": {"expression": expression}}
