@@ -54,14 +54,6 @@ def test_every_place_is_looked_at() -> None:
     } <= found  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words", [("train", "1", "--sever", "1"), ("serf", "1"), ("serve",), ("serve", "1", "--port", "x")]
-)
-def test_a_wrong_command_line_is_noticed(words: tuple[str, ...]) -> None:
-    with pytest.raises(Exception, match=r"(?i)no such|missing|valid integer"):
-        parse(words)
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda each: each.stem)
 def test_configurations_go_together(config: Path) -> None:
     loaded = load(config)

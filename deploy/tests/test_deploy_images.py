@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from pathspec import PathSpec
 
 from agl_verl.environment import TESTED
 
-from .build_context import BuildContext
 from .deployed import DEPLOY, ROOT, container, named, pod_templates
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
-CONTEXT = BuildContext(DEPLOY / "Dockerfile.dockerignore")
+IGNORED = PathSpec.from_lines("gitignore", (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines())
+"""Docker reads these patterns as Git does: each begins with `**/` or has a slash inside."""
 COPIED = re.findall(r"^COPY (?:--\S+ )?(\S+) \S+$", DOCKERFILE, re.MULTILINE)
 AGENTS = ["my_agent", "team/agents/my_agent", "tests/my_agent", "examples/calc", "deploy/agents/mine", "core/agents"]
 
@@ -35,16 +35,11 @@ def test_the_trainers_image_has_the_versions_that_are_known_to_work() -> None:
     assert named("RayJob", "agl-train")["spec"]["rayClusterSpec"]["rayVersion"] == TESTED["ray"]
 
 
-def test_the_trainers_image_pins_what_these_stand_on_and_bounds_the_compiler() -> None:
+def test_the_trainers_image_pins_what_these_stand_on() -> None:
     trainer = DOCKERFILE.partition("AS trainer")[2].replace("\\\n", " ")
     installs = [line for line in trainer.splitlines() if re.search(r"vllm==|\./core", line)]
     assert len(installs) == 2
     assert all("pip install -c constraints.txt " in line for line in installs)
-    assert "COPY algorithms/verl/constraints.txt tested.txt" in trainer
-    assert re.search(r"^ARG MAX_JOBS=\d+$", trainer, re.MULTILINE)
-    assert 'MAX_JOBS="${MAX_JOBS}" pip install --no-build-isolation "flash-attn' in trainer
-    assert re.search(r"\bcupy-cuda13x==[\d.]+", trainer), "the CUDA image is of version 13"
-    assert "nvidia/cuda:13." in DOCKERFILE
 
 
 NOT_COPIED = re.compile(
@@ -62,7 +57,7 @@ def files(source: str) -> list[str]:
 @pytest.mark.parametrize("source", sorted({each.replace("${AGENT}", "examples/calc") for each in COPIED}))
 def test_images_copy_what_the_build_context_has(source: str) -> None:
     assert files(source)
-    assert [each for each in files(source) if not CONTEXT.has(each)] == []
+    assert [each for each in files(source) if IGNORED.match_file(each)] == []
 
 
 @pytest.mark.parametrize("folder", AGENTS)
@@ -77,7 +72,7 @@ def test_the_agent_may_be_any_folder_below_the_repository(folder: str) -> None:
         "tests/data.jsonl",
         "tokens.json",
     ):
-        assert CONTEXT.has(f"{folder}/{file}")
+        assert not IGNORED.match_file(f"{folder}/{file}")
 
 
 @pytest.mark.parametrize("folder", ["", *(f"{each}/" for each in AGENTS)])
@@ -89,23 +84,4 @@ def test_no_keys_and_nothing_of_this_machine_is_copied(folder: str) -> None:
         ".pypirc", "client_secret_1.json", "secrets.yaml", "secrets.toml", "credentials.json",
         "__pycache__/agent.pyc", ".pytest_cache/README.md", "agent.egg-info/PKG-INFO", "agl-7.log", ".git-credentials",
     ):  # fmt: skip
-        assert not CONTEXT.has(folder + file), folder + file
-
-
-@pytest.mark.parametrize(
-    ("rules", "path", "there"),
-    [
-        ("*\n!core", "core/a/b.py", True),
-        ("*\n!core", "examples/calc/agent.py", False),
-        ("**/runs", "runs/x", False),
-        ("**/runs", "a/b/runs/x", False),
-        ("**/runs", "a/runs.py", True),
-        ("core/tests", "a/core/tests/b", True),
-        ("adapters/*/tests", "adapters/otel/tests/a.py", False),
-        ("adapters/*/tests", "adapters/otel/agl_otel/tests/a.py", True),
-        ("# *\na.?", "a.b", False),
-    ],
-)
-def test_the_build_context_is_read_as_docker_does(tmp_path: Path, rules: str, path: str, there: bool) -> None:
-    (tmp_path / "ignore").write_text(rules)
-    assert BuildContext(tmp_path / "ignore").has(path) is there
+        assert IGNORED.match_file(folder + file), folder + file

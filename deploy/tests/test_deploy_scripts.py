@@ -67,17 +67,14 @@ def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Clust
     assert [keys for _, keys, _ in workers] == [["AGL_WORKER_KEY"]] * NODES, "agents see their worker's environment"
     assert {each[0][-1] for each in workers} == {"http://127.0.0.1:8123"}
     assert not cluster.calls("scontrol")
-
-
-def test_each_step_has_one_task_on_each_of_its_nodes_and_shares_them_with_the_others(cluster: Cluster) -> None:
-    """srun takes its defaults from what sbatch set: the job's 3 tasks, also on one node."""
-    cluster.ended(cluster.submit(), 0)
+    # Each step has one task on each of its nodes, and shares them with the others: srun takes its defaults from what
+    # sbatch set, which are the job's three tasks, also on one node.
     steps = [each[0] for each in cluster.calls("srun")]
     options = [[each for each in step if each.startswith("--") and step.index(each) < 7] for step in steps]
     [head] = [each for each in options if "--nodelist=node-1" in each]
     [others] = [each for each in options if "--exclude=node-1" in each]
-    [workers] = [each for each in options if each not in (head, others)]
-    for step, nodes in ((head, 1), (others, NODES - 1), (workers, NODES)):
+    [everywhere] = [each for each in options if each not in (head, others)]
+    for step, nodes in ((head, 1), (others, NODES - 1), (everywhere, NODES)):
         assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} < set(step)
         assert "--overlap" in step, "it would wait for what the steps before it have: CPUs, memory, GPUs"
         assert "--exact" not in step, "Ray would find one CPU of each node"
