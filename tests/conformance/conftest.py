@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import AsyncIterator, Iterator
-from types import ModuleType
 
 import pytest
 import pytest_asyncio
@@ -63,40 +61,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         yield running
 
 
-@pytest.fixture(autouse=True)
-def process_as_it_was() -> Iterator[None]:
-    """What LangChain's and OpenTelemetry's adapters hook in is taken out again: each cell finds the process as a user's
-    program would. The others report to an attempt that runs, and to nobody else."""
-    attached = []
-    with pytest.MonkeyPatch.context() as patch:
-        for context in _installed("langchain_core.tracers.context"):
-            patch.setattr(context, "_configure_hooks", list(context._configure_hooks))
-        for sdk in _installed("opentelemetry.sdk.trace"):
-            patch.setattr(sdk.TracerProvider, "__init__", sdk.TracerProvider.__init__)
-        attached += [callback.attach for callback in _installed("agl_langchain.callback")]
-        # LangChain shares async connections, which belong to one event loop.
-        attached += [
-            utils._cached_async_httpx_client for utils in _installed("langchain_openai.chat_models._client_utils")
-        ]
-        attached += [watching.watch for watching in _installed("agl_otel.watching")]
-        yield
-    for each in attached:
-        each.cache_clear()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_waiting() -> Iterator[None]:
     with fast_clients():
         yield
-
-
-def _installed(*modules: str) -> list[ModuleType]:
-    """Those that are installed: a driver that was named needs its own framework alone."""
-    return [importlib.import_module(each) for each in modules if _is_installed(each)]
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # one of the packages around it
-        return False

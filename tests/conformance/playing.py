@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import json
 import re
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 import aiohttp
 import numpy as np
+import pytest
 from aiohttp import web
 
 from agl_core.config.models import SamplingSection
@@ -266,18 +268,23 @@ class Bench:
 
     async def play(self, cell: Cell) -> list[str]:
         """What differs from the expected episode, in each of the scenario's rollouts."""
+        faults, performed = await self.perform(cell)
+        return [*faults, *itertools.chain(*(_wrong(cell, each) for each in performed))]
+
+    async def perform(self, cell: Cell) -> tuple[list[str], list[Performed]]:
+        """What went against the script, and what agl recorded of each rollout."""
         scenario, play = cell.scenario, Play(cell.scenario)
         self.stack.upstream.answer = play
         self.relay.lose(scenario.lost)
         root = self.relay.url if scenario.lost else self.stack.server.base_url
         setting = Setting(cell.api, cell.streaming, cell.form, root, PLACEHOLDER_KEY)
-        with cell.driver.attached(cell.form):
+        with _process_as_it_was(), cell.driver.attached(cell.form):
             program = cell.driver.build(scenario, setting)
             attempts = [await self.stack.attempt(base_url=root) for _ in range(scenario.rollouts)]
             asked = zip(attempts, scenario.questions(), strict=True)
             async with asyncio.timeout(_PATIENCE):
                 performed = await asyncio.gather(*(_roll_out(program, play, *each) for each in asked))
-        return [*play.faults, *itertools.chain(*(_wrong(cell, each) for each in performed))]
+        return play.faults, performed
 
 
 async def _roll_out(program: Program, play: Play, attempt: RunningAttempt, text: str) -> Performed:
@@ -340,3 +347,34 @@ async def running_bench(folder: Path) -> AsyncIterator[Bench]:
         LossyRelay(stack.server.base_url) as relay,
     ):
         yield Bench(stack, relay)
+
+
+@contextlib.contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """What LangChain's and OpenTelemetry's adapters hook in is taken out again: each cell finds the process as a user's
+    program would. The others report to an attempt that runs, and to nobody else."""
+    with pytest.MonkeyPatch.context() as patch:
+        if context := _installed("langchain_core.tracers.context"):
+            patch.setattr(context, "_configure_hooks", list(context._configure_hooks))
+        if sdk := _installed("opentelemetry.sdk.trace"):
+            patch.setattr(sdk.TracerProvider, "__init__", sdk.TracerProvider.__init__)
+        yield
+    for module, name in _CACHES:
+        if cached := _installed(module):
+            getattr(cached, name).cache_clear()
+
+
+_CACHES = (
+    ("agl_langchain.callback", "attach"),
+    ("agl_otel.watching", "watch"),
+    # LangChain shares async connections, which belong to one event loop.
+    ("langchain_openai.chat_models._client_utils", "_cached_async_httpx_client"),
+)
+
+
+def _installed(module: str) -> Any:
+    """None if it is not: a driver that was named needs its own framework alone."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
