@@ -49,8 +49,6 @@ class CallPlan:
     """An adapter reports a tool that ran below `span`, without an id."""
     recorded: int
     """How often the same record is written."""
-    retries: int
-    """How often it was recorded again under the client's own marker."""
     late: bool
 
 
@@ -63,7 +61,6 @@ CALLS = st.builds(
     choices=st.lists(st.lists(TOOLS, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),
     without_id=st.booleans(),
     recorded=st.integers(1, 2),
-    retries=st.integers(0, 2),
     late=st.sampled_from([False, False, False, True]),
 )
 
@@ -131,17 +128,9 @@ def trace_of(plans: list[CallPlan], rollout: str) -> Trace:
                 for index, response, joined in transitions
             ]
             turns[plan.agent] += 1
-    retried = itertools.count(len(plans))
     for place, (plan, span, choices) in enumerate(made):
         messages = [{"role": "user", "content": plan.prompt}, *told.get(place, ())]
-        marker = f"marker-{place}" if plan.retries else None
-        first = _call(f"call-{place}", rollout, place, messages, choices, plan, span, marker)
-        trace.calls += [first] * plan.recorded
-        if not plan.late:
-            trace.calls += [
-                _call(f"retry-{place}-{n}", rollout, next(retried), messages, choices, plan, span, marker)
-                for n in range(plan.retries)
-            ]
+        trace.calls += [_call(f"call-{place}", rollout, place, messages, choices, plan, span)] * plan.recorded
     return trace
 
 
@@ -153,7 +142,6 @@ def _call(
     choices: tuple[Choice, ...],
     plan: CallPlan,
     span: str | None,
-    marker: str | None,
 ) -> Call:
     return Call(
         id,
@@ -170,7 +158,6 @@ def _call(
         parent_span=span,
         prompt_ids=np.array(list(plan.prompt.encode()), np.int32),
         late=plan.late,
-        retry_of=marker,
     )
 
 

@@ -111,7 +111,6 @@ CALL: Mapping[str, Faults] = {
     "late": ((True, GONE),),
     "undelivered": ((True, DropReason.UNDELIVERED),),
     "stamped": ((False, TRAINED),),
-    "retry_of": harmless,
     "pruned": ((True, REFUSED),),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }

@@ -89,15 +89,7 @@ def counted_calls(attempt: Attempt, calls: Iterable[Call]) -> list[Call]:
     counted: dict[str, Call] = {}
     for call in mine:
         counted.setdefault(call.id, call)
-    seen: set[str] = set()
-    kept = []
-    for call in counted.values():
-        if call.retry_of is not None:
-            if call.retry_of in seen:
-                continue
-            seen.add(call.retry_of)
-        kept.append(call)
-    return kept
+    return [*counted.values()]
 
 
 def _mask(choice: Choice) -> TokenMask | None:

@@ -23,7 +23,6 @@ from starlette.datastructures import Headers
 
 from agl_core.server.reply import RawReply, Reply, called, loads, reasoning_of
 from agl_core.types import Call, Json
-from agl_core.wire.headers import HEADER_RETRY
 
 if TYPE_CHECKING:
     from agl_core.server.listening import HttpConnection
@@ -49,8 +48,6 @@ class Exchange:
     """One call, everything its client sent to get the reply, and the reply."""
 
     sequence: int
-    marker: str | None = None
-    """The value of `x-agl-retry`, if the client sent one."""
     tries: int = 0
     """The highest retry count seen."""
     supersedes: Call | None = None
@@ -82,40 +79,29 @@ class Answered:
 
     def __init__(self) -> None:
         self._exchanges: dict[tuple[str, Any], list[Exchange]] = {}
-        """By marker, request, reply, message or tool call; the oldest first."""
+        """By request, reply, message or tool call; the oldest first."""
         self._over: dict[Exchange, None] = {}
         """Those that are over, the oldest first."""
         self._recorded: list[Call] = []
         self.size = 0
         """Bytes that are kept."""
 
-    def find(self, api: str, headers: Headers, body: bytes) -> Exchange | None:
-        """The exchange that this request retries; None if it is a call of its own.
+    def retried(self, digest: bytes, count: int) -> Exchange | None:
+        """The exchange that the `count`th retry of a request continues; None if it is a call of its own.
 
-        Only the client's own marker makes a retry: `x-agl-retry`, or an SDK's count of its retries. Of several
-        equal calls, a retry with count k claims the oldest one of those that were last tried with a smaller
-        count, nearest to k, so that each keeps its own retries.
+        Only an SDK's own count of its retries makes a retry. Of several equal calls, a retry with count k claims the
+        oldest one of those that were last tried with a smaller count, nearest to k, so that each keeps its own retries.
         """
-        marker, count = headers.get(HEADER_RETRY), _retry_count(headers)
-        if marker is not None:
-            exchange = next(reversed(self._exchanges.get(("marker", marker), ())), None)
-            if exchange is not None:
-                exchange.tries = max(exchange.tries, count)
-            return exchange
-        if count == 0:
-            return None
-        equal = self._exchanges.get(("request", _digest(api, body)), ())
+        equal = self._exchanges.get(("request", digest), ()) if count else ()
         exchange = max((e for e in equal if e.tries < count), key=lambda e: e.tries, default=None)
         if exchange is not None:
             exchange.tries = count
         return exchange
 
-    def open(self, api: str, headers: Headers, body: bytes, sequence: int) -> Exchange:
+    def open(self, digest: bytes, count: int, sequence: int) -> Exchange:
         """Open an exchange for a call that retries none."""
-        exchange = Exchange(sequence, headers.get(HEADER_RETRY), _retry_count(headers))
-        if exchange.marker is not None:
-            self._index(exchange, "marker", exchange.marker)
-        self._index(exchange, "request", _digest(api, body))
+        exchange = Exchange(sequence, count)
+        self._index(exchange, "request", digest)
         return exchange
 
     def end(self, exchange: Exchange) -> None:
@@ -179,18 +165,17 @@ class Answered:
     def recall(self, calls: Iterable[Call]) -> None:
         """Take in calls of the attempt that an earlier server recorded.
 
-        It is not known which of the replies arrived. Without a marker, the reply of a call that had ended before
-        another one began counts as arrived: an agent may ask the same twice, and what it got must go on to count.
+        It is not known which of the replies arrived. The reply of a call that had ended before another one began counts
+        as arrived: an agent may ask the same twice, and what it got must go on to count.
         """
         counted = [call for call in calls if not call.late]
         last = max((call.started for call in counted), default=0.0)
-        self._recorded = [call for call in counted if call.retry_of or call.ended >= last][-MAX_KEPT:]
+        self._recorded = [call for call in counted if call.ended >= last][-MAX_KEPT:]
 
-    def unanswered(self, api: str, headers: Headers, request: Mapping[str, Json]) -> Call | None:
-        """The recalled call that this request, for which there is no exchange, retries; each is given once."""
-        marker, count = headers.get(HEADER_RETRY), _retry_count(headers)
+    def unanswered(self, api: str, request: Mapping[str, Json]) -> Call | None:
+        """The recalled call that a retry for which there is no exchange repeats; each is given once."""
         for index, call in enumerate(self._recorded):
-            if call.retry_of == marker if marker else count and (call.api, call.request) == (api, request):
+            if (call.api, call.request) == (api, request):
                 return self._recorded.pop(index)
         return None
 
@@ -261,13 +246,14 @@ class Budget:
             self._limit = max(64, 2 * len(self._sizes))
 
 
-def _retry_count(headers: Headers) -> int:
+def retry_count(headers: Headers) -> int:
     """How often the client's SDK has sent this request before."""
     value = headers.get(HEADER_STAINLESS, "0")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0
 
 
-def _digest(api: str, body: bytes) -> bytes:
+def digest_of(api: str, body: bytes) -> bytes:
+    """What equal requests of one API have in common."""
     return blake2b(body, digest_size=16, person=api.encode()[:16]).digest()
 
 

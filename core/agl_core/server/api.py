@@ -16,6 +16,7 @@ from starlette.routing import Route
 from agl_core.server.attempt import attempt_key
 from agl_core.server.errors import ApiError, as_answer, openai_error, stopping
 from agl_core.server.keys import Keys
+from agl_core.server.listening import read_body
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
 from agl_core.wire.workers import (
@@ -107,7 +108,7 @@ async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
     if not operation.has_body:
         return operation.body()
     try:  # Strict: "1" is no integer, false no number.
-        return operation.body.model_validate_json(await request.body(), strict=True)
+        return operation.body.model_validate_json(await read_body(request, operation.largest), strict=True)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
         raise ApiError(422, f"{request.url.path}: {problems}", code="invalid_body") from error

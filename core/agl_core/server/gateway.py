@@ -29,7 +29,7 @@ from agl_core.config.sections import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
-from agl_core.server.answered import NOT_KEPT, Budget, Exchange
+from agl_core.server.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.dialects.dialect import Dialect, ModelRequest, rendered
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
@@ -78,11 +78,7 @@ class _Delivery(Response):
         self.raw_headers = reply.raw_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = False
-        if not self._client.is_gone:
-            await self._reply(scope, receive, send)
-            arrived = await self._client.wait_until_sent()
-        await self._report(arrived)
+        await self._report(await self._client.reply(self._reply, send))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,12 +197,13 @@ class Gateway:
 
     def _exchange(self, call: _ModelCall, raw: bytes) -> Exchange:
         """That of the call which this request retries, or a new one."""
-        attempt, api, headers = call.attempt, call.dialect.api, call.headers
-        exchange = attempt.answered.find(api, headers, raw)
+        attempt, api, count = call.attempt, call.dialect.api, retry_count(call.headers)
+        digest = digest_of(api, raw)
+        exchange = attempt.answered.retried(digest, count)
         if exchange is None:
-            earlier = attempt.answered.unanswered(api, headers, call.request.recorded)
+            earlier = attempt.answered.unanswered(api, call.request.recorded) if count else None
             sequence = attempt.next_sequence() if earlier is None else earlier.sequence
-            exchange = attempt.answered.open(api, headers, raw, sequence)
+            exchange = attempt.answered.open(digest, count, sequence)
             exchange.supersedes = earlier
             self.counters.retried += earlier is not None
         else:
@@ -278,7 +275,6 @@ class Gateway:
                 prefilled=reply.prefilled,
                 reused=reply.reused,
                 late=late,
-                retry_of=exchange.marker,
                 undelivered=all(connection.is_gone for connection in exchange.waiting),
                 stamped=HEADER_ROLLOUT in headers,
             )

@@ -13,18 +13,19 @@ import gc
 import logging
 import socket
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from agl_core.errors import ServerError
 from agl_core.server.errors import ApiError, openai_error
-from agl_core.wire.workers import MAX_BODY, OF_WORKERS, AnyOperation
 
 try:
     from uvloop import new_event_loop
@@ -46,8 +47,6 @@ BODY_BYTES_PER_SECOND = 16 << 10
 """Slowest accepted upload; extends `REQUEST_TIMEOUT`."""
 CONNECTION = "agl.connection"
 """In a request's scope: the `HttpConnection` over which it came."""
-LARGEST_BODY = "agl.largest_body"
-"""In a request's scope: how many bytes its body may have."""
 MAX_AGENT_BODY = 64 << 20
 """Bytes of a request of an agent: images and audio need space."""
 _UNSENT = 0.01
@@ -80,10 +79,10 @@ class Listening:
         """Let go of the port without having served."""
         self._socket.close()
 
-    async def start(self, app: ASGIApp, operations: Sequence[AnyOperation] = ()) -> None:
-        """Answer from now on. `operations` are those that `app` answers besides workers'."""
+    async def start(self, app: ASGIApp) -> None:
+        """Answer from now on."""
         config = uvicorn.Config(
-            RequestLimits(app, operations),
+            app,
             lifespan="off",
             proxy_headers=False,
             ws="none",
@@ -144,9 +143,7 @@ def _bind(host: str, port: int) -> socket.socket:
 class HttpConnection(HttpToolsProtocol):
     """Closes a connection whose client sends what is no HTTP, or too large a head, takes long, or does not wait.
 
-    Too large: more than `MAX_HEAD_BYTES` that are no part of a body (a head, a chunk's extension, trailers). A reply's
-    head and body leave together where the loop is uvloop, which writes once in a turn: each sending wakes up the other
-    side, which costs both sides time.
+    Too large: more than `MAX_HEAD_BYTES` that are no part of a body (a head, a chunk's extension, trailers).
     """
 
     def __init__(self, *args: Any, listening: Listening, **options: Any) -> None:
@@ -165,9 +162,26 @@ class HttpConnection(HttpToolsProtocol):
         self.is_gone, self._broke = True, exc is not None
         super().connection_lost(exc)
 
-    async def wait_until_sent(self) -> bool:
-        """Wait until what was written has left for the client; False if the connection broke before."""
-        for _ in range(2):  # uvloop sends at the end of a turn what was written, and tells of a break in the next.
+    async def reply(self, response: Response, send: Send) -> bool:
+        """Send a whole reply, and wait until it has left for the client; False if the connection broke before.
+
+        Head and body leave together, which ASGI's two messages would not: each sending wakes up the other side.
+        """
+        cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]  # uvicorn's state of the exchange
+        if self.is_gone or self.transport.is_closing():
+            return False
+        closes = b"" if cycle.keep_alive else b"connection: close\r\n"
+        head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
+        if head.count(b"\n") != len(response.raw_headers):
+            raise ValueError("a header has a line break in it")
+        body = bytes(response.body)
+        self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[response.status_code], head, closes, body))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
+        for _ in range(2):  # uvloop tells of a break in a later turn.
             await asyncio.sleep(0)
         while not self.is_gone and self.transport.get_write_buffer_size():  # noqa: ASYNC110
             await asyncio.sleep(_UNSENT)
@@ -197,7 +211,10 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.headers) >= MAX_HEADERS:
             raise RuntimeError("too many headers")  # The parser makes it an error of its own.
         if self._in_head:  # Else it is a trailer.
-            super().on_header(name, value)
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
@@ -255,48 +272,31 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-class RequestLimits:
-    """Refuses bodies that are too large where they are read.
+async def read_body(request: Request, most: int | None = None) -> bytes:
+    """The body of a request, without its content encoding; ApiError if it is too large, or breaks off.
 
-    A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
-    of one that says beforehand how large it is. A client that hangs up before its body is whole is an ApiError, too.
-    `operations` say the largest body of their own, besides those of workers.
+    It may have `most` bytes, by default as many as an agent may send. Nothing is read of one that announces more.
     """
-
-    def __init__(self, app: ASGIApp, operations: Sequence[AnyOperation] = ()) -> None:
-        self._app = app
-        self._largest = {operation.path: operation.largest for operation in (*OF_WORKERS, *operations)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        most = self._largest.get(path, MAX_BODY if path.startswith("/agl/") else MAX_AGENT_BODY)
-        scope[LARGEST_BODY] = most
-        await self._app(scope, _checked(scope["headers"], receive, most), send)
-
-
-def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int) -> Receive:
-    declared = dict(headers).get(b"content-length", b"")
-    announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
-    arrived, is_whole = 0, False
-
-    async def read() -> Message:
-        nonlocal arrived, is_whole
-        if announced > most:
-            raise body_too_large(most)
-        message = await receive()
-        if message["type"] == "http.disconnect" and not is_whole:
+    most = MAX_AGENT_BODY if most is None else most
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and len(announced) < 20 and int(announced) > most:
+        raise body_too_large(most)
+    parts, size, more = list[bytes](), 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
-        is_whole |= not message.get("more_body", False)
-        arrived += len(message.get("body", b""))
-        if arrived > most:
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
+        if size > most:
             raise body_too_large(most)
-        return message
+    body = b"".join(parts)
+    encoding = request.headers.get("content-encoding")
+    return body if encoding is None else _decompressed(body, encoding.strip().lower(), most)
 
-    return read
 
-
-def decompressed(body: bytes, encoding: str, most: int, error: ApiError) -> bytes:
-    """A body without its content encoding; ApiError 415 or 400, and `error` if it has more than `most` bytes."""
+def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
     if encoding in ("", "identity"):
         return body
     if encoding != "gzip":
@@ -307,7 +307,7 @@ def decompressed(body: bytes, encoding: str, most: int, error: ApiError) -> byte
     except zlib.error as wrong:
         raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({wrong}).") from wrong
     if len(plain) > most:
-        raise error
+        raise body_too_large(most)
     if not inflater.eof:
         raise ApiError(400, "The gzip body is cut off.")
     return plain

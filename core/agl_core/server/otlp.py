@@ -32,7 +32,7 @@ from agl_core.capture.spans import SeenCall, Span, SpanTree, see
 from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError, as_answer, openai_error
 from agl_core.server.keys import Attribution
-from agl_core.server.listening import LARGEST_BODY, body_too_large, decompressed
+from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.wire.workers import ToolResultReport
@@ -125,9 +125,8 @@ class SpanIntake:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (_JSON, _PROTOBUF):
             raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
-        encoding = request.headers.get("content-encoding", "").strip().lower()
-        body, most = await request.body(), request.scope[LARGEST_BODY]
-        spans, refused = await asyncio.to_thread(_decoded, body, encoding, kind, most)
+        body = await read_body(request)
+        spans, refused = await asyncio.to_thread(_decoded, body, kind)
         if spans and (reason := await self._take(attempt, spans)):
             refused[reason] += len(spans)
         reply = ExportTraceServiceResponse()
@@ -191,17 +190,16 @@ class SpanIntake:
         return changed
 
 
-def _decoded(body: bytes, encoding: str, kind: str, most: int) -> tuple[list[Span], Counter[str]]:
+def _decoded(body: bytes, kind: str) -> tuple[list[Span], Counter[str]]:
     """The spans of an export, and how many of it were refused for which reason; ApiError if it is no export.
 
     The ids in OTLP's JSON are hexadecimal, where protobuf's own JSON has base64.
     """
-    plain = decompressed(body, encoding, most, body_too_large(most))
     try:
         if kind == _PROTOBUF:
-            request = ExportTraceServiceRequest.FromString(plain)
+            request = ExportTraceServiceRequest.FromString(body)
         else:
-            export = orjson.loads(plain)
+            export = orjson.loads(body)
             for span in _json_spans(export):
                 span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
             request = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)

@@ -281,8 +281,10 @@ def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprob
     if logprobs is None or ids is None:
         return None
     content = logprobs.get("content") or ()
+    if len(content) != len(ids):
+        return None
     values = [entry.get("logprob") for entry in content]
-    if len(values) != len(ids) or not {*map(type, values)} <= {int, float}:
+    if not {*map(type, values)} <= {int, float}:
         return None
     return np.array(values, dtype=np.float32)
 

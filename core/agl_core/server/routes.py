@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import httpx
 import orjson
@@ -29,7 +29,7 @@ from agl_core.server.dialects.dialect import Dialect
 from agl_core.server.dialects.messages import Messages
 from agl_core.server.dialects.responses import Responses
 from agl_core.server.errors import ApiError, openai_error
-from agl_core.server.listening import LARGEST_BODY, body_too_large, decompressed
+from agl_core.server.listening import read_body
 from agl_core.wire.headers import HEADER_IGNORED
 
 if TYPE_CHECKING:
@@ -106,14 +106,14 @@ class ModelCalls:
         is_post = scope["method"] == "POST"
         dialect = DIALECTS.get(target.route) if is_post else None
         if dialect is not None:
-            request = CallRequest({**scope, "path_params": target.parameters}, receive)
+            request = CallRequest(scope, receive, target)
             response = await self._gateway.answer(request, dialect)
             self._note(target.route, response.headers.get(HEADER_IGNORED))
         elif is_post and target.route in PASSED_ON:
-            request = CallRequest({**scope, "path_params": target.parameters}, receive)
+            request = CallRequest(scope, receive, target)
             response = await self._passthrough.answer(request, target.route)
         elif target.route.startswith(_RESPONSES) and scope["method"] in ("GET", "DELETE"):
-            request = CallRequest({**scope, "path_params": target.parameters}, receive)
+            request = CallRequest(scope, receive, target)
             reply_id = target.route.removeprefix(_RESPONSES)
             response = await self._gateway.kept(request, reply_id, DIALECTS["/v1/responses"])
         else:
@@ -129,38 +129,15 @@ class ModelCalls:
 
 
 class CallRequest(Request):
-    """The request of a model call: it is asked for a dozen headers, most of them absent, and its body is read once."""
+    """The request of a model call, which is asked for a dozen headers, most of them absent."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        super().__init__(scope, receive)
-        self._headers = _IndexedHeaders(scope["headers"])
+    def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
+        super().__init__({**scope, "path_params": target.parameters}, receive)
+        # Starlette's go through all of them for each name that is looked up.
+        self._headers = cast(Headers, {n.decode("latin-1"): v.decode("latin-1") for n, v in reversed(scope["headers"])})
 
     async def body(self) -> bytes:
-        parts, more = list[bytes](), True
-        while more:
-            message = await self.receive()
-            parts.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        body, encoding = b"".join(parts), self.headers.get("content-encoding", "").strip().lower()
-        if not encoding:
-            return body
-        most = self.scope[LARGEST_BODY]
-        return decompressed(body, encoding, most, body_too_large(most))
-
-
-class _IndexedHeaders(Headers):
-    """Starlette's go through all of them for each name that is looked up."""
-
-    def __init__(self, raw: Sequence[tuple[bytes, bytes]]) -> None:
-        super().__init__(raw=list(raw))
-        self._first = dict(reversed(raw))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._first.get(key.lower().encode("latin-1"))
-        return default if value is None else value.decode("latin-1")
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.lower().encode("latin-1") in self._first
+        return await read_body(self)
 
 
 class Passthrough:

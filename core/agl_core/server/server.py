@@ -123,7 +123,7 @@ class LightningServer:
         self._watching = [asyncio.create_task(self.queue.watch())]
         calls = ModelCalls(self._app(), self._gateway, self._passthrough)
         try:
-            await listening.start(calls, () if self._source is None else self._source.operations)
+            await listening.start(calls)
         except ServerError:
             await self.stop()
             raise

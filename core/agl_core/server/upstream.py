@@ -66,17 +66,17 @@ class HttpReply:
 class Endpoint:
     """One URL to POST to, with headers that every request has, over connections with one request at a time each.
 
-    `connect`: seconds to wait for a connection; `idle`: seconds to keep one that is not used. They have to be fewer
-    than the server's, which would otherwise close a connection just when a request is sent.
+    Times are in seconds: `timeout` for a reply, `connect` for a connection, `idle` to keep one that is not used.
+    The last has to be less than the server's, which would otherwise close a connection just when a request is sent.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, connect: float, idle: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], *, timeout: float, connect: float, idle: float) -> None:
         self.under_way = 0
         """Requests that it has."""
         self.away_since = float("-inf")
         """When it was last missed, unless it answered since."""
         self._url = urlsplit(url)
-        self._connect, self._keep = connect, idle
+        self._timeout, self._connect, self._keep = timeout, connect, idle
         target = self._url.path + (f"?{self._url.query}" if self._url.query else "")
         host = self._url.netloc.rpartition("@")[2]
         self._head = f"POST {target} HTTP/1.1\r\nHost: {host}\r\n".encode() + _lines(headers)
@@ -84,17 +84,20 @@ class Endpoint:
         self._closed = False
 
     async def post(self, headers: Mapping[str, str], body: bytes) -> HttpReply:
-        """The reply. OSError if it did not come whole, or the server cannot be reached.
+        """The reply. TimeoutError if it takes longer; OSError if it did not come whole, or the server is not there.
 
         If it is cancelled, so is the request: its connection is closed.
         """
         connection = self._kept() or await self._new()
+        late = asyncio.get_running_loop().call_later(self._timeout, connection.fail, TimeoutError())
         try:
             request = b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, _lines(headers), len(body), body)
             reply = await connection.ask(request)
         except BaseException:
             connection.close()
             raise
+        finally:
+            late.cancel()
         self._keep_for_later(connection)
         return reply
 
@@ -170,14 +173,14 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"what it sent is no HTTP: {error}")
+            self.fail(ConnectionError(f"what it sent is no HTTP: {error}"))
 
     def eof_received(self) -> None:
         if self._waiting is not None and self._ends_with_the_connection:
             self.on_message_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._fail(str(error or "it closed the connection"))
+        self.fail(ConnectionError(str(error or "it closed the connection")))
 
     def on_message_begin(self) -> None:
         self._headers, self._body = {}, []
@@ -202,11 +205,12 @@ class _Connection(asyncio.Protocol):
     def _ends_with_the_connection(self) -> bool:
         return bool(self._headers) and not {"content-length", "transfer-encoding"} & self._headers.keys()
 
-    def _fail(self, why: str) -> None:
+    def fail(self, error: OSError) -> None:
+        """End the request under way with this error."""
         self.close()
         waiting, self._waiting = self._waiting, None
         if waiting is not None and not waiting.done():
-            waiting.set_exception(ConnectionError(why))
+            waiting.set_exception(error)
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
@@ -226,7 +230,7 @@ class UpstreamClient:
             "Accept-Encoding": "identity",
         }
         self._servers = {
-            url: Endpoint(f"{url.rstrip('/')}/chat/completions", headers, connect=_CONNECT, idle=_IDLE)
+            url: Endpoint(f"{url.rstrip('/')}/chat/completions", headers, timeout=timeout, connect=_CONNECT, idle=_IDLE)
             for url in upstream.urls
         }
         self._timeout, self._clock = timeout, clock
@@ -286,8 +290,7 @@ class UpstreamClient:
     async def _post(self, url: str, stamp: Mapping[str, str], sent: bytes) -> HttpReply:
         server = self._servers[url]
         try:
-            async with asyncio.timeout(self._timeout):
-                reply = await server.post(stamp, sent)
+            reply = await server.post(stamp, sent)
         except TimeoutError as error:
             problem = f"did not answer in {self._timeout:g} seconds."
             raise _failed(504, f"The model server at {url} {problem}", "upstream_timeout") from error

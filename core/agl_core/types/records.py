@@ -186,8 +186,6 @@ class Call:
     """Prompt tokens taken from the cache."""
     late: bool = False
     """It does not count: it ended after its attempt was closed, or its client never got the reply and repeated it."""
-    retry_of: str | None = None
-    """The marker of the client's own retry: calls of one attempt with the same marker are one call."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables when it made the call; None if they were not set."""
     pruned: bool = False

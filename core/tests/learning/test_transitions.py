@@ -36,10 +36,10 @@ def test_two_agents_interleaved_keep_order_and_count_their_own_turns(make: Any) 
 
 
 def test_only_what_counts_is_in_the_episode_and_each_once(make: Any) -> None:
-    first, retried = make.call(0, retry_of="m1"), make.call(1, retry_of="m1")
+    first = make.call(0)
     twins = [make.call(2), make.call(3)]  # equal, but no retries
     others = [make.call(4, late=True), make.call(5, attempt=1), make.call(6, undelivered=True)]
-    calls = [retried, *others, first, *twins, first]
+    calls = [*others, first, *twins, first]
     episode = build_episode(make.rollout(), make.attempt(ending=Ending.TIMED_OUT), calls)
     assert [(t.key.call, t.turn) for t in episode.transitions] == [("r-c0", 0), ("r-c2", 1), ("r-c3", 2)]
     assert [(t.key.call, t.turn) for t in episode.undelivered] == [("r-c6", 3)]

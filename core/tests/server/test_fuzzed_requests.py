@@ -20,7 +20,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Say
 from agl_core.testing.server import running_stack
 from agl_core.types import AttemptKey, Json, Task
-from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
+from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
 from agl_core.wire.workers import LeaseRequest
 
 OWN, OTHER = AttemptKey("own", 0), AttemptKey("other", 0)
@@ -210,7 +210,6 @@ headers = st.fixed_dictionaries(
         HEADER_ROLLOUT: names,
         HEADER_AGENT: header_texts | st.just("%00%1b%ff%ed%a0%80"),
         HEADER_PARENT_SPAN: header_texts,
-        HEADER_RETRY: st.sampled_from(["1", "2"]) | header_texts,
         HEADER_STATE: header_texts | st.just("eJyrrgUAAXUA-Q=="),
         "x-stainless-retry-count": st.sampled_from(["0", "1", "-1", "x", "9" * 40]),
         "content-encoding": st.sampled_from(["gzip", "br", "identity"]),

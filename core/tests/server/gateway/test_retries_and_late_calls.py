@@ -11,8 +11,7 @@ import pytest
 
 from agl_core.testing.scripts import Drop, Fail, Hold, Say
 from agl_core.testing.server import Stack, until
-from agl_core.types import AttemptKey, Ending
-from agl_core.wire.headers import HEADER_RETRY
+from agl_core.types import Ending
 from agl_core.wire.workers import CloseRequest
 
 from ..posting import post
@@ -71,21 +70,6 @@ async def test_equal_requests_without_a_marker_are_two_calls(stack: Stack) -> No
     assert len(await stack.calls(key)) == 2
 
 
-async def test_agls_own_marker_makes_a_retry(stack: Stack) -> None:
-    key, other = await stack.lease(), await stack.lease()
-    body = json.dumps(GOOD).encode()
-
-    async def ask(key: AttemptKey, marker: str) -> str:
-        reply = await post(stack, f"{stack.url(key)}/chat/completions", body, **{HEADER_RETRY: marker})
-        return str(reply.json()["id"])
-
-    first = await ask(key, "m1")
-    assert await ask(key, "m1") == first
-    assert await ask(key, "m2") != first
-    assert await ask(other, "m1") != first
-    assert [call.retry_of for call in await stack.calls(key)] == ["m1", "m2"]
-
-
 @pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2500)])
 async def test_replies_are_kept_for_the_latest_calls(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
@@ -94,25 +78,15 @@ async def test_replies_are_kept_for_the_latest_calls(
     key = await stack.lease()
     stack.upstream.script(*(Say(1000 * "x") for _ in range(10)))
 
-    async def ask(marker: str) -> str:
-        reply = await post(
-            stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode(), **{HEADER_RETRY: marker}
-        )
+    async def ask(number: int, tries: int = 0) -> str:
+        body = json.dumps({**GOOD, "user": str(number)}).encode()
+        headers = {"x-stainless-retry-count": str(tries)}
+        reply = await post(stack, f"{stack.url(key)}/chat/completions", body, **headers)
         return str(reply.json()["id"])
 
-    ids = [await ask(f"m{number}") for number in range(6)]
-    assert await ask("m5") == ids[5]
-    assert await ask("m0") != ids[0], "asked so late it is a call of its own"
-
-
-async def test_a_retry_that_lost_agls_marker_is_still_found(stack: Stack) -> None:
-    key = await stack.lease()
-    url, body = f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode()
-    first = await post(stack, url, body, **{HEADER_RETRY: "m1", "x-stainless-retry-count": "0"})
-    again = await post(stack, url, body, **{HEADER_RETRY: "m1", "x-stainless-retry-count": "1"})
-    unmarked = await post(stack, url, body, **{"x-stainless-retry-count": "2"})
-    assert first.json()["id"] == again.json()["id"] == unmarked.json()["id"]
-    assert len(await stack.calls(key)) == 1
+    ids = [await ask(number) for number in range(6)]
+    assert await ask(5, tries=1) == ids[5]
+    assert await ask(0, tries=1) != ids[0], "asked so late it is a call of its own"
 
 
 async def test_a_call_that_could_not_be_recorded_is_made_again(stack: Stack) -> None:

@@ -66,7 +66,11 @@ class RawServer:
     @contextlib.contextmanager
     def endpoint(self, *, idle: float = 60.0) -> Iterator[Endpoint]:
         endpoint = Endpoint(
-            f"http://user@127.0.0.1:{self.port}/v1/chat?x=1", {"Authorization": "Bearer k"}, connect=10, idle=idle
+            f"http://user@127.0.0.1:{self.port}/v1/chat?x=1",
+            {"Authorization": "Bearer k"},
+            timeout=60,
+            connect=10,
+            idle=idle,
         )
         yield endpoint
         endpoint.close()
@@ -204,7 +208,7 @@ async def test_what_is_in_flight_ends_after_the_endpoint_was_closed() -> None:
 
 
 async def test_a_server_that_is_not_there(unused_tcp_port: int) -> None:
-    endpoint = Endpoint(f"http://127.0.0.1:{unused_tcp_port}/", {}, connect=10, idle=1)
+    endpoint = Endpoint(f"http://127.0.0.1:{unused_tcp_port}/", {}, timeout=60, connect=10, idle=1)
     with pytest.raises(OSError, match=str(unused_tcp_port)):
         await endpoint.post({}, b"")
 
@@ -241,9 +245,9 @@ async def test_an_upstream_over_tls_is_believed_only_with_a_known_certificate(
     app.router.add_post("/", answer)
     async with served(app, ssl_context=context) as url:
         with pytest.raises(ssl.SSLCertVerificationError):
-            await Endpoint(f"{url}/", {}, connect=10, idle=1).post({}, b"hello")
+            await Endpoint(f"{url}/", {}, timeout=60, connect=10, idle=1).post({}, b"hello")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        endpoint = Endpoint(f"{url}/", {}, connect=10, idle=1)
+        endpoint = Endpoint(f"{url}/", {}, timeout=60, connect=10, idle=1)
         for _ in range(2):
             assert (await endpoint.post({}, b"hello" * 100_000)).body == b"hello" * 100_000
         endpoint.close()

@@ -201,7 +201,7 @@ def test_any_damaged_protobuf_is_decoded_or_refused(data: st.DataObject) -> None
 
 def read_all(kind: str, body: bytes) -> None:
     try:
-        spans, _ = otlp._decoded(body, "", kind, len(body))
+        spans, _ = otlp._decoded(body, kind)
     except ApiError as error:
         if error.status != 400:
             raise
