@@ -85,18 +85,11 @@ DECIDED = {
     "reward": "[rewards]",
     "reward_model": "[rewards]",
     "custom_reward_function": "[rewards]",
-    "algorithm": "[algorithm]",
-    "actor_rollout_ref.actor.clip_ratio": "[algorithm] clip and clip_high",
-    "actor_rollout_ref.actor.clip_ratio_low": "[algorithm] clip",
-    "actor_rollout_ref.actor.clip_ratio_high": "[algorithm] clip_high",
     "actor_rollout_ref.actor.ppo_epochs": "[algorithm] epochs",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "[algorithm] minibatches",
     "actor_rollout_ref.actor.shuffle": "[algorithm] minibatches",
-    "actor_rollout_ref.actor.loss_agg_mode": "[algorithm] aggregation",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "algorithm.name, for instance 'verl:gspo'",
-    "actor_rollout_ref.actor.use_kl_loss": "[algorithm] beta",
-    "actor_rollout_ref.actor.kl_loss_coef": "[algorithm] beta",
-    "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "[algorithm.verl] loss",
+    "algorithm.adv_estimator": "[algorithm.verl] estimator",
     "actor_rollout_ref.actor.optim.lr": "[policies.NAME.optimizer] learning_rate",
     "actor_rollout_ref.model.lora": "[policies.NAME.model.lora]",
     "actor_rollout_ref.model.lora_rank": "[policies.NAME.model.lora] rank",
@@ -114,7 +107,6 @@ DECIDED = {
     "actor_rollout_ref.rollout.name": "nothing: agl's gateway needs vLLM's servers",
     "critic.ppo_epochs": "[algorithm.ppo] critic_epochs",
     "critic.ppo_mini_batch_size": "[algorithm.ppo] minibatches",
-    "critic.cliprange_value": "[algorithm.ppo] value_clip",
     "critic.optim.lr": "[algorithm.ppo] critic_learning_rate",
     "critic.enable": "algorithm.name",
     "trainer.nnodes": "[engine.verl] nodes",
@@ -135,6 +127,18 @@ DECIDED = {
     "distillation": "nothing: agl has no teacher",
 }
 """Keys of veRL, each with all below it, that agl decides; and where."""
+DECIDED_OF_ALGORITHMS = {
+    "algorithm": "[algorithm]",
+    "actor_rollout_ref.actor.clip_ratio": "[algorithm] clip and clip_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "[algorithm] clip",
+    "actor_rollout_ref.actor.clip_ratio_high": "[algorithm] clip_high",
+    "actor_rollout_ref.actor.loss_agg_mode": "[algorithm] aggregation",
+    "actor_rollout_ref.actor.use_kl_loss": "[algorithm] beta",
+    "actor_rollout_ref.actor.kl_loss_coef": "[algorithm] beta",
+    "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
+    "critic.cliprange_value": "[algorithm.ppo] value_clip",
+}
+"""The same, where the algorithm is agl's: of veRL's own these are `overrides`."""
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
@@ -357,24 +361,13 @@ def _optimizer(
 
 def _algorithm(algorithm: BuiltAlgorithm) -> Iterator[tuple[str, Any]]:
     """What veRL is to make ready; of its own algorithms also how they compute."""
-    yield from {
-        "critic.enable": algorithm.needs_critic,
-        f"{_A}.actor.use_kl_loss": algorithm.needs_reference,
-    }.items()
-    if not isinstance(algorithm, NativeOptions):
+    yield "critic.enable", algorithm.needs_critic
+    if isinstance(algorithm, NativeOptions):
+        yield "algorithm.adv_estimator", algorithm.estimator
+        yield f"{_A}.actor.policy_loss.loss_mode", algorithm.loss
+    else:
         yield "algorithm.adv_estimator", "grpo"  # One that asks for no critic; agl's own is computed instead.
-        return
-    yield from {
-        "algorithm.adv_estimator": algorithm.estimator,
-        "algorithm.gamma": algorithm.gamma,
-        "algorithm.lam": algorithm.lam,
-        f"{_A}.actor.policy_loss.loss_mode": algorithm.loss,
-        f"{_A}.actor.loss_agg_mode": algorithm.aggregation,
-        f"{_A}.actor.clip_ratio": algorithm.clip,
-        f"{_A}.actor.clip_ratio_low": algorithm.clip,
-        f"{_A}.actor.clip_ratio_high": algorithm.clip if algorithm.clip_high is None else algorithm.clip_high,
-        f"{_A}.actor.kl_loss_coef": algorithm.beta,
-    }.items()
+        yield f"{_A}.actor.use_kl_loss", algorithm.needs_reference
 
 
 def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
@@ -414,12 +407,12 @@ def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:
         yield f"{_A}.rollout.checkpoint_engine.custom_backend_module", CPU_WEIGHTS_MODULE
 
 
-def refuse_decided(override: str) -> None:
-    """ConfigError for an override of something that agl decides."""
+def refuse_decided(override: str, *, native: bool) -> None:
+    """ConfigError for an override of something that agl decides; `native`: the algorithm is veRL's own."""
     key = override.lstrip("+~").partition("=")[0].strip()
     if "=" not in override and not override.startswith("~"):
         raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
-    for decided, where in DECIDED.items():
+    for decided, where in (DECIDED if native else DECIDED | DECIDED_OF_ALGORITHMS).items():
         if key == decided or key.startswith(f"{decided}."):
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
@@ -430,7 +423,7 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
     ConfigError if an override means nothing to veRL, or is agl's to decide.
     """
     for override in options.overrides:
-        refuse_decided(override)
+        refuse_decided(override, native=isinstance(algorithm, NativeOptions))
     own = [f"{_new(key)}{key}={_hydra(value)}" for key, value in mapped(options, context, algorithm, cpu)]
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
         try:
@@ -474,12 +467,6 @@ def config_folder() -> Path:
             "on a machine without a GPU."
         )
     return Path(found.origin).parent / "trainer" / "config"
-
-
-def as_text(config: DictConfig) -> str:
-    """The configuration as YAML, with every reference resolved."""
-    text: str = OmegaConf.to_yaml(config, resolve=True)
-    return text
 
 
 _ADDED = (

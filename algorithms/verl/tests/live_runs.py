@@ -57,10 +57,14 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("algorithm", "metric"),
-    [("ppo", "update/value_loss"), ("reinforce++", "update/policy_loss"), ("verl:gspo", "update/pg_loss")],
+    [("ppo", "update/value_loss"), ("reinforce++", "update/policy_loss"), ("verl", "update/pg_loss")],
 )
 def test_real_steps(algorithm: str, metric: str, tmp_path: Path) -> None:
-    done = subprocess.run(command(tmp_path, **{"algorithm.name": algorithm}), capture_output=True, text=True)
+    done = subprocess.run(
+        command(tmp_path, **{"algorithm.name": algorithm, "algorithm.verl.loss": "gspo"}),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = steps_of(tmp_path / "calc")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -88,9 +92,9 @@ def own_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     (tmp_path / "my_estimators.py").write_text(OWN_ESTIMATOR)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return {
-        "algorithm.name": "verl:gspo",
-        'algorithm."verl:gspo".estimator': "mine",
-        'algorithm."verl:gspo".modules': '["my_estimators"]',
+        "algorithm.name": "verl",
+        "algorithm.verl.estimator": "mine",
+        "algorithm.verl.modules": '["my_estimators"]',
         "train.steps": 2,
     }
 

