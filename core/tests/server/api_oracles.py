@@ -110,6 +110,13 @@ def events_of(stream: str) -> list[dict[str, Any]]:
     return found
 
 
+def chunks_of(stream: str) -> list[dict[str, Any]]:
+    """The chunks of a stream of completions."""
+    *chunks, done = stream.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
 async def post_each(stack: Stack, url: str, bodies: Iterable[Mapping[str, Any]]) -> list[httpx.Response]:
     """POST one body after the other with the key of the attempt that the URL names."""
     async with httpx.AsyncClient(trust_env=False) as client:

@@ -6,18 +6,17 @@ import asyncio
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.scripts import Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
-from agl_core.types import Ending, FinishReason, Mode
+from agl_core.types import Ending
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.wire.workers import CloseRequest
 
-from ..api_oracles import call, post_each, reply
+from ..api_oracles import call, chunks_of, post_each, reply
 from ..posting import post
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -32,39 +31,6 @@ ADD: dict[str, Any] = {
 
 def as_ids(text: str) -> list[int]:
     return [*text.encode(), END_TOKEN]
-
-
-async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Say("four"))
-    reply = await stack.client(key).chat.completions.create(model="default", messages=HELLO, metadata={"a": "b"})
-    assert reply.choices[0].message.content == "four"
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 5
-    (call,) = await stack.calls(key)
-    (choice,) = call.choices
-    assert (call.id, call.sequence, call.policy, call.api) == (reply.id, 0, "default", "chat.completions")
-    assert call.request == {"model": "default", "messages": HELLO, "metadata": {"a": "b"}}
-    assert call.prompt_ids is not None
-    assert call.prompt_ids.tolist() == list(json.dumps(HELLO).encode())
-    assert choice.response_ids is not None
-    assert choice.response_ids.tolist() == as_ids("four")
-    assert choice.logprobs is not None
-    assert choice.logprobs.tolist() == np.float32([logprob(each) for each in as_ids("four")]).tolist()
-    assert (choice.finish_reason, choice.message["content"]) == (FinishReason.STOP, "four")
-    assert call.started <= call.ended
-    assert (stack.server.counters.calls, stack.server.counters.without_ids) == (1, 0)
-
-
-async def test_nothing_of_agl_reaches_the_agent(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.agl = {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": False, "choices": []}
-    reply = await stack.client(key).chat.completions.with_raw_response.create(model="default", messages=HELLO)
-    body = json.loads(reply.text if isinstance(reply.text, str) else reply.text())
-    assert set(body) == {"id", "object", "created", "model", "usage", "choices"}
-    assert set(body["choices"][0]) == {"index", "message", "finish_reason", "logprobs"}
-    assert body["choices"][0]["logprobs"] is None
-    assert body["model"] == "default"
 
 
 async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
@@ -83,25 +49,40 @@ async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
     assert streamed == content
 
 
-async def test_streams_are_made_of_the_whole_reply(stack: Stack) -> None:
-    key = await stack.lease()
-    text = "a long text, " * 20
-    stack.upstream.script(Say(text))
-    stream = await stack.client(key).chat.completions.create(
-        model="default", messages=HELLO, stream=True, stream_options={"include_usage": True}
+@pytest.mark.parametrize("api", ["chat.completions", "completions"])
+async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: Stack, api: str) -> None:
+    url = f"{stack.url(await stack.lease())}/{api.replace('.', '/')}"
+    asked = (
+        {"model": "default", "messages": HELLO} if api == "chat.completions" else {"model": "default", "prompt": "x"}
     )
-    *chunks, last = [chunk async for chunk in stream]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-    assert len(chunks) > 4
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage.completion_tokens == len(text) + 1
-    assert all(chunk.usage is None for chunk in chunks)
-    (call,) = await stack.calls(key)
-    assert {chunk.id for chunk in [*chunks, last]} == {call.id}
-    assert "stream" not in stack.upstream.received[0].body
+    stack.upstream.script(*[Say("a long text, " * 20)] * 3)
+    options: list[dict[str, bool]] = [
+        {},
+        {"include_usage": True},
+        {"include_usage": True, "continuous_usage_stats": True},
+    ]
+    streams = await post_each(stack, url, [{**asked, "stream": True, "stream_options": each} for each in options])
+    silent, at_the_end, everywhere = (chunks_of(each.text) for each in streams)
+    assert len(silent) > 4
+    assert not any("usage" in chunk for chunk in silent)
+    *chunks, last = [chunk["usage"] for chunk in at_the_end]
+    assert (at_the_end[-1]["choices"], last["completion_tokens"]) == ([], 261)
+    assert chunks == [None] * len(silent)
+    assert [chunk["usage"] for chunk in everywhere] == [last] * (len(silent) + 1)
+
+
+async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> None:
+    asked = {"model": "default", "prompt": "hello", "logprobs": 2, "n": 2}
+    stack.upstream.script(*[Say("ab" * 100)] * 2)
+    url = f"{stack.url(await stack.lease())}/completions"
+    whole, streamed = await post_each(stack, url, [asked, {**asked, "n": 1, "stream": True}])
+    first, second = whole.json()["choices"]
+    assert (first["text"], second["text"]) == ("ab" * 100, "ab" * 100 + " (1)")
+    assert first["logprobs"]["token_logprobs"] == [logprob(each) for each in as_ids("ab" * 100)]
+    assert first["logprobs"]["text_offset"] == list(range(201))
+    assert all(first["logprobs"]["top_logprobs"])
+    carried = [chunk["choices"][0]["logprobs"] for chunk in chunks_of(streamed.text)]
+    assert carried == [first["logprobs"]] + [None] * (len(carried) - 1)
 
 
 async def test_several_choices_are_all_recorded(stack: Stack) -> None:
@@ -119,29 +100,6 @@ async def test_several_choices_are_all_recorded(stack: Stack) -> None:
     ):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == ["x", "x (1)", "x (2)"]
-
-
-async def test_what_the_client_asks_is_passed_on(stack: Stack) -> None:
-    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
-    passed: dict[str, Any] = {
-        "tools": [ADD],
-        "tool_choice": "none",
-        "stop": ["END"],
-        "response_format": {"type": "json_object"},
-        "user": "me",
-        "presence_penalty": 0.5,
-        "invented": {"x": 1},
-    }
-    known = {name: value for name, value in passed.items() if name != "invented"}
-    await stack.client(key).chat.completions.create(
-        model="default", messages=HELLO, extra_body={"invented": {"x": 1}}, **known
-    )
-    (received,) = stack.upstream.received
-    assert {name: received.body[name] for name in passed} == passed
-    assert received.body["model"] == "served"
-    assert received.body["return_token_ids"] is received.body["logprobs"] is True
-    assert received.headers["Authorization"] == "Bearer upstream-key"
-    assert received.headers[HEADER_ROLLOUT] == f"{key.rollout}/{key.attempt}"
 
 
 async def test_identity_is_recorded(stack: Stack) -> None:
@@ -291,19 +249,6 @@ async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_as
         assert [each["token_ids"] for each in of_choice if "token_ids" in each] == [recorded.response_ids.tolist()]
     assert (chunks[0] if chat else chunks[0]["choices"][0])["prompt_token_ids"] == first.prompt_ids.tolist()
     assert (stream_of_prompt.status_code, stream_of_prompt.json()["error"]["param"]) == (400, "prompt_logprobs")
-
-
-async def test_usage_stands_in_each_chunk_where_it_is_asked_for(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    asked: dict[str, Any] = {"model": "default", "stream": True, "stream_options": options}
-    for stream in (
-        await client.chat.completions.create(**asked, messages=HELLO),
-        await client.completions.create(**asked, prompt="hello"),
-    ):
-        *chunks, last = [chunk.usage async for chunk in stream]
-        assert last is not None
-        assert chunks == [last] * len(chunks)
 
 
 async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:

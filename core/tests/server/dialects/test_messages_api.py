@@ -1,4 +1,4 @@
-"""The Messages API through the gateway, by Anthropic's client and by hand."""
+"""The Messages API through the gateway, by Anthropic's client: how calls end, and conversations that go on."""
 
 from __future__ import annotations
 
@@ -7,107 +7,17 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
 
-from agl_core.testing.scripts import OVERFLOW, Fail, Raw
+from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import OVERFLOW, CallTools, Fail, Raw
 from agl_core.testing.server import Stack
-from agl_core.testing.upstream import END_TOKEN
-from agl_core.types import Mode
+from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolStatus
 
-from ..api_oracles import HELLO, OWN, client_of, events_of, extras, post_each, reply
+from ..api_oracles import HELLO, OWN, client_of, reply
 
-GOOD: dict[str, Any] = {"model": "default", "max_tokens": 100, "messages": HELLO}
-ADD: dict[str, Any] = {
-    "name": "add",
-    "description": "Add.",
-    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-}
-CHAT_ADD = {
-    "type": "function",
-    "function": {"name": "add", "description": "Add.", "parameters": ADD["input_schema"]},
-}
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-
-
-async def test_a_message_is_recorded_exactly_as_sampled(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(reply(OWN["text"]))
-    message = await client_of(stack, key).messages.create(
-        **GOOD, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    )
-    assert [block.type for block in message.content] == ["text"]
-    assert (message.role, message.model, message.stop_reason) == ("assistant", "default", "end_turn")
-    usage = message.usage
-    assert (usage.input_tokens, usage.cache_read_input_tokens) == (20, 10)
-    assert usage.output_tokens == len(OWN["text"]["content"].encode()) + 1
-    (call,) = await stack.calls(key)
-    (choice,) = call.choices
-    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
-    assert (call.id, call.api, call.version) == (message.id, "messages", 3)
-    assert message.id.startswith("msg_")
-    assert call.request == {"model": "default", "max_tokens": 100, "messages": messages}
-    assert choice.response_ids is not None
-    assert choice.response_ids.tolist() == [*OWN["text"]["content"].encode(), END_TOKEN]
-    assert stack.upstream.received[0].body["messages"] == messages
-
-
-async def test_what_is_asked_is_translated(stack: Stack) -> None:
-    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
-    choices: dict[str, tuple[Any, Any]] = {
-        "auto": ({"type": "auto"}, "auto"),
-        "any": ({"type": "any", "disable_parallel_tool_use": True}, "required"),
-        "tool": ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
-        "none": ({"type": "none"}, "none"),
-    }
-    for name, (choice, wanted) in choices.items():
-        await client_of(stack, key).messages.create(
-            **GOOD,
-            tools=[{**ADD, "cache_control": {"type": "ephemeral"}, "type": "custom"}],
-            tool_choice=choice,
-            stop_sequences=["END"],
-            metadata={"user_id": "me"},
-            thinking={"type": "disabled"},
-            output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
-            extra_body={"invented": 1, "temperature": 0.3, "top_p": 0.9, "top_k": 5},
-        )
-        asked = {
-            "tools": [CHAT_ADD],
-            "tool_choice": wanted,
-            **({"parallel_tool_calls": False} if name == "any" else {}),
-            "max_tokens": 100,
-            "top_k": 5,
-            "stop": ["END"],
-            "metadata": {"user_id": "me"},
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
-            },
-            "reasoning_effort": "low",
-            "invented": 1,
-        }
-        own = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}
-        body = stack.upstream.received[-1].body
-        assert {name: value for name, value in body.items() if name not in own} == asked, name
-    sampling = (await stack.calls(key))[0].requested
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.3, 0.9, 100)
-    await client_of(stack, await stack.lease()).messages.create(**GOOD, extra_body={"top_k": 5})
-    assert "top_k" not in stack.upstream.received[-1].body, "it would distort what is trained on"
-
-
-async def test_messages_and_streams_fit_the_schema_and_have_no_extras(stack: Stack) -> None:
-    key = await stack.lease()
-    for name, own in OWN.items():
-        stack.upstream.script(*[reply(own)] * 2)
-        whole, streamed = await post_each(stack, f"{stack.url(key)}/messages", [GOOD, {**GOOD, "stream": True}])
-        message = Message.model_validate_json(whole.text)
-        assert list(extras(message)) == [], name
-        events = [EVENTS.validate_python(each) for each in events_of(streamed.text) if each["type"] != "ping"]
-        assert [found for event in events for found in extras(event)] == [], name
-        assert streamed.headers["content-type"].startswith("text/event-stream")
-        kinds = [event.type for event in events if event.type != "content_block_delta"]
-        blocks = ["content_block_start", "content_block_stop"] * len(message.content)
-        assert kinds == ["message_start", *blocks, "message_delta", "message_stop"], name
+ASKED: dict[str, Any] = {"model": "m", "max_tokens": 100}
+GOOD: dict[str, Any] = {**ASKED, "messages": HELLO}
 
 
 async def test_stop_reasons(stack: Stack) -> None:
@@ -157,15 +67,6 @@ async def test_the_key_is_taken_from_either_header(stack: Stack, monkeypatch: py
     assert len(await stack.calls(key)) == 4
 
 
-async def test_null_means_absent(stack: Stack) -> None:
-    url = f"{stack.url(await stack.lease())}/messages"
-    names = {"system", "tools", "tool_choice", "output_config", "container", "thread", "stop", "n", "top_p"}
-    (response,) = await post_each(stack, url, [{**GOOD, **dict.fromkeys(names)}])
-    assert response.status_code == 200, response.text
-    own = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "return_token_ids", "logprobs"}
-    assert set(stack.upstream.received[0].body) == own
-
-
 async def test_errors_are_anthropics(stack: Stack) -> None:
     key = await stack.lease()
     client = client_of(stack, key)
@@ -185,3 +86,91 @@ async def test_errors_are_anthropics(stack: Stack) -> None:
     assert unknown.value.type == "not_found_error"
     with pytest.raises(anthropic.NotFoundError, match="without it, as Anthropic's"):
         await client_of(stack, key, base_url=f"{stack.url(key)}/v2").messages.create(**GOOD)
+
+
+def forwarded(stack: Stack) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = stack.upstream.received[-1].body["messages"]
+    return messages
+
+
+async def episode(stack: Stack, key: AttemptKey) -> Episode:
+    attempt = Attempt(key.rollout, key.attempt, "w", 0.0, ending=Ending.FINISHED)
+    return build_episode(make.rollout(key.rollout), attempt, await stack.calls(key))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_echo_is_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
+    for name, own in OWN.items():
+        key = await stack.lease()
+        client = client_of(stack, key)
+        stack.upstream.script(reply(own))
+        if streamed:
+            async with client.messages.stream(**ASKED, messages=HELLO) as stream:
+                message: Any = await stream.get_final_message()
+        else:
+            message = await client.messages.create(**ASKED, messages=HELLO)
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "done"}
+            for block in message.content
+            if block.type == "tool_use"
+        ]
+        asks: Any = [
+            *HELLO,
+            {"role": "assistant", "content": message.content},
+            {"role": "user", "content": results or "go"},
+        ]
+        await client.messages.create(**ASKED, messages=asks)
+        told = [{"role": "tool", "tool_call_id": each["tool_use_id"], "content": "done"} for each in results]
+        wanted = [*HELLO, own, *(told or [{"role": "user", "content": "go"}])]
+        assert forwarded(stack) == wanted, name
+        assert (await stack.calls(key))[-1].request["messages"] == wanted, name
+
+
+async def test_numbers_that_another_language_writes_otherwise(stack: Stack) -> None:
+    """JavaScript makes 1 of 1.0 and sorts nothing; the reply is recognised all the same."""
+    own = OWN["spacing, order, escapes, floats"]
+    client = client_of(stack, await stack.lease())
+    stack.upstream.script(reply(own))
+    await client.messages.create(**ASKED, messages=HELLO)
+    block = {"type": "tool_use", "id": "c1", "name": "f", "input": {"b": {}, "a": [100, "é", None, True], "z": 1}}
+    echo: Any = [*HELLO, {"role": "assistant", "content": [block]}, *HELLO]
+    await client.messages.create(**ASKED, messages=echo)
+    assert forwarded(stack)[1] == own
+    block["input"] = {"z": 2}
+    await client.messages.create(**ASKED, messages=echo)
+    assert forwarded(stack)[1]["tool_calls"][0]["function"]["arguments"] == '{"z": 2}'
+
+
+async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
+    key = await stack.lease()
+    client = client_of(stack, key)
+    stack.upstream.script(CallTools([("add", {"n": each}) for each in range(6)]))
+    message = await client.messages.create(**ASKED, messages=HELLO)
+    said: list[dict[str, Any]] = [
+        {"content": "no such city", "is_error": True},
+        {"content": [{"type": "text", "text": "it timed"}, {"type": "text", "text": " out"}], "is_error": True},
+        {"content": "ValueError: what the file says", "is_error": False},
+        {"content": "ValueError: raised"},
+        {},
+        {"content": "22 °C"},
+    ]
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": block.id, **each}
+        for block, each in zip(message.content, said, strict=True)
+    ]
+    answer: Any = {"role": "user", "content": [*results, {"type": "text", "text": "and now?"}]}
+    await client.messages.create(**ASKED, messages=[*HELLO, {"role": "assistant", "content": message.content}, answer])
+    first, second = (await episode(stack, key)).transitions
+    assert [each.status for each in first.tool_results] == [
+        ToolStatus.ERROR,
+        ToolStatus.TIMEOUT,
+        ToolStatus.OK,
+        ToolStatus.ERROR,
+        ToolStatus.EMPTY,
+        ToolStatus.OK,
+    ]
+    assert (first.tool_results[0].tool, first.tool_results[0].error) == ("add", "no such city")
+    assert [each["role"] for each in second.messages] == ["user", "assistant", *["tool"] * 6, "user"]
+    assert second.messages[2]["status"] == "error"
+    assert [set(each) for each in forwarded(stack)[2:8]] == [{"role", "tool_call_id", "content"}] * 6
+    assert forwarded(stack)[-1] == {"role": "user", "content": "and now?"}

@@ -1,125 +1,49 @@
-"""The Responses API through the gateway, by the official client and by hand."""
+"""The Responses API through the gateway, by the official client: how calls end, and what an agent sends back of one."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
 
-from agl_core.testing.scripts import OVERFLOW, Raw, Say
+from agl_core.testing.scripts import OVERFLOW, CallTools, Raw, Say
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
-from agl_core.types import AttemptKey, Mode
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire.headers import HEADER_IGNORED
+from agl_core.wire.workers import CloseRequest
 
-from ..api_oracles import OWN, events_of, extras, reply
-from ..posting import post
+from ..api_oracles import OWN, call, client_of, reply
 
-ADD: dict[str, Any] = {
-    "type": "function",
-    "name": "add",
-    "description": "Add.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    "strict": True,
-}
-CHAT_ADD = {"type": "function", "function": {name: value for name, value in ADD.items() if name != "type"}}
 GOOD: dict[str, Any] = {"model": "default", "input": "hello"}
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+PARALLEL = OWN["text and parallel calls"]
 
 
-async def test_a_response_is_recorded_exactly_as_sampled(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Say("four"))
-    response = await stack.client(key).responses.create(**GOOD, instructions="Be brief.", metadata={"a": "b"})
-    assert response.output_text == "four"
-    assert (response.status, response.model, response.instructions) == ("completed", "default", "Be brief.")
-    assert response.usage is not None
-    assert (response.usage.output_tokens, response.usage.total_tokens) == (5, response.usage.input_tokens + 5)
-    (call,) = await stack.calls(key)
-    (choice,) = call.choices
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-    assert (call.id, call.api) == (response.id, "responses")
-    assert response.id.startswith("resp_")
-    assert call.request == {"model": "default", "metadata": {"a": "b"}, "messages": messages}
-    assert choice.response_ids is not None
-    assert choice.response_ids.tolist() == [*b"four", END_TOKEN]
-    (received,) = stack.upstream.received
-    assert received.body["messages"] == messages
-    assert not {"input", "instructions", "store"} & set(received.body)
+def user() -> Any:
+    """A user's message; a new one each time, for instrumented clients write into what they are given."""
+    return {"role": "user", "content": "go"}
 
 
-async def test_what_is_asked_is_translated(stack: Stack) -> None:
-    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
-    await stack.client(key).responses.create(
-        **GOOD,
-        tools=[ADD],
-        tool_choice={"type": "function", "name": "add"},
-        parallel_tool_calls=False,
-        max_output_tokens=77,
-        temperature=0.3,
-        top_p=0.9,
-        reasoning={"effort": "low"},
-        text={"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}, "verbosity": "low"},
-        user="me",
-        store=False,
-        truncation="disabled",
-        extra_body={"invented": 1, "seed": 5},
-    )
-    (received,) = stack.upstream.received
-    asked = {
-        "tools": [CHAT_ADD],
-        "tool_choice": {"type": "function", "function": {"name": "add"}},
-        "parallel_tool_calls": False,
-        "max_tokens": 77,
-        "reasoning_effort": "low",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
-        "verbosity": "low",
-        "user": "me",
-        "invented": 1,
-    }
-    own = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}
-    assert {name: value for name, value in received.body.items() if name not in own} == asked
-    (call,) = await stack.calls(key)
-    sampling = call.requested
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.3, 0.9, 77, 5)
-    assert call.request["tools"] == [CHAT_ADD]
+def forwarded(stack: Stack) -> list[dict[str, Any]]:
+    """The messages of the last request that the upstream got."""
+    messages: list[dict[str, Any]] = stack.upstream.received[-1].body["messages"]
+    return messages
 
 
-async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stack) -> None:
-    key = await stack.lease()
-    for name in OWN:
-        await _fits(stack, key, name)
+def outputs(response: Any) -> list[Any]:
+    return [
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"did {item.call_id}"}
+        for item in response.output
+        if item.type == "function_call"
+    ]
 
 
-async def _fits(stack: Stack, key: AttemptKey, name: str) -> None:
-    asked = {**GOOD, "tools": [ADD], "include": ["message.output_text.logprobs"]}
-    stack.upstream.script(*[reply(OWN[name])] * 2)
-    whole = (await post(stack, f"{stack.url(key)}/responses", json.dumps(asked).encode())).text
-    response = Response.model_validate_json(whole)
-    assert list(extras(response)) == []
-    streamed = (await post(stack, f"{stack.url(key)}/responses", json.dumps({**asked, "stream": True}).encode())).text
-    events = [EVENTS.validate_python(each) for each in events_of(streamed)]
-    assert [found for event in events for found in extras(event)] == []
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert {event.type for event in events if "delta" in event.type} == {
-        f"response.{kind}.delta"
-        for kind, said in (
-            ("reasoning_text", OWN[name].get("reasoning") or OWN[name].get("reasoning_content")),
-            ("output_text", OWN[name]["content"]),
-            ("function_call_arguments", OWN[name].get("tool_calls")),
-        )
-        if said
-    }
-    last = events[-1].response
-    assert last.id != response.id
-    assert [_without_ids(item) for item in last.output] == [_without_ids(item) for item in response.output]
-
-
-def _without_ids(item: BaseModel) -> dict[str, Any]:
-    return item.model_dump(exclude={"id"})
+def tool_messages(own: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": each["id"], "content": f"did {each['id']}"}
+        for each in own.get("tool_calls") or ()
+    ]
 
 
 async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:
@@ -131,19 +55,6 @@ async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:
     assert response.output_text == "You "
     events = [event async for event in await client.responses.create(**GOOD, max_output_tokens=4, stream=True)]
     assert events[-1].type == "response.incomplete"
-
-
-async def test_structured_output_is_parsed(stack: Stack) -> None:
-    class Joke(BaseModel):
-        setup: str
-        rating: int
-
-    key = await stack.lease()
-    response = await stack.client(key).responses.parse(**{**GOOD, "input": "I give 'it' 7."}, text_format=Joke)
-    assert response.output_parsed == Joke(setup="it", rating=7)
-    async with stack.client(key).responses.stream(**{**GOOD, "input": "'it' 7"}, text_format=Joke) as stream:
-        assert (await stream.get_final_response()).output_parsed == Joke(setup="it", rating=7)
-    assert stack.upstream.received[0].body["response_format"]["json_schema"]["name"] == "Joke"
 
 
 async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
@@ -162,18 +73,6 @@ async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
     assert plain.content[0].logprobs == []
 
 
-async def test_null_and_what_asks_for_nothing_is_absent(stack: Stack) -> None:
-    url = f"{stack.url(await stack.lease())}/responses"
-    names = {"instructions", "previous_response_id", "tools", "tool_choice", "text", "reasoning", "include", "prompt"}
-    nothing = {"background": False, "truncation": "disabled", "include": [], "text": {"format": {"type": "text"}}}
-    for change in (dict.fromkeys(names), nothing, {"reasoning": {"effort": None, "summary": None}, "tools": []}):
-        response = await post(stack, url, json.dumps({**GOOD, **change}).encode())
-        assert response.status_code == 200, response.text
-        Response.model_validate_json(response.text)
-    own = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "return_token_ids", "logprobs"}
-    assert all(set(received.body) == own for received in stack.upstream.received)
-
-
 async def test_errors_are_openais(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(OVERFLOW)
@@ -187,3 +86,259 @@ async def test_errors_are_openais(stack: Stack) -> None:
     stack.upstream.script(Raw(b"{}"))
     with pytest.raises(openai.InternalServerError, match="not a chat completion"):
         await stack.client(key, max_retries=0).responses.create(**GOOD)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
+    """As items, by the items' ids, and by the id of the response."""
+    for name, own in OWN.items():
+        key = await stack.lease()
+        client = stack.client(key)
+        stack.upstream.script(reply(own))
+        if streamed:
+            async with client.responses.stream(model="m", input=[user()]) as stream:
+                response: Any = await stream.get_final_response()
+        else:
+            response = await client.responses.create(model="m", input=[user()])
+        references = [{"type": "item_reference", "id": item.id} for item in response.output]
+        wanted = [user(), own, *tool_messages(own), user()]
+        for again in (
+            {"input": [user(), *response.output, *outputs(response), user()]},
+            {"input": [user(), *references, *outputs(response), user()]},
+            {"input": [*outputs(response), user()], "previous_response_id": response.id},
+        ):
+            raw = await client.responses.with_raw_response.create(model="m", **again)
+            assert forwarded(stack) == (await stack.calls(key))[-1].request["messages"] == wanted, name
+            assert HEADER_IGNORED not in raw.headers
+
+
+async def test_replies_whose_tool_calls_have_the_same_ids_stay_apart(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    first, second = ({"role": "assistant", "content": None, "tool_calls": [call("call_0", "add", a)]} for a in "12")
+    items: list[Any] = [user()]
+    for own in (first, second):
+        stack.upstream.script(reply(own))
+        response: Any = await client.responses.create(model="m", input=items)
+        bare = [{k: v for k, v in item.model_dump().items() if k != "id"} for item in response.output]
+        items += [*bare, *outputs(response)]
+    await client.responses.create(model="m", input=items)
+    assert forwarded(stack) == [user(), first, *tool_messages(first), second, *tool_messages(second)]
+
+
+async def test_each_earlier_response_can_be_continued(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    ids: list[Any] = [None]
+    for turn in range(3):
+        stack.upstream.script(Say(f"a{turn}"))
+        asked: dict[str, Any] = {"input": f"q{turn}", "instructions": f"i{turn}", "previous_response_id": ids[-1]}
+        response = await client.responses.create(model="m", **asked)
+        assert response.previous_response_id == ids[-1]
+        ids.append(response.id)
+    assert [each["content"] for each in forwarded(stack)] == ["i2", "q0", "a0", "q1", "a1", "q2"]
+    await client.responses.create(model="m", input="other", previous_response_id=ids[1])
+    assert [each["content"] for each in forwarded(stack)] == ["q0", "a0", "other"]
+
+
+async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    unstored = await client.responses.create(model="m", input="x", store=False)
+    referred: Any = {"type": "item_reference", "id": unstored.output[0].id}
+    await client.responses.create(model="m", input=[user(), referred, user()])
+    assert [each["role"] for each in forwarded(stack)] == ["user", "assistant", "user"], (
+        "its items are known all the same"
+    )
+    other = await stack.client(await stack.lease()).responses.create(model="m", input="x")
+    for previous in (unstored.id, other.id, "resp_x"):
+        with pytest.raises(openai.BadRequestError, match="Send the whole input") as raised:
+            await client.responses.create(model="m", input="y", previous_response_id=previous)
+        assert (raised.value.code, raised.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.server.answered.MAX_KEPT", 2)
+    client = stack.client(await stack.lease())
+    for _ in range(4):
+        stack.upstream.script(reply(PARALLEL))
+        response = await client.responses.create(model="m", input=[user()])
+    await client.responses.create(model="m", input=[user(), *response.output, *outputs(response)])
+    assert forwarded(stack) == [user(), PARALLEL, *tool_messages(PARALLEL)]
+
+
+async def parallel(stack: Stack, key: AttemptKey) -> list[dict[str, Any]]:
+    """Input items of a reply with three parallel calls, as a client holds them."""
+    stack.upstream.script(reply(PARALLEL))
+    response = await stack.client(key).responses.create(model="m", input=[user()])
+    return [item.model_dump(exclude_unset=True) for item in response.output]
+
+
+async def test_parallel_calls_stay_together_however_they_come_back(stack: Stack) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+    text, *calls = await parallel(stack, key)
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": each["call_id"], "output": f"did {each['call_id']}"}
+        for each in calls
+    ]
+    interleaved = [text, *(item for pair in zip(calls, results, strict=True) for item in pair)]
+    bare = [{k: v for k, v in item.items() if k not in ("id", "status")} for item in interleaved]
+    easy = [{"role": "assistant", "content": text["content"][0]["text"]}, *bare[1:]]
+    for echo in (interleaved, bare, easy, [text, *calls, *results]):
+        await client.responses.create(model="m", input=[user(), *echo])
+        assert forwarded(stack) == [user(), PARALLEL, *tool_messages(PARALLEL)]
+
+
+async def test_calls_are_told_apart_by_reply(stack: Stack) -> None:
+    """A text, and then calls of the next reply: two messages, though nothing stands between them."""
+    key = await stack.lease()
+    client = stack.client(key)
+    stack.upstream.script(Say("one"), CallTools([("add", {})]))
+    first = await client.responses.create(model="m", input=[user()])
+    second = await client.responses.create(model="m", input=[user(), *first.output])
+    await client.responses.create(model="m", input=[user(), *first.output, *second.output, *outputs(second)])
+    said, called = (each.choices[0].message for each in (await stack.calls(key))[:2])
+    assert [each["content"] for each in forwarded(stack)[1:3]] == ["one", None]
+    assert forwarded(stack)[1:3] == [
+        {"role": "assistant", "content": said["content"]},
+        {"role": "assistant", "content": None, "tool_calls": called["tool_calls"]},
+    ]
+
+
+async def test_an_edited_echo_is_what_the_agent_says(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(reply(OWN["spacing, order, escapes, floats"]))
+    response = await stack.client(key).responses.create(model="m", input=[user()])
+    item: Any = response.output[0].model_dump(exclude_unset=True)
+    edited = {**item, "arguments": '{"a": 2}'}
+    await stack.client(key).responses.create(model="m", input=[user(), edited, *outputs(response)])
+    assert forwarded(stack)[1]["tool_calls"] == [call("c1", "f", '{"a": 2}')]
+    own = (await stack.calls(key))[0].choices[0].message["tool_calls"]
+    assert own == OWN["spacing, order, escapes, floats"]["tool_calls"]
+
+
+async def test_content_is_passed_on_in_parts(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    image = "data:image/png;base64,AAAA"
+    parts: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "one"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "a"},
+                {"type": "input_image", "image_url": image, "detail": "low"},
+            ],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "t"}]},
+    ]
+    await client.responses.create(model="m", input=parts)
+    assert forwarded(stack) == [
+        {"role": "developer", "content": "one"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image_url", "image_url": {"url": image, "detail": "low"}},
+            ],
+        },
+        {"role": "assistant", "content": "no"},
+        {"role": "tool", "tool_call_id": "c", "content": "t"},
+    ]
+
+
+async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    own = OWN["reasoning"]
+    stack.upstream.script(reply(own))
+    response: Any = await client.responses.create(model="m", input=[user()], store=False)
+    reasoning, text = (item.model_dump() for item in response.output)
+    bare = {"type": "reasoning", "id": reasoning["id"], "summary": [], "encrypted_content": None}
+    await client.responses.create(model="m", input=[user(), bare, text, user()])
+    assert forwarded(stack)[1] == own
+    stack.upstream.script(reply(own))
+    sealed: Any = await client.responses.create(
+        model="m", input=[user()], store=False, include=["reasoning.encrypted_content"]
+    )
+    assert sealed.output[0].encrypted_content
+    answer: Any = {"role": "assistant", "content": own["content"]}
+    stateless: Any = {"type": "reasoning", "summary": [], "encrypted_content": sealed.output[0].encrypted_content}
+    await client.responses.create(model="m", input=[user(), stateless, answer, user()])
+    assert forwarded(stack)[1] == own
+    foreign = {**bare, "id": "rs_68a", "encrypted_content": "x"}
+    raw = await client.responses.with_raw_response.create(model="m", input=[user(), foreign, text, user()])
+    assert forwarded(stack)[1] == {"role": "assistant", "content": own["content"]}
+    assert raw.headers[HEADER_IGNORED] == "input.reasoning"
+
+
+async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
+    response = await stack.client(await stack.lease()).responses.create(model="m", input=[user()])
+    referred: Any = {"type": "item_reference", "id": response.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="Send the item itself") as raised:
+        await stack.client(await stack.lease()).responses.create(model="m", input=[user(), referred])
+    assert (raised.value.code, raised.value.param) == ("item_not_found", "input")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, streamed: bool) -> None:
+    client = stack.client(await stack.lease())
+    asked: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
+    if streamed:
+        response: Any = [event async for event in await client.responses.create(**asked, stream=True)][-1].response
+    else:
+        response = await client.responses.create(**asked)
+    assert await client.responses.retrieve(response.id) == response
+    echo: Any = [user(), *response.output, user()]
+    await client.responses.delete(response.id)
+    for asking in (client.responses.retrieve(response.id), client.responses.delete(response.id)):
+        with pytest.raises(openai.NotFoundError, match="agl keeps the last") as raised:
+            await asking
+        assert raised.value.code == "response_not_found"
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(model="m", input="y", previous_response_id=response.id)
+    await client.responses.create(model="m", input=echo)
+    unstored = await client.responses.create(**asked, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(unstored.id)
+    other = stack.client(await stack.lease())
+    stored = await client.responses.create(**asked)
+    with pytest.raises(openai.NotFoundError):
+        await other.responses.retrieve(stored.id)
+
+
+async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
+    key = await stack.lease()
+    client, anthropics = stack.client(key), client_of(stack, key)
+    tools: list[Any] = [{"type": "function", "name": "f", "parameters": {}, "strict": True}]
+    counted = await client.responses.input_tokens.count(model="m", input="hello", tools=tools)
+    called = await client.responses.create(model="m", input="hello", tools=tools)
+    assert called.usage is not None
+    assert counted.input_tokens == called.usage.input_tokens > 0
+    asked: Any = {"model": "m", "messages": [user()], "system": "Be brief."}
+    also = await anthropics.messages.count_tokens(**asked)
+    message = await anthropics.messages.create(max_tokens=9, **asked)
+    assert also.input_tokens == message.usage.input_tokens > 0
+    assert [call.id for call in await stack.calls(key)] == [called.id, message.id]
+    assert stack.upstream.received[0].body["max_tokens"] == 1
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.passed_through == {"responses/input_tokens": 1, "messages/count_tokens": 1}
+
+
+async def test_what_is_kept_of_all_open_attempts_is_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that was not used for longest loses it: that costs a call anew, or a clear refusal, and no call."""
+    monkeypatch.setattr("agl_core.server.answered.MAX_TOTAL_BYTES", 60_000)
+    text = 4000 * " "
+    keys = [await stack.lease() for _ in range(8)]
+    clients = [stack.client(key) for key in keys]
+    responses = [await client.responses.create(model="m", input=f"{text}{each}") for each, client in enumerate(clients)]
+    again = [
+        await client.responses.create(model="m", input=f"{text}{each}", extra_headers={"x-stainless-retry-count": "1"})
+        for each, client in reversed([*enumerate(clients)])
+    ][::-1]
+    same = [first.id == second.id for first, second in zip(responses, again, strict=True)]
+    assert (same[0], same[-1]) == (False, True)
+    assert [len(await stack.calls(key)) for key in keys] == [1 if kept else 2 for kept in same]
+    await clients[0].responses.create(model="m", input="go on", previous_response_id=again[0].id)
+    with pytest.raises(openai.BadRequestError, match="256 MiB of all attempts"):
+        await clients[-1].responses.create(model="m", input="go on", previous_response_id=again[-1].id)
