@@ -33,7 +33,7 @@ from agl_core.types import (
     Tokens,
     ToolResult,
 )
-from agl_core.types.forms import from_json, to_json
+from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 Records: TypeAlias = tuple[Rollout, Attempt, list[Call], list[ToolResult]]
 """What `agl_core.learning.build_episode` makes an episode of."""
@@ -186,7 +186,7 @@ def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> 
     part = target.with_name(f".{target.name}.part")
     with part.open("w", encoding="utf-8") as file:
         for episode in episodes:
-            file.write(json.dumps(to_json(episode)) + "\n")
+            file.write(json.dumps(load_json(dump_json(to_json(episode)))) + "\n")
     os.replace(part, target)
 
 

@@ -15,25 +15,24 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterable, Mapping
-from functools import cache
 from hashlib import blake2b
-from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.interface import Record
-from agl_core.store.tables import ATTEMPT_KEYS, CALLS, CHOICES, RECORDS, Table
-from agl_core.types import Call, Choice, Json
-from agl_core.types.forms import dump_json, fields_of, load_json
+from agl_core.store.tables import ATTEMPTS, RECORDS, ROLLOUTS, RUNS, Table
+from agl_core.types import Annotation, Attempt, Call, Choice, Json, Reward, Rollout, Run, ToolResult, TrainingRecord
+from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 Kept = TypeVar("Kept")
 Data: TypeAlias = str | bytes
 """A piece: JSON as text, or a block of tokens as bytes."""
 DataType = TypeVar("DataType", str, bytes)
 Row: TypeAlias = tuple[Any, ...]
-Rows: TypeAlias = dict[Table[Any], list[Row]]
+Rows: TypeAlias = dict[Table, list[Row]]
 """What one `put` writes, by table."""
 
 BLOCK_BYTES = 256 * 4
@@ -41,32 +40,60 @@ BLOCK_BYTES = 256 * 4
 tail, which every call stores for itself, stays short."""
 NUMBERS = np.dtype("<i8")
 """Of pieces, in a column of a call."""
-_TABLES: Mapping[type, Table[Any]] = {table.record: table for table in RECORDS}
-_PROMPT_IDS = fields_of(Call)["prompt_ids"].form
+_TOKENS = np.dtype("<i4")
+_ARRAYS = {"response_ids": _TOKENS, "logprobs": np.dtype("<f4"), "mask": np.dtype("?")}
+"""The fields of a choice that are bytes in the row of its call, in this order."""
+_APART = ("request", "choices", "prompt_ids")
+_KEYS: Mapping[type, tuple[str, ...]] = {
+    Attempt: (),
+    Call: ("id",),
+    ToolResult: ("source", "id"),
+    Reward: ("name", "source", "call", "choice"),
+    TrainingRecord: ("call", "choice", "step"),
+    Annotation: ("id",),
+}
+"""What names a record of an attempt among those of its kind."""
+_FILLED = ("tool_call_id", "agent", "parent_span")
+"""Spans around a tool's own come after it, and may know whose it is and which call it answers."""
 
 
 def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
     """The rows of these records, without their pieces. StoreRefusedError names a record that cannot be stored."""
     rows: Rows = {}
     for record in records:
-        table = _TABLES.get(type(record))
-        if table is None:
-            raise StoreRefusedError(f"The store keeps records (Run … TrainingRecord), not {type(record).__name__}.")
         try:
-            row = _dump(table, record)
-            if "\0" in row[0]:  # SQLite looks rollouts up with its JSON functions, which end a text there
-                raise ValueError(f"the id {row[0]!r} contains a NUL character; leave it out")
-            if isinstance(record, Call):
-                row += len(record.choices), *pieces.split_request(record.request)
-                row += (None, None) if record.prompt_ids is None else pieces.split_tokens(_dump_prompt(record))
-                of_choices = [(*row[:3], n, *_dump(CHOICES, choice)) for n, choice in enumerate(record.choices)]
-                rows.setdefault(CHOICES, []).extend(of_choices)
+            for table, row in _encode(record, pieces):
+                rows.setdefault(table, []).append(row)
         except (AttributeError, TypeError, ValueError) as error:
             raise StoreRefusedError(f"{name_of(record)} cannot be stored: {error}.") from error
-        if table.of_attempts:
-            rows.setdefault(ATTEMPT_KEYS, []).append(row[:2])
-        rows.setdefault(table, []).append(row)
     return rows
+
+
+def _encode(record: Record, pieces: Pieces) -> list[tuple[Table, Row]]:
+    if isinstance(record, Run):
+        return [(RUNS, (record.id, record.restart, dump_json(to_json(record))))]
+    if isinstance(record, Rollout):
+        body = to_json(record)
+        _check_id(record.id)
+        return [(ROLLOUTS, (*(body[column.strip('"')] for column in ROLLOUTS.columns[:-1]), dump_json(body)))]
+    kind = type(record)
+    if kind not in _KEYS:
+        raise TypeError(f"the store keeps records (Run … TrainingRecord), not {kind.__name__}")
+    blobs: tuple[bytes | None, bytes | None] = (None, None)
+    if isinstance(record, Call):
+        body = to_json(record, _APART, brief=True)
+        blobs = _take_apart(record, body, pieces)
+    else:
+        body = to_json(record, brief=True)
+    owner = (body["rollout"], body["attempt"])
+    _check_id(record.rollout)
+    key = dump_json([body.get(name) for name in _KEYS[kind]])
+    return [(ATTEMPTS, owner), (RECORDS, (*owner, kind.__name__, key, *blobs, dump_json(body)))]
+
+
+def _check_id(rollout: str) -> None:
+    if "\0" in rollout:  # SQLite looks rollouts up with its JSON functions, which end a text there
+        raise ValueError(f"the id {rollout!r} contains a NUL character; leave it out")
 
 
 def name_of(record: Record) -> str:
@@ -76,69 +103,75 @@ def name_of(record: Record) -> str:
     return f"{type(record).__name__} ({', '.join(known)})"
 
 
-def decode(table: Table[Kept], rows: Iterable[Row]) -> list[Kept]:
-    """The records of these rows, which have the columns of `table`. Calls need `decode_calls`."""
-    return [table.record(**_load(table, row)) for row in rows]
+def merge(kind: str, earlier: str, later: str) -> str:
+    """The body of a record that comes again under its key: the later one replaces the earlier.
+
+    Of tool results and annotations the first stands, for anything that the agent starts may report something else
+    later; of a tool result only what was left open is filled in.
+    """
+    if kind == Annotation.__name__:
+        return earlier
+    if kind != ToolResult.__name__:
+        return later
+    body, again = load_json(earlier), load_json(later)
+    return dump_json({**{name: again[name] for name in _FILLED if name in again}, **body})
 
 
-def decode_calls(rows: Iterable[Row], choices: Iterable[Row], pieces: Mapping[int, Data]) -> list[Call]:
-    """Rows of `calls`; rows of `choices` by position; the pieces that they refer to."""
-    of_call: dict[tuple[str, int, str], list[Choice]] = {}
-    for row in choices:
-        of_call.setdefault(row[:3], []).append(Choice(**_load(CHOICES, row)))
-    calls = []
-    for row in rows:
-        n_choices, rest, lengths, numbers, blocks, tail = row[-len(CALLS.after) :]
-        call = Call(
-            **_load(CALLS, row),
-            request=join_request(rest, lengths, numbers, pieces),
-            # Further choices are left from a call with the same key that this one replaced.
-            choices=tuple(of_call.get(row[:3], ())[:n_choices]),
-            prompt_ids=None if blocks is None else _PROMPT_IDS.load(join_tokens(blocks, tail, pieces)),
+def decode(kind: type[Kept], bodies: Iterable[tuple[str]]) -> list[Kept]:
+    """The records of this kind that have these bodies. Calls need `decode_call`."""
+    return [from_json(kind, load_json(body)) for (body,) in bodies]
+
+
+def _take_apart(call: Call, body: dict[str, Json], pieces: Pieces) -> tuple[bytes, bytes]:
+    """Put what stands apart of a call into its body, as far as it is no piece and no array: these are returned."""
+    numbers, body["request"], body["lists"] = pieces.split_request(call.request)
+    arrays = []
+    if call.prompt_ids is not None:
+        blocks, tail = pieces.split_tokens(_dump_array("prompt_ids", call.prompt_ids, _TOKENS))
+        numbers += blocks
+        arrays.append(tail)
+        body["tail"] = len(tail)
+    body["choices"] = choices = []
+    for choice in call.choices:
+        sizes = {}
+        for name, dtype in _ARRAYS.items():
+            if (array := getattr(choice, name)) is not None:
+                arrays.append(_dump_array(name, array, dtype))
+                sizes[name] = len(arrays[-1])
+        choices.append({**to_json(choice, _ARRAYS, brief=True), "sizes": sizes})
+    return struct.pack(f"<{len(numbers)}q", *numbers), b"".join(arrays)
+
+
+def decode_call(body: str, numbers: bytes | None, arrays: bytes | None, pieces: Mapping[int, Data]) -> Call:
+    """The call of a row, with the pieces that it refers to."""
+    data, numbered, start = load_json(body), iter(numbers_in(numbers)), 0
+    request, choices, tail = data.pop("request"), data.pop("choices"), data.pop("tail", None)
+    for name, length in data.pop("lists").items():
+        request[name] = [load_json(_piece(str, n, pieces)) for n in itertools.islice(numbered, length)]
+
+    def taken(size: int) -> bytes:
+        nonlocal start
+        start += size
+        return (arrays or b"")[start - size : start]
+
+    prompt = None
+    if tail is not None:
+        blocks = [_piece(bytes, number, pieces) for number in numbered]
+        prompt = np.frombuffer(b"".join([*blocks, taken(tail)]), _TOKENS)
+    sampled = []
+    for choice in choices:
+        sizes = choice.pop("sizes")
+        sampled.append(
+            from_json(Choice, choice, **{n: np.frombuffer(taken(sizes[n]), _ARRAYS[n]) for n in _ARRAYS if n in sizes})
         )
-        calls.append(call)
-    return calls
+    return from_json(Call, data, request=request, choices=tuple(sampled), prompt_ids=prompt)
 
 
-def _dump_prompt(call: Call) -> bytes:
-    try:
-        dumped: bytes = _PROMPT_IDS.dump(call.prompt_ids)
-    except ValueError as error:
-        raise ValueError(f"prompt_ids: {error}") from error
-    return dumped
-
-
-def _dump(table: Table[Any], record: Any) -> Row:
-    """The values of the fields that have a column. ValueError names a field that cannot be stored."""
-    fields, values = _dumping(table)
-    try:
-        pairs = zip(fields, values(record), strict=True)
-        return tuple([None if value is None and optional else dump(value) for (dump, optional), value in pairs])
-    except (AttributeError, TypeError, ValueError):
-        for name, form, optional, _ in table.fields:
-            value = getattr(record, name)
-            try:
-                _ = None if value is None and optional else form.dump(value)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"{name}: {error}") from error
-        raise
-
-
-@cache
-def _dumping(table: Table[Any]) -> tuple[list[tuple[Any, bool]], attrgetter[Any]]:
-    fields = [(field.form.dump, field.optional) for field in table.fields]
-    return fields, attrgetter(*(field.name for field in table.fields))
-
-
-def _load(table: Table[Any], row: Row) -> dict[str, Any]:
-    """The fields that have a column, by name."""
-    pairs = zip(_loading(table), row[len(table.before) :], strict=False)  # `after` is left over
-    return {name: value if value is None else load(value) for (name, load), value in pairs}
-
-
-@cache
-def _loading(table: Table[Any]) -> list[tuple[str, Any]]:
-    return [(field.name, field.form.load) for field in table.fields]
+def _dump_array(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        actual = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise ValueError(f"{name}: it must be a numpy array of {dtype} with one axis, not {actual}; convert before")
+    return array.astype(dtype, copy=False).tobytes()
 
 
 class Pieces:
@@ -146,7 +179,7 @@ class Pieces:
 
     >>> pieces = Pieces(first=1)
     >>> pieces.split_request({"model": "m", "messages": [{"role": "user"}]})
-    ('{"model":"m","messages":null}', '{"messages":1}', b'\\x01\\x00\\x00\\x00\\x00\\x00\\x00\\x00')
+    ([1], {'model': 'm', 'messages': None}, {'messages': 1})
     >>> pieces.take()
     [(1, '{"role":"user"}')]
     """
@@ -172,8 +205,8 @@ class Pieces:
         self._recent, self._older = {}, {}
         return self._next
 
-    def split_request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
-        """A request as (JSON without its lists of objects, the lengths of these as JSON, their pieces' numbers)."""
+    def split_request(self, request: Mapping[str, Json]) -> tuple[list[int], dict[str, Json], dict[str, int]]:
+        """A request as (the numbers of its pieces, what is left without its lists of objects, their lengths)."""
         rest: dict[str, Json] = {}
         lengths: dict[str, int] = {}
         numbers: list[int] = []
@@ -184,14 +217,14 @@ class Pieces:
             rest[name], lengths[name] = None, len(value)
             items = map(dump_json, value)
             numbers += [self._number(blake2b(item.encode(), digest_size=16).digest(), item) for item in items]
-        return dump_json(rest), dump_json(lengths), _dump_numbers(numbers)
+        return numbers, rest, lengths
 
-    def split_tokens(self, tokens: bytes) -> tuple[bytes, bytes]:
+    def split_tokens(self, tokens: bytes) -> tuple[list[int], bytes]:
         """Token bytes as (numbers of the full blocks, the rest)."""
         full = len(tokens) - len(tokens) % BLOCK_BYTES
         blocks = (tokens[start : start + BLOCK_BYTES] for start in range(0, full, BLOCK_BYTES))
         digests = ((blake2b(block, digest_size=16, person=b"tokens").digest(), block) for block in blocks)
-        return _dump_numbers([self._number(digest, block) for digest, block in digests]), tokens[full:]
+        return [self._number(digest, block) for digest, block in digests], tokens[full:]
 
     def _number(self, digest: bytes, data: Data) -> int:
         number = self._recent.get(digest)
@@ -211,24 +244,6 @@ class Pieces:
 def numbers_in(column: bytes | None) -> tuple[int, ...]:
     """The numbers of pieces in a column of a call."""
     return () if column is None else struct.unpack(f"<{len(column) // NUMBERS.itemsize}q", column)
-
-
-def join_request(rest: str, lengths: str, numbers: bytes, pieces: Mapping[int, Data]) -> dict[str, Json]:
-    """The inverse of `Pieces.split_request`."""
-    request: dict[str, Json] = load_json(rest)
-    items = (load_json(_piece(str, number, pieces)) for number in numbers_in(numbers))
-    for name, length in load_json(lengths).items():
-        request[name] = list(itertools.islice(items, length))
-    return request
-
-
-def join_tokens(numbers: bytes, tail: bytes, pieces: Mapping[int, Data]) -> bytes:
-    """The inverse of `Pieces.split_tokens`."""
-    return b"".join([*(_piece(bytes, number, pieces) for number in numbers_in(numbers)), tail])
-
-
-def _dump_numbers(numbers: list[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 def _piece(type_: type[DataType], number: int, pieces: Mapping[int, Data]) -> DataType:

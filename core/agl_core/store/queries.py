@@ -5,31 +5,34 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from agl_core.errors import StoreRefusedError
-from agl_core.store.codec import NUMBERS, Data, decode, decode_calls, numbers_in
+from agl_core.store.codec import NUMBERS, Data, decode, decode_call, numbers_in
 from agl_core.store.connections import transaction
 from agl_core.store.interface import Wanted
-from agl_core.store.tables import ATTEMPTS, CALLS, CHOICES, RECORDS, ROLLOUTS, RUNS, Table
 from agl_core.types import Attempt, AttemptKey, Call, Json, Mode, Rollout, RolloutState, Run
 from agl_core.types.forms import dump_json, load_json
 
 Kept = TypeVar("Kept")
 
 _PREFIX_MATCHES_SHOWN = 5
-_OF_ATTEMPTS = (*(table.name for table in RECORDS if table.of_attempts), "choices")
-_REFERENCES = "SELECT request_pieces, prompt_blocks FROM calls"
-_OLD = "attempt_key IN temp.old AND NOT pruned"
+_REFERENCES = "SELECT pieces FROM records"
+_ASKED = (
+    "FROM json_each(?) AS asked CROSS JOIN attempts ON attempts.rollout = json_extract(asked.value, '$[0]') "
+    "AND attempts.attempt = json_extract(asked.value, '$[1]') "
+    "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ? ORDER BY"
+)
+"""One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
 
 
 def runs(connection: sqlite3.Connection) -> list[Run]:
     """All, oldest first."""
-    return decode(RUNS, connection.execute(f"{_select(RUNS)} ORDER BY seq"))
+    return decode(Run, connection.execute("SELECT body FROM runs ORDER BY seq"))
 
 
 def rollouts(connection: sqlite3.Connection, wanted: Wanted) -> list[Rollout]:
@@ -44,18 +47,18 @@ def rollouts(connection: sqlite3.Connection, wanted: Wanted) -> list[Rollout]:
         values.append(after)
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     most = limit if newest is None else newest
-    sql = f"{_select(ROLLOUTS)}{where} ORDER BY seq {'' if newest is None else 'DESC'} LIMIT ?"
-    matching = decode(ROLLOUTS, connection.execute(sql, (*values, -1 if most is None else most)))
+    sql = f"SELECT body FROM rollouts{where} ORDER BY seq {'' if newest is None else 'DESC'} LIMIT ?"
+    matching = decode(Rollout, connection.execute(sql, (*values, -1 if most is None else most)))
     return matching if newest is None else matching[::-1][:limit]
 
 
 def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
     """The only one whose id starts with `prefix`, or is `prefix`; `where` names the store in errors."""
     rows = connection.execute(
-        f"{_select(ROLLOUTS)} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
+        "SELECT body FROM rollouts WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
         (prefix, prefix + "\U0010ffff", _PREFIX_MATCHES_SHOWN),
     )
-    matching = decode(ROLLOUTS, rows)
+    matching = decode(Rollout, rows)
     if not matching:
         raise StoreRefusedError(
             f"No rollout in {where} has an id that starts with {prefix!r}. `agl rollouts` lists them."
@@ -72,28 +75,25 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
 def attempts(connection: sqlite3.Connection, rollout_ids: Iterable[str]) -> list[Attempt]:
     """Those of these rollouts: by rollout as asked, then in order."""
     rows = connection.execute(
-        "SELECT attempt_keys.rollout, attempt_keys.attempt FROM json_each(?) AS asked "
-        "CROSS JOIN attempt_keys ON attempt_keys.rollout = asked.value ORDER BY asked.key, attempt_keys.attempt",
-        (orjson.dumps(list(dict.fromkeys(rollout_ids))).decode(),),
+        "SELECT body FROM json_each(?) AS asked CROSS JOIN attempts ON attempts.rollout = asked.value "
+        "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ? ORDER BY asked.key, attempts.attempt",
+        (orjson.dumps(list(dict.fromkeys(rollout_ids))).decode(), Attempt.__name__),
     )
-    keys = [AttemptKey(*row) for row in rows]
-    return decode(ATTEMPTS, _of_attempts(connection, ATTEMPTS, keys, "asked.key"))
+    return decode(Attempt, rows)
 
 
 def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Call]:
     """Those of these attempts: by attempt as asked, then in the order they started."""
-    unique = tuple(dict.fromkeys(keys))
-    rows = _of_attempts(connection, CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
-    choices = _of_attempts(connection, CHOICES, unique, "choices.position")
-    # The columns of CALLS.after; a row has one value more than the table, rollout and attempt for their number.
-    references = [CALLS.columns.index(name) + 1 for name in ("request_pieces", "prompt_blocks")]
-    numbers = {number for row in rows for position in references for number in numbers_in(row[position])}
-    return decode_calls(rows, choices, _pieces(connection, numbers))
+    sql = f"SELECT asked.key, body, pieces, arrays {_ASKED} asked.key, records.seq"
+    rows = connection.execute(sql, (_asked(keys), Call.__name__)).fetchall()
+    data = _pieces(connection, {number for _, _, numbers, _ in rows for number in numbers_in(numbers)})
+    placed = [(place, decode_call(body, numbers, arrays, data)) for place, body, numbers, arrays in rows]
+    return [call for _, call in sorted(placed, key=lambda pair: (pair[0], pair[1].sequence))]
 
 
-def recorded(connection: sqlite3.Connection, table: Table[Kept], keys: Iterable[AttemptKey]) -> list[Kept]:
-    """The table's records of these attempts, in the order they were recorded."""
-    return decode(table, _of_attempts(connection, table, keys, f"{table.name}.seq"))
+def recorded(connection: sqlite3.Connection, kind: type[Kept], keys: Iterable[AttemptKey]) -> list[Kept]:
+    """The records of this kind of these attempts, in the order they were recorded."""
+    return decode(kind, connection.execute(f"SELECT body {_ASKED} records.seq", (_asked(keys), kind.__name__)))
 
 
 def next_piece(connection: sqlite3.Connection) -> int:
@@ -102,23 +102,8 @@ def next_piece(connection: sqlite3.Connection) -> int:
     return int(number)
 
 
-def _select(table: Table[Any]) -> str:
-    return f"SELECT {', '.join(table.columns)} FROM {table.name}"
-
-
-def _of_attempts(
-    connection: sqlite3.Connection, table: Table[Any], keys: Iterable[AttemptKey], order: str
-) -> sqlite3.Cursor:
-    """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
-    columns = ", ".join(f"{table.name}.{column}" for column in table.columns[1:])
-    asked = orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
-    return connection.execute(
-        f"SELECT attempt_keys.rollout, attempt_keys.attempt, {columns} FROM json_each(?) AS asked "
-        f"CROSS JOIN attempt_keys ON attempt_keys.rollout = json_extract(asked.value, '$[0]') "
-        f"AND attempt_keys.attempt = json_extract(asked.value, '$[1]') "
-        f"CROSS JOIN {table.name} ON {table.name}.attempt_key = attempt_keys.seq ORDER BY {order}",
-        (asked,),
-    )
+def _asked(keys: Iterable[AttemptKey]) -> str:
+    return orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
 
 
 def _pieces(connection: sqlite3.Connection, numbers: set[int]) -> dict[int, Data]:
@@ -139,16 +124,15 @@ def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Se
     """
     asked = (orjson.dumps(list(ids)).decode(),)
     their_ids = "(SELECT value FROM json_each(?))"
-    their_attempts = f"attempt_key IN (SELECT seq FROM attempt_keys WHERE rollout IN {their_ids})"
+    their_attempts = f"owner IN (SELECT seq FROM attempts WHERE rollout IN {their_ids})"
     connection.execute("PRAGMA secure_delete = ON")
     try:
         with transaction(connection):
             remembered = "INSERT OR IGNORE INTO erased (time, id) SELECT ?, value FROM json_each(?)"
             connection.execute(remembered, (time.time(), *asked))
             pieces = _referred_to(connection.execute(f"{_REFERENCES} WHERE {their_attempts}", asked))
-            for table in _OF_ATTEMPTS:
-                connection.execute(f"DELETE FROM {table} WHERE {their_attempts}", asked)
-            connection.execute(f"DELETE FROM attempt_keys WHERE rollout IN {their_ids}", asked)
+            connection.execute(f"DELETE FROM records WHERE {their_attempts}", asked)
+            connection.execute(f"DELETE FROM attempts WHERE rollout IN {their_ids}", asked)
             removed = connection.execute(f"DELETE FROM rollouts WHERE id IN {their_ids}", asked).rowcount
             _drop_unused(connection, pieces[pieces < first_new_piece])
             return removed
@@ -163,9 +147,9 @@ def _drop_unused(connection: sqlite3.Connection, pieces: NDArray[np.int64]) -> N
     connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in pieces.tolist()))
 
 
-def _referred_to(references: Iterable[tuple[bytes, bytes | None]]) -> NDArray[np.int64]:
+def _referred_to(references: Iterable[tuple[bytes | None]]) -> NDArray[np.int64]:
     """The numbers of all of these: of every call of a store in the end, so not one by one."""
-    columns = b"".join(column for row in references for column in row if column is not None)
+    columns = b"".join(column for (column,) in references if column is not None)
     return np.unique(np.frombuffer(columns, dtype=NUMBERS))
 
 
@@ -177,34 +161,32 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
     outside are kept whole: those who opened them remove them. No writer may be there whose `Pieces` remember what this
     removes.
     """
-    connection.create_function("pruned_message", 1, _pruned_message, deterministic=True)
+    connection.create_function("pruned", 1, _pruned, deterministic=True)
     with transaction(connection):
-        connection.execute(
-            "CREATE TEMP TABLE old AS SELECT attempt_keys.seq FROM rollouts "
-            "JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
-            "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?",
-            (up_to, RolloutState.DONE.value, Mode.USE.value),
-        )
-        connection.execute(
-            "UPDATE choices SET message = pruned_message(message), response_ids = NULL, logprobs = NULL, mask = NULL "
-            f"WHERE (attempt_key, call) IN (SELECT attempt_key, id FROM calls WHERE {_OLD})"
-        )
         pruned = connection.execute(
-            "UPDATE calls SET request = '{}', request_lists = '{}', request_pieces = x'', prompt_blocks = NULL, "
-            f"prompt_tail = NULL, state = NULL, pruned = 1 WHERE {_OLD}"
+            "UPDATE records SET pieces = NULL, arrays = NULL, body = pruned(body) WHERE pieces IS NOT NULL "
+            "AND owner IN (SELECT attempts.seq FROM rollouts JOIN attempts ON attempts.rollout = rollouts.id "
+            "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?)",
+            (up_to, RolloutState.DONE.value, Mode.USE.value),
         ).rowcount
         every = (number for (number,) in connection.execute("SELECT seq FROM pieces"))
         _drop_unused(connection, np.fromiter(every, dtype=NUMBERS))
-        connection.execute("DROP TABLE temp.old")
     return pruned
 
 
-def _pruned_message(text: str) -> str:
-    """A reply without its texts: tool results are joined with it by the ids of its tool calls."""
-    message = load_json(text)
+def _pruned(body: str) -> str:
+    """A call without texts and tokens: tool results are joined with it by the ids of its tool calls."""
+    call = load_json(body)
+    for name in ("tail", "state"):
+        call.pop(name, None)
+    choices = [{**choice, "message": _pruned_message(choice["message"]), "sizes": {}} for choice in call["choices"]]
+    return dump_json({**call, "request": {}, "lists": {}, "choices": choices, "pruned": True})
+
+
+def _pruned_message(message: Mapping[str, Json]) -> dict[str, Json]:
     calls = message.get("tool_calls")
     kept = [_pruned_tool_call(call) for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-    return dump_json({"role": "assistant", "content": None, **({"tool_calls": kept} if kept else {})})
+    return {"role": "assistant", "content": None, **({"tool_calls": kept} if kept else {})}
 
 
 def _pruned_tool_call(tool_call: Mapping[str, Json]) -> dict[str, Json]:
@@ -223,9 +205,10 @@ def erased(connection: sqlite3.Connection, ids: Iterable[str]) -> set[str]:
 def ended_before(connection: sqlite3.Connection, mode: Mode, moment: float) -> list[str]:
     """The rollouts of this mode that are done, and whose last attempt ended before this moment."""
     rows = connection.execute(
-        "SELECT rollouts.id FROM rollouts JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
-        "JOIN attempts ON attempts.attempt_key = attempt_keys.seq WHERE rollouts.mode = ? AND rollouts.state = ? "
-        "GROUP BY rollouts.id HAVING max(attempts.ended) < ? ORDER BY rollouts.seq",
-        (mode.value, RolloutState.DONE.value, moment),
+        "SELECT rollouts.id FROM rollouts JOIN attempts ON attempts.rollout = rollouts.id "
+        "JOIN records ON records.owner = attempts.seq AND records.kind = ? WHERE rollouts.mode = ? AND "
+        "rollouts.state = ? GROUP BY rollouts.id HAVING max(json_extract(records.body, '$.ended')) < ? "
+        "ORDER BY rollouts.seq",
+        (Attempt.__name__, mode.value, RolloutState.DONE.value, moment),
     )
     return [id for (id,) in rows]

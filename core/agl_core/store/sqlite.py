@@ -15,7 +15,6 @@ from agl_core.store import queries
 from agl_core.store.codec import Pieces, name_of
 from agl_core.store.connections import GroupWriter, Readers, connect_writer, damaged, explain
 from agl_core.store.interface import ErasableStore, Record, Wanted
-from agl_core.store.tables import ANNOTATIONS, REWARDS, TOOL_RESULTS, TRAINING_RECORDS
 from agl_core.types import (
     Annotation,
     Attempt,
@@ -96,16 +95,16 @@ class SqliteStore(ErasableStore):
         return await self._read(queries.calls, tuple(attempts))
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return await self._read(queries.recorded, TOOL_RESULTS, tuple(attempts))
+        return await self._read(queries.recorded, ToolResult, tuple(attempts))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return await self._read(queries.recorded, REWARDS, tuple(attempts))
+        return await self._read(queries.recorded, Reward, tuple(attempts))
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return await self._read(queries.recorded, TRAINING_RECORDS, tuple(attempts))
+        return await self._read(queries.recorded, TrainingRecord, tuple(attempts))
 
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
-        return await self._read(queries.recorded, ANNOTATIONS, tuple(attempts))
+        return await self._read(queries.recorded, Annotation, tuple(attempts))
 
     async def erase(self, ids: Iterable[str]) -> int:
         rollouts = tuple(ids)

@@ -36,8 +36,7 @@ _OF_TYPES: Mapping[Any, st.SearchStrategy[Any]] = {
     str: key_text,
     int: whole,
     bool: st.booleans(),
-    # Without -0.0: SQLite's REAL columns do not keep that sign (JSON and arrays do).
-    float: st.floats().map(lambda value: value + 0.0),
+    float: st.floats(),
     Any: json_values,
     Mapping[str, Json]: json_objects,
 }
@@ -50,7 +49,7 @@ def records(type_: type) -> st.SearchStrategy[Any]:
         return st.builds(Sampling, *[st.none() | finite] * 2, *[st.none() | whole] * 2)
     own = {"request": requests, "error": st.none() | any_text, "parse_error": st.none() | any_text, "tool": any_text}
     hints = get_type_hints(type_)
-    return st.builds(type_, **{name: own.get(name) or _of(hint) for name, hint in hints.items()})
+    return st.builds(type_, **{name: own[name] if name in own else _of(hint) for name, hint in hints.items()})
 
 
 def _of(hint: Any) -> st.SearchStrategy[Any]:

@@ -79,7 +79,7 @@ async def test_a_reader_is_waited_for_before_an_erased_text_is_out_of_the_log(
         await store.put(make.rollout("gone"), asking(make_call, "a", "gone", "my name is Rumpelstilzchen"))
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
-            reader.execute("SELECT count(*) FROM calls").fetchone()
+            reader.execute("SELECT count(*) FROM records").fetchone()
             erasing = asyncio.create_task(store.erase(["gone"]))
             await store.put(make.rollout("meanwhile"))
             if leaves:
@@ -170,7 +170,7 @@ async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(
         assert await store.prune(2) == 2
         assert await store.prune(2) == 0
     after = everything(path)
-    assert {name for name in before if before[name] != after[name]} == {"calls", "choices", "pieces"}
+    assert {name for name in before if before[name] != after[name]} == {"records", "pieces"}
     assert "secret 1" not in str(after)
     async with SqliteStore(path) as store:
         new = make_call("new", "new", request={"messages": [SHARED]})

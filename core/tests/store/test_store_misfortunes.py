@@ -174,7 +174,7 @@ async def test_damage_is_named(path: Path, make_call: Any, make_rollout: Any) ->
         await store.put(make_rollout("r"), *(make_call(f"c{number}", f"r{number}") for number in range(2000)))
     whole = content(path)
 
-    execute(path, "UPDATE rollouts SET state = 'queue' || char(0)")  # SQLite does not notice this.
+    execute(path, "UPDATE rollouts SET body = replace(body, 'queued', 'queue')")  # SQLite does not notice this.
     async with SqliteStore(path, read_only=True) as reader:
         with pytest.raises(StoreError, match=damaged):
             await reader.rollouts()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_core.errors import StoreError
-from agl_core.store import queries, tables
+from agl_core.store import queries
 from agl_core.store.connections import connect_reader
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
@@ -348,12 +348,11 @@ async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call
         queries.rollouts(connection, wanted)
     queries.attempts(connection, ["r"])
     queries.calls(connection, attempts)
-    for table in (tables.TOOL_RESULTS, tables.REWARDS, tables.TRAINING_RECORDS):
-        queries.recorded(connection, table, attempts)
+    queries.recorded(connection, Reward, attempts)
     connection.set_trace_callback(None)
     # A query that calls json_each() is traced a second time, as the comment that SQLite makes of the inner one.
     statements = [statement for statement in statements if not statement.startswith("--")]
-    assert len(statements) == 12
+    assert len(statements) == 8
     for statement in statements:
         plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}")]
         assert not [step for step in plan if step.startswith("SCAN") and "asked" not in step], (statement, plan)
