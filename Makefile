@@ -113,7 +113,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
 		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
-		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py; } || failed="$(TOGETHER)"; \
+		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py tests/conformance/test_adapters.py; } || failed="$(TOGETHER)"; \
 	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(NEWEST_NEED)" \
 		|| failed="$$failed those above"; \
 	$(MAKE) newest-verl || failed="$$failed algorithms/verl"; $(call say_failed)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import pytest_asyncio
 
 from ..support.testing_aids import fast_clients
-from .driver import Driver
+from .driver import Cell, Driver
 from .playing import Bench, running_bench
 from .scenarios import cells
 
@@ -65,3 +65,9 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
 def no_waiting() -> Iterator[None]:
     with fast_clients():
         yield
+
+
+@pytest.fixture
+def cell_of() -> Callable[[Driver, str], Cell]:
+    """The first cell of a driver and a scenario."""
+    return lambda driver, scenario: next(cell for cell in cells([driver]) if cell.scenario.name == scenario)

@@ -16,7 +16,7 @@ import pytest
 import agl_core.capture
 from agl_core.capture import current_attempt, tool_result_report
 
-from .driver import Driver, Gap
+from .driver import Gap
 from .example_driver import TinyDriver
 from .scenarios import cells
 
@@ -37,10 +37,6 @@ def test_one_command_plays_the_driver_of_a_third_party(tmp_path: Path) -> None:
     assert played.returncode == 0, played.stdout
     assert len(re.findall(r"PASSED .*test_cell\[tiny \|", played.stdout)) == 17
     assert played.stdout.count("PASSED") == 17
-
-
-def cell_of(driver: Driver, scenario: str) -> Any:
-    return next(cell for cell in cells([driver]) if cell.scenario.name == scenario)
 
 
 class Nameless(TinyDriver):
@@ -91,7 +87,7 @@ class Repeating(TinyDriver):
         (Repeating, "more often than its script"),
     ],
 )
-async def test_what_is_wrong_with_a_driver_is_found(kind: Any, said: str, bench: Any) -> None:
+async def test_what_is_wrong_with_a_driver_is_found(kind: Any, said: str, bench: Any, cell_of: Any) -> None:
     cell = cell_of(kind(), "parallel tools")
     assert said in "\n".join(await bench.play(cell))
     with pytest.raises(AssertionError):
@@ -99,7 +95,7 @@ async def test_what_is_wrong_with_a_driver_is_found(kind: Any, said: str, bench:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_gap_that_passes_is_refused(bench: Any) -> None:
+async def test_a_gap_that_passes_is_refused(bench: Any, cell_of: Any) -> None:
     class Modest(TinyDriver):
         gaps = (*TinyDriver.gaps, Gap("parallel tools", "We thought so."))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -78,3 +81,21 @@ def test_an_endpoint_that_gives_every_reply_the_same_id(streaming: bool, server:
     llm = ChatOpenAI(model="m", streaming=streaming)
     RunnableLambda(lambda _: [llm.invoke(question) for question in "abc"]).invoke("", {"callbacks": [callback]})
     assert [t.messages[0]["content"] for t in callback.transitions()] == ["a", "b", "c"]
+
+
+def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph() -> None:
+    program = """
+        import sys
+
+        for absent in ("langgraph", "langchain", "langchain_openai", "openai", "torch"):
+            sys.modules[absent] = None
+        from agl_langchain import AglCallback
+        from langchain_core.language_models import FakeListChatModel
+
+        callback = AglCallback()
+        FakeListChatModel(responses=["hi"]).invoke("hello", {"callbacks": [callback]})
+        (transition,) = callback.transitions()
+        assert transition.response["content"] == "hi"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
-from agl_core.capture import current_identity, identify, record_tool_result, tool_result_report
+import agl_core
 from agl_core.wire.headers import HEADER_AGENT
 
 from ..driver import (
@@ -31,26 +29,15 @@ HEADERS = "headers, no agl in the process"
 
 
 class Functions(Telling):
-    """`identify` around an agent, `record_tool_result` for tools without ids, the conversation for other tools."""
+    """`agl_core.agent` around an agent, `agl_core.tool` around its tools."""
 
     def speaking(self, agent: str) -> AbstractContextManager[Any]:
-        return identify(agent)
-
-    def step(self, agent: str) -> AbstractContextManager[Any]:
-        return identify(agent, parent_span=uuid.uuid4().hex)
+        return agl_core.agent(agent)
 
     @contextlib.contextmanager
     def using(self, tool: str, arguments: Mapping[str, Any], id: str | None) -> Iterator[Callable[[str], None]]:
-        def tell(result: str) -> None:
-            who = current_identity()
-            if id is None and who is not None:
-                record_tool_result(
-                    tool_result_report(
-                        uuid.uuid4().hex, tool, result, replace(who, span=None), arguments=dict(arguments)
-                    )
-                )
-
-        yield tell
+        with agl_core.tool(tool, call_id=id, arguments=dict(arguments)) as run:
+            yield lambda result: setattr(run, "result", result)
 
 
 class _Headers(Telling):
@@ -64,7 +51,7 @@ class _Headers(Telling):
 
 
 class ByHand(Driver):
-    """A loop around the vendor's client, with `agl_core.capture.identify` around each agent."""
+    """A loop around the vendor's client, with `agl_core.agent` and `agl_core.tool` around agents and tools."""
 
     name = "no framework, the clients of OpenAI and Anthropic (agl-core)"
     apis = (CHAT, RESPONSES, MESSAGES)

@@ -1,10 +1,10 @@
-"""Who makes a call, for which attempt and with which state, on every request of real agents."""
+"""Who makes a call, with which state, and what the tools did, on every request and event of real agents."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
@@ -12,20 +12,32 @@ import openai
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import before_model
-from langchain_core.messages import AnyMessage
+from langchain_core.messages import AnyMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import tool
+from langchain_core.tools import InjectedToolCallId, ToolException, tool
 from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import create_react_agent
+from langgraph.types import interrupt
 from pydantic import BaseModel
 
 import agl_core
+import agl_langchain
 from agl_core.capture import running, unpack_variables
-from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.scripts import CallTools, Say, in_turn
+from agl_core.types import ToolStatus
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+
+QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
 
 
 def invoke(agent: Any, value: Any, config: Any) -> None:
@@ -101,10 +113,8 @@ def test_everything_in_a_prebuilt_agent_has_its_name(make: Any, config: Any, ser
     assert set(server.agents()) == {"solver"}
 
 
-@pytest.mark.parametrize("outer", [create_agent, create_react_agent])
-@pytest.mark.parametrize("inner", [create_agent, create_react_agent])
-def test_the_innermost_named_agent_counts(outer: Any, inner: Any, config: Any, server: Any, attempt: Any) -> None:
-    expert = inner(ChatOpenAI(model="m"), [], name="expert")
+def test_the_innermost_named_agent_counts(config: Any, server: Any, attempt: Any) -> None:
+    expert = create_react_agent(ChatOpenAI(model="m"), [], name="expert")
 
     @tool
     def consult(question: str) -> str:
@@ -118,7 +128,7 @@ def test_the_innermost_named_agent_counts(outer: Any, inner: Any, config: Any, s
     )
     active = attempt()
     with running(active):
-        outer(ChatOpenAI(model="m"), [consult], name="boss").invoke(QUESTION, config)
+        create_react_agent(ChatOpenAI(model="m"), [consult], name="boss").invoke(QUESTION, config)
     assert server.agents() == ["boss", "expert", "boss"]
     assert [each.agent for each in active.recording.tool_results] == ["boss"]
 
@@ -197,4 +207,91 @@ def test_each_call_carries_the_channels_that_its_node_starts_from(
     ]
 
 
-QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
+@pytest.fixture
+def run(config: Any, server: Any, attempt: Any) -> Callable[..., Any]:
+    """Runs an agent whose model asks for a tool, and gives its one tool result."""
+
+    def run(name: str, arguments: dict[str, Any], tools: Any) -> Any:
+        server.answer = in_turn(CallTools([(name, arguments, "c1")]), Say("done"))
+        active = attempt()
+        with running(active):
+            create_agent(ChatOpenAI(model="m"), tools, name="solver").invoke(QUESTION, config)
+        (tool_result,) = active.recording.tool_results
+        return tool_result
+
+    return run
+
+
+@tool
+def unfound() -> str:
+    """Say in words that it failed."""
+    return "Error: no such city"
+
+
+@tool
+def unfound_message(tool_call_id: Annotated[str, InjectedToolCallId]) -> ToolMessage:
+    """Say in a message that it failed, without a status."""
+    return ToolMessage("Error: no such city", tool_call_id=tool_call_id)
+
+
+@tool
+def quoting(tool_call_id: Annotated[str, InjectedToolCallId]) -> ToolMessage:
+    """Quote a log, and say that all went well."""
+    return ToolMessage("Error: disk full", tool_call_id=tool_call_id, status="success")
+
+
+@tool
+def refusing() -> str:
+    """Refuse politely."""
+    raise ToolException("not allowed")
+
+
+refusing.handle_tool_error = True
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "status"),
+    [
+        (unfound, {}, ToolStatus.ERROR),
+        (unfound_message, {}, ToolStatus.ERROR),
+        (quoting, {}, ToolStatus.OK),
+        (refusing, {}, ToolStatus.ERROR),
+        (add, {"a": "two"}, ToolStatus.ERROR),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_text_decides_where_the_tools_author_told_no_status(
+    asked: Any, arguments: dict[str, Any], status: ToolStatus, run: Any
+) -> None:
+    tool_result = run(asked.name, arguments, [asked])
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == (asked.name, status, "c1")
+
+
+def test_several_callbacks_and_attach_see_each_thing_once(
+    seen_by_agl: None, attached: None, server: Any, attempt: Any
+) -> None:
+    inner = create_agent(ChatOpenAI(model="m"), [add], name="solver")
+
+    def solve(state: MessagesState) -> Any:
+        return inner.invoke(state, {"callbacks": [agl_langchain.AglCallback(), agl_langchain.AglCallback()]})
+
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
+    active = attempt()
+    with running(active):
+        StateGraph(MessagesState).add_node("solve", solve).add_edge(START, "solve").compile().invoke(QUESTION)
+    assert sorted(str(o.tool_call_id) for o in active.recording.tool_results) == ["c1"]
+    assert server.agents() == ["solver", "solver"]
+
+
+def test_an_interrupt_is_no_failure(config: Any, server: Any, attempt: Any) -> None:
+    @tool
+    def approve() -> str:
+        """Ask a human."""
+        return str(interrupt("ok?"))
+
+    server.answer = in_turn(CallTools([("approve", {}, "c1")]), Say("done"))
+    agent = create_agent(ChatOpenAI(model="m"), [approve], checkpointer=InMemorySaver())
+    active = attempt()
+    with running(active):
+        agent.invoke(QUESTION, {**config, "configurable": {"thread_id": "1"}})
+    assert active.recording.tool_results == ()

@@ -1,0 +1,244 @@
+"""Who calls, for which attempt, and what the tools did: agents of AgentChat, of one's own, and on runtimes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat.base import Response
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExecutionEvent
+from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
+from autogen_agentchat.tools import AgentTool
+from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
+from autogen_core.models import UserMessage
+from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
+from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult, Workbench
+
+from agl_core.capture import current_identity
+from agl_core.testing.scripts import CallTools, Hold, Say
+from agl_core.types import ToolStatus
+from agl_core.worker.agent import PLACEHOLDER_KEY
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def broken() -> str:
+    """Fail."""
+    raise ValueError("boom")
+
+
+def assistant(name: str, client: Any, **options: Any) -> AssistantAgent:
+    return AssistantAgent(name, client, system_message=name, **options)
+
+
+async def test_the_selector_goes_by_autogens_name_for_it(world: Any, trial: Any) -> None:
+    world.upstream.script(Say("bob"), Say("I am bob."))
+    client = world.client()
+    with trial.running():
+        team = SelectorGroupChat(
+            [assistant("alice", client), assistant("bob", client)],
+            model_client=client,
+            termination_condition=MaxMessageTermination(2),
+        )
+        await team.run(task="hello")
+    assert await trial.agents() == ["SelectorGroupChatManager", "bob"]
+
+
+async def test_who_reads_a_stream_is_not_the_agent(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("expert", {"task": "why?"})]), Say("because"), Say("so"))
+    client = world.client(parallel_tool_calls=False)
+    expert = assistant("expert", client, model_client_stream=True)
+    boss = assistant("boss", client, tools=[AgentTool(expert)], reflect_on_tool_use=True, model_client_stream=True)
+    with trial.running():
+        async for _ in boss.run_stream(task="hello"):
+            # The agents work between two items; who consumes them is not one of them.
+            assert current_identity() is None
+    assert await trial.agents() == ["boss", "expert", "boss"]
+
+
+class Own(BaseChatAgent):
+    """An agent of the user's own, which calls the model itself."""
+
+    def __init__(self, name: str, call: Any) -> None:
+        super().__init__(name, "")
+        self._call = call
+
+    @property
+    def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
+        return (TextMessage,)
+
+    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: Any) -> Response:
+        return Response(chat_message=TextMessage(content=await self._call(), source=self.name))
+
+    async def on_reset(self, cancellation_token: Any) -> None: ...
+
+
+async def test_agents_of_the_users_own_classes(world: Any, trial: Any) -> None:
+    class Later(Own):
+        """One that inherits what is watched, made after agl attached."""
+
+    raw = openai.AsyncOpenAI(base_url=world.stack.url(), api_key=PLACEHOLDER_KEY)
+    client = world.client()
+
+    async def by_sdk() -> str:
+        reply = await raw.chat.completions.create(model="m", messages=[{"role": "user", "content": "raw"}])
+        return reply.choices[0].message.content or ""
+
+    async def by_client() -> str:
+        return str((await client.create([UserMessage(content="hello", source="user")])).content)
+
+    with trial.running():
+        await by_client()
+        await RoundRobinGroupChat([Own("early", by_client), Later("later", by_sdk)], max_turns=2).run(task="hello")
+        await Later("direct", by_sdk).run(task="hello")
+        await by_sdk()
+    assert await trial.agents() == [None, "early", "later", "direct", None]
+
+
+@dataclass
+class Ask:
+    text: str
+
+
+class Worker(RoutedAgent):
+    """An agent of AutoGen's core, whose tools another agent runs."""
+
+    def __init__(self, client: Any, tools: list[FunctionTool]) -> None:
+        super().__init__("works")
+        self._client, self._tools = client, tools
+
+    @rpc
+    async def handle(self, message: Ask, ctx: MessageContext) -> str:
+        said = await tool_agent_caller_loop(
+            self,
+            tool_agent_id=AgentId("toolbox", self.id.key),
+            model_client=self._client,
+            input_messages=[UserMessage(content=message.text, source="user")],
+            tool_schema=self._tools,
+        )
+        return str(said[-1].content)
+
+
+async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_their_tools(world: Any) -> None:
+    client, runtime = world.client(), SingleThreadedAgentRuntime()
+    tools = [FunctionTool(add, "Add."), FunctionTool(broken, "Fail.")]
+    await ToolAgent.register(runtime, "toolbox", lambda: ToolAgent("runs tools", list(tools)))
+    await Worker.register(runtime, "worker", lambda: Worker(client, tools))
+    world.upstream.answer = lambda received: (
+        Say("3") if received.turns else CallTools([("add", {"a": 1, "b": 2}), ("broken", {})])
+    )
+    trials = [await world.trial() for _ in range(3)]
+
+    async def one(trial: Any) -> None:
+        with trial.running():
+            assert await runtime.send_message(Ask(trial.key.rollout), AgentId("worker", "default")) == "3"
+
+    with trials[0].running():
+        runtime.start()
+    await asyncio.gather(*map(one, trials))
+    # It belongs to no rollout, although the runtime's task was started in one.
+    with pytest.raises(openai.AuthenticationError, match="a key of its own"):
+        await runtime.send_message(Ask("outside"), AgentId("worker", "default"))
+    await runtime.stop()
+    for trial in trials:
+        first, second = (await trial.close()).transitions
+        assert first.messages[-1]["content"] == trial.key.rollout
+        assert [each.agent for each in (first, second)] == ["worker", "worker"]
+        assert [(o.tool, str(o.status), o.agent) for o in first.tool_results] == [
+            ("add", "ok", "worker"),
+            ("broken", "error", "worker"),
+        ]
+
+
+async def test_cancelling_reaches_the_user(world: Any, trial: Any) -> None:
+    hold, token = Hold(), CancellationToken()
+    world.upstream.script(hold)
+    with trial.running():
+        run = asyncio.create_task(assistant("slow", world.client()).run(task="hello", cancellation_token=token))
+        await hold.arrived.wait()
+        token.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    hold.release.set()
+    assert trial.tool_results == ()
+
+
+async def test_what_the_program_sees_is_the_same(world: Any, trial: Any) -> None:
+    client = world.client(default_headers={"Authorization": f"Bearer {world.stack.key(trial.key)}"})
+
+    async def seen() -> list[Any]:
+        world.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {}), ("lost", {})]), Say("done"))
+        agent = AssistantAgent("solver", client, tools=[add, broken], reflect_on_tool_use=True)
+        told: list[Any] = []
+        async for item in agent.run_stream(task="hello"):
+            results = item.content if isinstance(item, ToolCallExecutionEvent) else ()
+            told.append((type(item), [(result.name, result.content, result.is_error) for result in results]))
+        return told
+
+    unwatched = await seen()
+    assert trial.tool_results == ()
+    with trial.running():
+        assert await seen() == unwatched
+    assert len(trial.tool_results) == 2
+
+
+async def test_an_override_goes_by_the_name_that_the_model_knows(run: Any) -> None:
+    tool = FunctionTool(add, "Add.")
+    workbench = StaticWorkbench([tool], tool_overrides={"add": ToolOverride(name="plus")})
+    (tool_result,) = await run(("plus", {"a": 1, "b": 2}), workbench=workbench)
+    assert (tool_result.tool, tool_result.result) == ("plus", "3")
+
+
+class Remote(Workbench):
+    """A workbench whose tools are elsewhere, as those of an MCP server are."""
+
+    def __init__(self, result: str | Exception, is_error: bool = False) -> None:
+        self._result, self._is_error = result, is_error
+
+    async def list_tools(self) -> Any:
+        return [{"name": "fetch", "description": "Fetch."}]
+
+    async def call_tool(
+        self, name: str, arguments: Any = None, cancellation_token: Any = None, call_id: str | None = None
+    ) -> ToolResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return ToolResult(name=name, result=[TextResultContent(content=self._result)], is_error=self._is_error)
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def reset(self) -> None: ...
+    async def save_state(self) -> Mapping[str, Any]:
+        return {}
+
+    async def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("text", "is_error", "status"),
+    [
+        ("Error: said the page", False, ToolStatus.ERROR),
+        ("no such page", True, ToolStatus.ERROR),
+    ],
+)
+async def test_a_workbench_of_the_users_own(text: str, is_error: bool, status: ToolStatus, run: Any) -> None:
+    (tool_result,) = await run(("fetch", {"url": "x"}), workbench=Remote(text, is_error))
+    assert (tool_result.tool, tool_result.status, tool_result.result) == ("fetch", status, text)
+
+
+async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) -> None:
+    with trial.running(), pytest.raises(ConnectionError, match="gone"):
+        # Not in an AssistantAgent: AutoGen 0.7.5 waits forever for a workbench that raises.
+        await Remote(ConnectionError("gone")).call_tool("fetch", {}, call_id="c1")
+    assert [(o.tool, str(o.status), o.error) for o in trial.tool_results] == [
+        ("fetch", "error", "ConnectionError: gone")
+    ]

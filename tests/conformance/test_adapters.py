@@ -1,0 +1,145 @@
+"""What holds for every adapter beside the scenarios: it attaches without code, breaks no agent, and its page runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.capture import IdentityScope, Recording
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import running_stack
+
+from ..support.testing_aids import blocks
+from .driver import Driver
+from .drivers import DRIVERS, ByHeaders
+
+ROOT = Path(__file__).parents[2]
+
+
+async def printed(program: str, base_url: str, key: str, *arguments: str) -> str:
+    """What a program prints whose clients have this base URL and key."""
+    environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, *arguments),
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, wrong = await process.communicate()
+    assert process.returncode == 0, wrong.decode()
+    return out.decode()
+
+
+START = """
+    import sys
+    import agl_core
+    from agl_core.capture import ActiveAttempt, Recording, running
+
+    attachment = agl_core.attach()
+    rollout, url, key = sys.argv[1:]
+    active = ActiveAttempt(rollout, 0, url, key, Recording())
+    assert not {"agents", "autogen_core", "langchain_core", "opentelemetry"} & set(sys.modules)
+"""
+END = """
+    with running(active):
+        run()
+    assert not attachment.failed, attachment.failed
+    assert not active.recording.problems, active.recording.problems
+    print(*(f"{each.agent}:{each.tool}:{each.status}" for each in active.recording.tool_results))
+"""
+LANGCHAIN = """
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    def run():
+        create_agent(ChatOpenAI(model="m"), name="solver").invoke({"messages": [("user", "hello")]})
+"""
+OPENAI_AGENTS = """
+    from agents import Agent, Runner
+
+    def run():
+        Runner.run_sync(Agent(name="solver", model="m"), "hello")
+"""
+OTEL = """
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    trace.set_tracer_provider(TracerProvider())
+
+    def run():
+        attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add"}
+        trace.get_tracer("agent").start_span("add", attributes=attributes).end()
+"""
+AUTOGEN = """
+    import asyncio
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.teams import RoundRobinGroupChat
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info = dict(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
+
+    def find() -> None:
+        "Find nothing."
+
+    async def talk():
+        client = OpenAIChatCompletionClient(model="m", model_info=info)
+        agents = [AssistantAgent(name, client, tools=[find]) for name in ("alice", "bob")]
+        await RoundRobinGroupChat(agents, max_turns=2).run(task="hello")
+
+    def run():
+        asyncio.run(talk())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "agents", "told"),
+    [
+        (LANGCHAIN, ["solver"], ""),
+        (OPENAI_AGENTS, ["solver"], ""),
+        (OTEL, [], "None:add:ok"),
+        (f"{'':4}import autogen_agentchat.messages{AUTOGEN}", ["alice", "bob"], "alice:find:empty bob:find:empty"),
+        (f"{'':4}import autogen_ext.models.openai{AUTOGEN}", ["alice", "bob"], "alice:find:empty bob:find:empty"),
+    ],
+    ids=["langchain", "openai-agents", "otel", "autogen-agentchat first", "autogen-ext first"],
+)
+async def test_an_unmodified_agent_is_seen_after_agl_attaches(program: str, agents: list[str], told: str) -> None:
+    async with running_stack() as stack:
+        attempt = await stack.attempt()
+        active = attempt.active
+        whole = "\n".join(map(textwrap.dedent, (START, program, END)))
+        out = await printed(whole, stack.url(), "key", active.rollout, active.base_url, active.api_key)
+        assert (await attempt.agents(), out.strip()) == (agents, told)
+
+
+@pytest.mark.parametrize("adapter", ["autogen", "langchain", "openai-agents", "otel"])
+async def test_the_snippets_of_its_page_print_what_the_page_shows(adapter: str) -> None:
+    page = ROOT / "adapters" / adapter / "README.md"
+    nothing_to_the_vendor = "import agents; agents.set_trace_processors([])" if adapter == "openai-agents" else ""
+    async with running_stack() as stack:
+        key = await stack.lease()
+        asks = Say("look up 1 + 2") if adapter == "otel" else CallTools([("add", {"a": 1, "b": 2})])
+        stack.upstream.script(asks, Say("3"))
+        program = "\n".join([nothing_to_the_vendor, *blocks(page, "python")])
+        out = await printed(program, stack.url(key), stack.key(key))
+    assert out in blocks(page), out
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("driver", [each for each in DRIVERS if not isinstance(each, ByHeaders)], ids=lambda d: d.name)
+async def test_an_adapter_that_fails_does_not_break_the_agent(
+    driver: Driver, bench: Any, monkeypatch: pytest.MonkeyPatch, cell_of: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(IdentityScope, "__init__", fail)
+    monkeypatch.setattr(Recording, "tool_result", fail)
+    faults, (performed,) = await bench.perform(cell_of(driver, "parallel tools"))
+    assert (faults, len(performed.calls)) == ([], 2)
+    assert any("KeyError: 'a bug'" in problem for problem in performed.attempt.active.recording.problems)
