@@ -182,7 +182,6 @@ experiments: install ## Measure what each contribution is worth (three hours; it
 docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py
 	@$(BIN)/python docs/make_cli.py
-	@$(BIN)/python docs/make_llms.py
 	@$(BIN)/python -m tests.conformance.make_page
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)
