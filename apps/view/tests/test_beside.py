@@ -29,9 +29,15 @@ def opened(address: str) -> str:
 
 async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(runs: Folder) -> None:
     folder = await asyncio.to_thread(runs.trained)
+    before = psutil.Process().children()
 
     async with SqliteStore(folder / "store.sqlite") as store, shown_beside(folder, "127.0.0.1", 0, None) as address:
+        with pytest.raises(ConfigError, match=r"Port \d+ of 127.0.0.1 is taken"):
+            async with shown_beside(folder, "127.0.0.1", httpx.URL(address).port or 0, None):
+                pass
+        assert psutil.Process().children() == before, "no process is started before someone looks"
         page = await asyncio.to_thread(opened, address)
+        assert len(psutil.Process().children()) == len(before) + 1
         await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
         later = await asyncio.to_thread(opened, address)
         refused = await asyncio.create_subprocess_exec(
@@ -40,10 +46,13 @@ async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(ru
         _, said = await refused.communicate()
 
     assert "running" in page
+    assert 'data-changed="/runs/calc/changed"' in page
+    assert "data-changed" not in runs.page("/runs/calc"), "it has ended"
     assert "reward 2: 1 rollouts" in later
     assert StoreError.__name__.encode() in said
     with pytest.raises(httpx.ConnectError):
         await asyncio.to_thread(opened, address)
+    assert psutil.Process().children() == before
 
 
 SECOND_WRITER = """
@@ -52,30 +61,6 @@ from pathlib import Path
 from agl_core.store.sqlite import SqliteStore
 asyncio.run(SqliteStore(Path(sys.argv[1])).open())
 """
-
-
-async def test_no_process_is_started_before_someone_looks(runs: Folder) -> None:
-    folder = await asyncio.to_thread(runs.trained)
-    before = psutil.Process().children()
-
-    async with shown_beside(folder, "127.0.0.1", 0, None) as address:
-        asleep = psutil.Process().children()
-        await asyncio.to_thread(opened, address)
-        awake = psutil.Process().children()
-
-    assert asleep == before
-    assert len(awake) == len(before) + 1
-    assert psutil.Process().children() == before
-
-
-async def test_a_port_that_is_taken_is_named(runs: Folder) -> None:
-    folder = await asyncio.to_thread(runs.trained)
-
-    async with shown_beside(folder, "127.0.0.1", 0, None) as address:
-        port = httpx.URL(address).port
-        with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 is taken"):
-            async with shown_beside(folder, "127.0.0.1", port or 0, None):
-                pass
 
 
 SHOWING = """

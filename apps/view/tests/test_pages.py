@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -247,36 +245,6 @@ def test_nothing_in_the_folder_changes(runs: Folder) -> None:
         runs.page(address)
 
     assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()} == before
-
-
-WRITER = """
-import asyncio, sys
-from pathlib import Path
-from agl_core.store.sqlite import SqliteStore
-
-async def write():
-    async with SqliteStore(Path(sys.argv[1])):
-        print("open", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-
-asyncio.run(write())
-"""
-
-
-def test_pages_of_a_run_follow_it_while_another_process_writes_it(runs: Folder) -> None:
-    folder = runs.trained()
-    addresses = ("/runs/calc", "/runs/calc/rollouts")
-    command = [sys.executable, "-c", WRITER, str(folder / "store.sqlite")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "open\n"
-        running = [runs.page(address) for address in addresses]
-        writer.communicate()
-    finished = [runs.page(address) for address in addresses]
-
-    assert all('data-changed="/runs/calc/changed"' in page for page in running)
-    assert "running 1 / 4 steps" in said(running[0])
-    assert not any("data-changed" in page for page in finished)
 
 
 def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:

@@ -1,4 +1,4 @@
-"""`agl view` as a user runs it, and its pages in a real browser."""
+"""`agl view` as a user runs it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from chromium import CHROMIUM, MISSING
 
-from .viewed_runs import HOSTILE, Folder, rollout
+from .viewed_runs import Folder
 
 
 @pytest.fixture
@@ -66,35 +65,3 @@ def test_a_folder_without_runs_is_named(runs: Folder, tmp_path: Path) -> None:
 
     assert done.returncode == 2
     assert "nope is not a run's folder" in done.stderr
-
-
-@pytest.mark.storm
-@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
-@pytest.mark.parametrize(
-    "page", ["runs/calc", "runs/calc/rollouts", "runs/calc/groups/s1-g0-m0", "runs/calc/rollouts/s1-g0-m0"]
-)
-def test_a_real_browser_shows_hostile_text_and_runs_none_of_it(
-    runs: Folder, view: subprocess.Popen[str], tmp_path: Path, page: str
-) -> None:
-    script = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
-    records = [
-        *rollout("s1-g0-m0", answer=script, reward=1.0, advantage=0.5, question=script + HOSTILE),
-        *rollout("s1-g0-m1", answer="41", reward=0.0, advantage=-0.5, question=script + HOSTILE),
-    ]
-    runs.make("calc", *records, metrics=[{"step": 1, "kind": "train", "restart": 0, "reward/mean": 0.5}])
-    opened, _, token = printed_address(view).partition("?")
-
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=4000"]
-    seen = subprocess.run(
-        [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"{opened}{page}?{token}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-
-    assert "calc – agl</title>" in seen.stdout
-    assert "owned</title>" not in seen.stdout
-    assert "Content Security Policy" not in seen.stderr
-    assert "Uncaught" not in seen.stderr
