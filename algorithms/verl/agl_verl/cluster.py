@@ -17,7 +17,7 @@ import ray
 from ray.util import list_named_actors
 
 from agl_core.errors import EngineError
-from agl_verl.config import Resources
+from agl_verl.config import gpus, lacking
 from agl_verl.engine import lost, remedy_of
 from agl_verl.environment import threads_each
 from agl_verl.plugin import VerlOptions
@@ -37,9 +37,8 @@ def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], ve
     packages have to be installed on every node.
     """
     ours = dict(variables)
-    wanted = Resources.of(options, cpu=cpu)
     if cpu:
-        ours["OMP_NUM_THREADS"] = threads_each(wanted.total)
+        ours["OMP_NUM_THREADS"] = threads_each(gpus(options))
     environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **ours}}
     if options.address is not None:
         _join(options.address, environment)
@@ -47,10 +46,10 @@ def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], ve
     else:
         _start(options, environment, cpu=cpu)
     found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    lacking = wanted.lacking(found)
-    if lacking is not None:
+    missing = lacking(options, found)
+    if missing is not None:
         where = f"The Ray cluster at {options.address!r}" if options.address else "This machine"
-        raise EngineError(f"{where} has {lacking}. Lower them, or join a larger cluster with engine.verl.address.")
+        raise EngineError(f"{where} has {missing}. Lower them, or join a larger cluster with engine.verl.address.")
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
@@ -93,7 +92,7 @@ def _start(options: VerlOptions, environment: dict[str, Any], *, cpu: bool) -> N
         "runtime_env": environment,
     }
     if cpu:
-        settings |= {"num_gpus": Resources.of(options, cpu=cpu).total, "object_store_memory": OBJECT_STORE}
+        settings |= {"num_gpus": gpus(options), "object_store_memory": OBJECT_STORE}
     ray.init(**settings)
 
 

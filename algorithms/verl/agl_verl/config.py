@@ -17,7 +17,7 @@ import orjson
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from agl_core.config.sections import LoraSection, OptimizerSection, usual_learning_rate
@@ -25,7 +25,7 @@ from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext
 from agl_core.training.child import find_algorithm
-from agl_verl.environment import CPU_WEIGHTS, CPU_WEIGHTS_MODULE, CPU_WORKER_EXTENSION
+from agl_verl.environment import CPU_WORKER_EXTENSION
 from agl_verl.plugin import NativeOptions, VerlOptions
 
 if TYPE_CHECKING:
@@ -148,59 +148,25 @@ ENGINE = "model_engine"
 _A = "actor_rollout_ref"
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a run takes of a cluster."""
+def gpus(options: VerlOptions) -> int:
+    """How many GPUs a run takes; on a CPU, processes that compute."""
+    return options.nodes * options.gpus_per_node + options.serving_gpus
 
-    nodes: int
-    per_node: int
-    serving: int
-    """GPUs that only serve; 0: those of the nodes do both."""
-    replicas: int
-    per_replica: int
-    device: str
 
-    @classmethod
-    def of(cls, options: VerlOptions, *, cpu: bool) -> Resources:
-        """What a run with these settings takes."""
-        serving = options.serving_gpus or options.nodes * options.gpus_per_node
-        return cls(
-            nodes=options.nodes,
-            per_node=options.gpus_per_node,
-            serving=options.serving_gpus,
-            replicas=serving // options.tensor_parallel,
-            per_replica=options.tensor_parallel,
-            device="cpu" if cpu else "cuda",
-        )
+def lacking(options: VerlOptions, gpus_of_nodes: Sequence[int]) -> str | None:
+    """What nodes with so many GPUs each lack for a run, in words; None if nothing can be known beforehand.
 
-    @property
-    def total(self) -> int:
-        """GPUs; on a CPU, processes that compute."""
-        return self.nodes * self.per_node + self.serving
-
-    def lacking(self, gpus_of_nodes: Sequence[int]) -> str | None:
-        """What nodes with so many GPUs each lack for it, in words; None if nothing can be known beforehand.
-
-        >>> Resources(nodes=1, per_node=2, serving=2, replicas=1, per_replica=2, device="cuda").lacking([3])
-        '3 GPUs, but engine.verl asks for 1 nodes x 2 (gpus_per_node) + 1 replicas x 2 (tensor_parallel)'
-        """
-        # A node's GPUs for training, and those of a replica, are of one node.
-        enough = sum(gpus_of_nodes) >= self.total and sum(n // self.per_node for n in gpus_of_nodes) >= self.nodes
-        if self.serving:
-            enough = enough and sum(gpus // self.per_replica for gpus in gpus_of_nodes) >= self.replicas
-        if enough:
-            return None
-        serving = f" + {self.replicas} replicas x {self.per_replica} (tensor_parallel)" if self.serving else ""
-        has = " + ".join(map(str, gpus_of_nodes)) or "0"
-        return f"{has} GPUs, but engine.verl asks for {self.nodes} nodes x {self.per_node} (gpus_per_node){serving}"
-
-    def __str__(self) -> str:
-        units = "CPU worker processes" if self.device == "cpu" else "GPUs"
-        use = f"which train, and {self.serving} more, which serve" if self.serving else "which train and serve by turns"
-        return (
-            f"{self.nodes} (nodes) x {self.per_node} = {self.nodes * self.per_node} {units}, {use}; serving replicas: "
-            f"{self.replicas}"
-        )
+    >>> lacking(VerlOptions(gpus_per_node=2, serving_gpus=2, tensor_parallel=2), [3])
+    '3 GPUs, but engine.verl asks for 1 nodes x 2 (gpus_per_node) + 1 replicas x 2 (tensor_parallel)'
+    """
+    nodes, each, replicas = options.nodes, options.gpus_per_node, options.serving_gpus // options.tensor_parallel
+    # A node's GPUs for training, and those of a replica, are of one node.
+    enough = sum(gpus_of_nodes) >= gpus(options) and sum(n // each for n in gpus_of_nodes) >= nodes
+    if enough and sum(n // options.tensor_parallel for n in gpus_of_nodes) >= replicas:
+        return None
+    serving = f" + {replicas} replicas x {options.tensor_parallel} (tensor_parallel)" if replicas else ""
+    has = " + ".join(map(str, gpus_of_nodes)) or "0"
+    return f"{has} GPUs, but engine.verl asks for {nodes} nodes x {each} (gpus_per_node){serving}"
 
 
 def model_engine(options: VerlOptions) -> str:
@@ -331,13 +297,13 @@ def mapped(
     if spec.lora is not None:
         yield from _lora(LoraSection.model_validate(dict(spec.lora)))
     if options.serving_gpus:
-        yield from _separate(options, cpu)
+        yield from _separate(options)
     if attention != "auto":
         yield f"{_A}.model.override_config.attn_implementation", attention
         yield "critic.model.override_config.attn_implementation", attention
-    yield f"{_A}.rollout.enforce_eager", cpu or options.eager_serving
     if cpu:
         yield from {
+            f"{_A}.rollout.enforce_eager": True,
             f"{_A}.rollout.free_cache_engine": False,
             f"{_A}.rollout.enable_sleep_mode": False,
             f"{_A}.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
@@ -393,18 +359,16 @@ def _lora(lora: LoraSection) -> Iterator[tuple[str, Any]]:
     yield f"{_A}.model.lora.merge", True
 
 
-def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:
+def _separate(options: VerlOptions) -> Iterator[tuple[str, Any]]:
     """Servers on GPUs of their own, each replica on one node; they get weights after every update."""
     yield from {
         f"{_A}.hybrid_engine": False,
         f"{_A}.rollout.nnodes": options.serving_gpus // options.tensor_parallel,
         f"{_A}.rollout.n_gpus_per_node": options.tensor_parallel,
-        f"{_A}.rollout.checkpoint_engine.backend": CPU_WEIGHTS if cpu else "nccl",
+        f"{_A}.rollout.checkpoint_engine.backend": "nccl",
         "trainer.v1.separate_async.parameter_sync_step": 1,
         "data.train_batch_size": 1,  # veRL wants that many times the mini-batch; batches are agl's.
     }.items()
-    if cpu:
-        yield f"{_A}.rollout.checkpoint_engine.custom_backend_module", CPU_WEIGHTS_MODULE
 
 
 def refuse_decided(override: str, *, native: bool) -> None:
@@ -417,17 +381,23 @@ def refuse_decided(override: str, *, native: bool) -> None:
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
 
+def overrides(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> list[str]:
+    """What a run says to veRL, as on its command line: agl's settings, then the user's own overrides."""
+    for override in options.overrides:
+        refuse_decided(override, native=isinstance(algorithm, NativeOptions))
+    own = mapped(options, context, algorithm, cpu)
+    return [*(f"{_new(key)}{key}={_hydra(value)}" for key, value in own), *options.overrides]
+
+
 def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> DictConfig:
     """veRL's whole configuration for a run.
 
     ConfigError if an override means nothing to veRL, or is agl's to decide.
     """
-    for override in options.overrides:
-        refuse_decided(override, native=isinstance(algorithm, NativeOptions))
-    own = [f"{_new(key)}{key}={_hydra(value)}" for key, value in mapped(options, context, algorithm, cpu)]
+    chosen = overrides(options, context, algorithm=algorithm, cpu=cpu)
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
         try:
-            composed = hydra_compose("ppo_trainer", overrides=[*own, *options.overrides])
+            composed = hydra_compose("ppo_trainer", overrides=chosen)
         except (HydraException, OmegaConfBaseException) as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise ConfigError(
@@ -435,27 +405,6 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
                 f"documentation lists its keys."
             ) from error
     return composed
-
-
-def differences(config: DictConfig) -> DictConfig:
-    """What a run's configuration has that veRL's defaults do not, resolved."""
-    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
-        plain = hydra_compose("ppo_trainer", overrides=[f"model_engine={config.model_engine}"])
-    values, defaults = (cast("dict[Any, Any]", OmegaConf.to_container(each, resolve=True)) for each in (config, plain))
-    return OmegaConf.create(_other(values, defaults))
-
-
-def _other(values: Mapping[Any, Any], defaults: Mapping[Any, Any]) -> dict[Any, Any]:
-    changed: dict[Any, Any] = {}
-    for key, value in values.items():
-        default = defaults.get(key)
-        if key in defaults and value == default:
-            continue
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            changed[key] = _other(value, default)
-        else:
-            changed[key] = value
-    return changed
 
 
 def config_folder() -> Path:

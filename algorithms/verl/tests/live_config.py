@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from agl_verl.environment import check_versions, variables
 
@@ -51,15 +50,15 @@ def test_a_dry_run_shows_the_configuration_and_the_resources_and_starts_nothing(
         'engine.verl.overrides=["actor_rollout_ref.actor.optim.num_cycles=0.25", "+actor_rollout_ref.model.mine=1"]',
     )
     assert done.returncode == 0, done.stderr
-    shown = yaml.safe_load(done.stdout)
-    assert shown["critic"]["enable"] is True
-    assert shown["critic"]["optim"]["lr"] == 1e-3, "of the example's [algorithm.ppo]"
-    assert shown["actor_rollout_ref"]["actor"]["optim"]["num_cycles"] == 0.25
-    assert shown["actor_rollout_ref"]["model"]["mine"] == 1
-    assert shown["actor_rollout_ref"]["model"]["path"] == str(CALC.parent / "policy")
-    assert shown["actor_rollout_ref"]["rollout"]["name"] == "vllm"
-    assert "gamma" not in shown.get("algorithm", {}), "veRL's default"
-    assert "# Above is what differs from veRL's defaults. It would take 1 (nodes) x 1 = 1 CPU worker" in done.stdout
+    shown = done.stdout.splitlines()
+    assert {
+        "critic.enable=true",
+        "critic.optim.lr=0.001",
+        "actor_rollout_ref.actor.optim.num_cycles=0.25",
+        "+actor_rollout_ref.model.mine=1",
+        f'actor_rollout_ref.model.path="{CALC.parent / "policy"}"',
+    } <= set(shown)
+    assert shown[-1].endswith("It would take 1 (nodes) x 1 CPU worker processes, which train and serve by turns.")
     assert not (tmp_path / "runs").exists()
 
 
@@ -86,11 +85,8 @@ def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:
     own = ("engine.verl.device=cuda", "engine.verl.serving_gpus=4", "engine.verl.tensor_parallel=2")
     done = dry_run(tmp_path, *own)
     assert done.returncode == 0, done.stderr
-    shown = yaml.safe_load(done.stdout)
-    rollout = shown["actor_rollout_ref"]["rollout"]
-    assert (rollout["nnodes"] * rollout["n_gpus_per_node"], rollout["checkpoint_engine"]["backend"]) == (4, "nccl")
-    assert shown["actor_rollout_ref"]["hybrid_engine"] is False
-    assert "1 (nodes) x 1 = 1 GPUs, which train, and 4 more, which serve; serving replicas: 2" in done.stdout
+    assert {"actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.hybrid_engine=false"} < {*done.stdout.splitlines()}
+    assert "1 (nodes) x 1 GPUs, which train, and 4 more serve" in done.stdout
     refused = dry_run(tmp_path, *own, "engine.verl.serving_gpus=3")
     assert refused.returncode != 0
     assert "tensor_parallel is 2, which does not divide the 3 GPUs (serving_gpus)" in " ".join(

@@ -79,28 +79,6 @@ def test_the_reference_says_of_equal_weights_what_the_policy_says() -> None:
     torch.testing.assert_close(torch.cat(list(by_reference)), torch.cat(list(by_policy)), rtol=0, atol=1e-6)
 
 
-def test_rows_without_weight_have_no_gradient() -> None:
-    """Whatever their advantages say."""
-    bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0})
-    batch = verl_bench.recorded_batch(VOCABULARY)
-    whole = filter_trainable(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
-    data = bench.rows(whole, np.arange(len(whole)), range(len(whole) + 3))
-    data["old_log_probs"] = verl_bench.nested(bench.infer(bench.actor, data, "log_probs"))
-    lengths = [len(row) for row in data["response_mask"].unbind()]
-    data["advantages"] = verl_bench.nested([torch.full((length,), 5.0) for length in lengths])
-    data["loss_weights"] = verl_bench.nested([torch.zeros(length) for length in lengths])
-    before = bench.parameters(bench.actor)
-    measured = bench.train(bench.actor, data, 1, 1.0)
-    assert measured["grad_norm"] == 0.0
-    after = bench.parameters(bench.actor)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-    weighted = [torch.zeros(length) for length in lengths]
-    weighted[0] += 0.1
-    data["loss_weights"] = verl_bench.nested(weighted)
-    assert bench.train(bench.actor, data, 1, 1.0)["grad_norm"] > 0, "one row with a weight has a gradient"
-
-
 def test_pads_change_nothing() -> None:
     """As many pad rows as veRL likes: the parameters move as without them."""
     batch = verl_bench.recorded_batch(VOCABULARY)

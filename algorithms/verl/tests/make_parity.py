@@ -35,7 +35,7 @@ exponentially with the distance from the first weights. A change of the last bit
 the torch engine's own loss by 3e-6 to 9e-5 (three changes, two updates each), and by at most 6e-7 in one pass.
 
 Through Ray and TransferQueue, with two workers and two minibatches, two updates of PPO, of REINFORCE++ and of GRPO with
-a KL are within the same limits (`live_whole_path.py`; of the critic, its loss and the advantages that its values
+a KL are within the same limits (`live_engine.py`; of the critic, its loss and the advantages that its values
 make). After each exchange replies have the log-probabilities of the new weights to 1e-5, also from a vLLM replica of
 two workers.
 

@@ -1,7 +1,7 @@
-"""How weights get to servers of their own without a GPU: a checkpoint engine of veRL's.
+"""How weights get to servers of their own without a GPU: a checkpoint engine of veRL's, for tests of `serving_gpus`.
 
-They go whole through Ray's object store, which suits tiny models. veRL imports this by its setting
-`checkpoint_engine.custom_backend_module` in every process that sends or receives.
+They go whole through Ray's object store, which suits tiny models. veRL imports this by its name, which has to be on
+PYTHONPATH, in every process that sends or receives.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from ray.util.queue import Queue
 from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from agl_verl.environment import CPU_WEIGHTS
 
-
-@CheckpointEngineRegistry.register(CPU_WEIGHTS)
+@CheckpointEngineRegistry.register("agl_cpu")
 class ObjectStoreWeights(CheckpointEngine):  # type: ignore[misc]
     """The first training worker puts the weights into the store; each serving worker takes them from there."""
 
