@@ -167,8 +167,8 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); pr
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
-faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour; it can be interrupted)
-	@$(BIN)/python -m tests.faults.nightly
+faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)
+	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_kills.py
 
 fuzz: install ## Run the property tests with other examples than `make test` (ten minutes)
 	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,(import|from) hypothesis))

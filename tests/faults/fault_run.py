@@ -35,7 +35,7 @@ FOR_EVER = 100_000
 
 _LOOK = 0.02
 _TELL = 2.0
-_TAIL = 40
+_TAIL = 200
 
 
 class HungError(AssertionError):
@@ -246,28 +246,17 @@ class TinyRun:
         return found
 
     def diagnosis(self) -> str:
-        """What every process is doing, and the end of its log."""
+        """The end of each part's log, with what its processes that still run are doing."""
         told: list[str] = []
         for part in self.parts.values():
             state = "running" if part.running else f"ended with {part.process.returncode}"
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(part.pid)
+                for each in (process, *process.children(recursive=True)):
+                    each.send_signal(signal.SIGUSR1)  # `child/sitecustomize.py` answers it.
+            time.sleep(_TELL)
             told.append(f"===== {part.name} ({part.pid}): {state}; the end of {part.log.name}:\n{part.tail()}")
-            if part.running:
-                with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(part.pid)
-                    told += [self._doing(each) for each in (process, *process.children(recursive=True))]
         return "\n".join(told)
-
-    def _doing(self, process: psutil.Process) -> str:
-        answer = self.place / f"doing-{process.pid}.txt"
-        answer.unlink(missing_ok=True)
-        if process.status() == psutil.STATUS_STOPPED or not _listens(process.pid):
-            return f"--- {process.pid} is {process.status()}"
-        process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _TELL
-        while not answer.exists() and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-        time.sleep(_LOOK)
-        return f"--- {process.pid}: {answer.read_text() if answer.exists() else 'it does not answer'}"
 
 
 def free_port() -> int:
@@ -285,15 +274,6 @@ def _is_forked(pid: int) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and "agl_core.worker.forker" in process.cmdline()
     except psutil.Error:
         return False
-
-
-def _listens(pid: int) -> bool:
-    """Whether the process catches SIGUSR1: it would be ended by it otherwise."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc", str(pid), "status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
-    return False
 
 
 def _configuration(place: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

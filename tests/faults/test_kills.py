@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 
@@ -11,10 +12,13 @@ from .fault_run import TinyRun
 from .fault_storm import drawn_settings, storm
 
 KILLS = 6
+STORMS = int(os.environ.get("AGL_FAULT_STORMS", "1"))
 
 
 @pytest.mark.storm
 @pytest.mark.timeout(900)
-def test_kills_at_random_moments_only_cost_time(tiny_run: Callable[..., TinyRun], chance: random.Random) -> None:
+@pytest.mark.parametrize("number", range(STORMS))
+def test_kills_at_random_moments_only_cost_time(tiny_run: Callable[..., TinyRun], seed: int, number: int) -> None:
+    chance = random.Random(f"{seed}-{number}")
     run = tiny_run(**drawn_settings(chance))
     assert len(list(storm(run, chance, KILLS))) == KILLS

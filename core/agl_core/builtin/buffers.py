@@ -13,9 +13,8 @@ of the mean gradient least noisy (Alain et al. 2015, arXiv 1511.06481). A group 
 compare, and is not drawn. The paper gives new transitions the highest priority, so that each is seen once;
 here an update gets every new group as "fifo" gives them, with weight 1, and the replays beside them.
 
-k groups of one update are drawn together and are k different ones: k · P(i) is the probability that group i is among
-them. Where that would be more than 1 it is 1, and the others share the rest. So the weighted sum over what
-was drawn is, up to the constant max w, an unbiased estimate of the sum over all N (Horvitz and Thompson, 1952).
+Draws are with replacement: a group that is drawn twice has twice its weight. So the weighted sum over what was drawn
+is, up to the constant max w, an unbiased estimate of the sum over all N.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core.kinds import Capability
@@ -127,12 +125,14 @@ class Prioritised:
 
     def _replays(self, count: int, context: DrawContext) -> list[DrawnGroup]:
         self._kept = [group for group in self._kept if not group.too_old(context)]
-        shares = np.array([group.priority for group in self._kept]) ** _ALPHA
-        usable = np.flatnonzero(shares)
-        chances = inclusion_probabilities(shares[usable], count)
-        chosen = systematic_sample(chances, np.random.default_rng([context.seed, context.step]))
-        weights = chances.min(initial=1.0) / chances
-        return [DrawnGroup(self._kept[usable[i]].episodes, float(weights[i])) for i in chosen]
+        priorities = np.array([group.priority for group in self._kept]) ** _ALPHA
+        if not priorities.any():
+            return []
+        shares = priorities / priorities.sum()
+        draws = min(count, np.count_nonzero(shares))
+        times = np.random.default_rng([context.seed, context.step]).multinomial(draws, shares)
+        least = shares[shares > 0].min()
+        return [DrawnGroup(self._kept[i].episodes, float(times[i] * least / shares[i])) for i in np.flatnonzero(times)]
 
 
 PRIORITISED_NEEDS = frozenset({Capability.REPLAY, Capability.GROUPS})
@@ -147,33 +147,3 @@ def spread(group: Sequence[Episode]) -> float:
     middle = mean(returns)
     deviation = mean(abs(value - middle) for value in returns)
     return deviation if math.isfinite(deviation) else 0.0
-
-
-def inclusion_probabilities(shares: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """[N] in proportion to `shares` [N] (all above 0), none above 1; their sum is `count` (from 1), or N if less.
-
-    >>> inclusion_probabilities(np.array([1.0, 1.0, 2.0, 8.0]), 2).tolist()
-    [0.25, 0.25, 0.5, 1.0]
-    """
-    chances = np.ones(len(shares))
-    free, left = np.ones(len(shares), np.bool_), count
-    while 0 < left < free.sum():
-        chances[free] = left * shares[free] / shares[free].sum()
-        certain = free & (chances >= 1)
-        if not certain.any():
-            break
-        chances[certain] = 1.0
-        free, left = free & ~certain, left - int(certain.sum())
-    return chances
-
-
-def systematic_sample(chances: NDArray[np.float64], random: np.random.Generator) -> list[int]:
-    """Distinct indices, each with its probability: their number is the sum of `chances`, rounded.
-
-    In a random order the probabilities are laid end to end, and marks set at distance 1 from a random start (Madow,
-    1949).
-    """
-    order = random.permutation(len(chances))
-    marks = random.random() + np.arange(round(float(chances.sum())))
-    hits = np.searchsorted(np.cumsum(chances[order]), marks, side="right")
-    return sorted({int(order[min(hit, len(order) - 1)]) for hit in hits})

@@ -32,7 +32,7 @@ from agl_core.types import AttemptKey, Ending
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 from agl_core.wire.workers import MAX_RESULT, Assignment
 from agl_core.worker.agent import attempt_variables, client_variables
-from agl_core.worker.report import Ended, bounded_text, finished
+from agl_core.worker.report import Ended, finished
 
 logger = logging.getLogger(__name__)
 
@@ -323,8 +323,9 @@ def fate(status: int) -> str:
         return f"was ended by signal {-code}"
 
 
-_MAX_OUTPUT = MAX_RESULT - 1024
-"""Bytes that are kept of the end of a command's output; there is room left for a note."""
+_MAX_TEXT = 1 << 20
+"""Characters of the end of a command's output as its result, if the last line is no JSON; JSON writes one as six bytes
+at most."""
 _MAX_ERRORS = 2000
 """Bytes that are kept of the stderr of a command that failed."""
 
@@ -336,8 +337,8 @@ class CommandPerAttempt(ForkedProcesses):
     """Runs a command for each attempt, with the attempt in its environment, in an empty folder of the attempt's own.
 
     Arguments that name a file in `folder` are made absolute, and for -m and -c, Python finds modules there. The
-    result is the last line that the command prints if that is JSON, else its output. Of an output that is too long for
-    a result, the end is kept, with a note. What other processes print counts only if the command itself prints nothing.
+    result is the last line that the command prints if that is JSON, else its output. Of an output of more than 1 MiB
+    the end is kept, with a note. What other processes print counts only if the command itself prints nothing.
     Any exit status but 0 is a crash. `memory` is in bytes. In its Python processes the installed adapters are attached,
     and those of the files `plugins` (None: none are).
     AgentError if there is no such program.
@@ -421,7 +422,7 @@ def _from(folder: Path, argument: str) -> str:
 
 
 class _Tail:
-    """The last `_MAX_OUTPUT` bytes of what was printed."""
+    """The last `MAX_RESULT` bytes of what was printed."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
@@ -431,7 +432,7 @@ class _Tail:
     def add(self, data: bytes) -> None:
         self._kept += data
         self.size += len(data)
-        del self._kept[:-_MAX_OUTPUT]
+        del self._kept[:-MAX_RESULT]
 
     @property
     def dropped(self) -> int:
@@ -501,6 +502,7 @@ def _printed(output: _Tail) -> object:
     try:
         return orjson.loads(text.rpartition("\n")[2])
     except orjson.JSONDecodeError:
-        note = f"(of its output, {output.dropped} bytes more, which came before, were not kept)\n"
-        text = bounded_text(text, MAX_RESULT - 2 * len(note), from_end=True)
-        return f"{note}{text}" if output.dropped else text or None
+        kept = text[-_MAX_TEXT:]
+        left_out = output.dropped + len(text) - len(kept)
+        note = f"(of its output, {left_out} characters more, which came before, were not kept)\n"
+        return f"{note}{kept}" if left_out else kept or None

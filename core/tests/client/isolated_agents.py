@@ -46,15 +46,13 @@ async def solve_async(task: Any) -> Any:
 
 def tell() -> Any:
     STATE.append(1)
-    return {"pid": os.getpid(), "seen": len(STATE), "random": [random.random(), float(numpy.random.random())]}
-
-
-def tell_folder() -> Any:
-    return os.getcwd(), os.listdir()
-
-
-def tell_environment() -> Any:
-    return {name: os.environ.get(name) for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "AGL_TASK", "AGL_ROLLOUT")}
+    return {
+        "pid": os.getpid(),
+        "seen": len(STATE),
+        "random": [random.random(), float(numpy.random.random())],
+        "folder": os.getcwd(),
+        "files": os.listdir(),
+    }
 
 
 def report() -> float:

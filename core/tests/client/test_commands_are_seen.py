@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import textwrap
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from agl_core.capture import Recording
 from agl_core.learning import build_episode, health_of
+from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source
+from agl_core.wire.workers import LeaseRequest
 from agl_core.worker import CommandPerAttempt
-
-TIMED = pytest.mark.parametrize("workplace", [{"timeout": 10.0, "attempts": 1}], indirect=True)
-"""Enough for a program to start and to report."""
 
 LANGCHAIN = """
     import json, os
@@ -35,8 +37,17 @@ LANGCHAIN = """
         print(json.dumps({"gave": "up"}))
 """
 
-MARKED = """
-    import agl_core, openai, os, subprocess, sys, time
+ASK = """
+    import httpx, os
+
+    def ask():
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body, headers=headers).raise_for_status()
+"""
+
+MARKED = f"""{ASK}
+    import agl_core, subprocess, sys, time
 
     @agl_core.tool
     def look_up(city):
@@ -44,7 +55,7 @@ MARKED = """
 
     with agl_core.agent("forecaster"):
         agl_core.state(plan=["look up"])
-        openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        ask()
         look_up("Bern")
     agl_core.reward(0.5, name="style")
 """
@@ -100,8 +111,7 @@ async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
 
 
 DIRECTLY = """
-    import httpx, openai, sys
-    openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    import sys
     # As a client with a base URL in code. It is sent to whatever address the environment of the test names.
     for _ in range(2):
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -112,7 +122,7 @@ DIRECTLY = """
 
 @pytest.mark.parametrize("calls_agl", [True, False])
 async def test_a_call_past_agl_is_noticed(calls_agl: bool, workplace: Any, tmp_path: Path) -> None:
-    code = DIRECTLY if calls_agl else DIRECTLY.replace("    openai.OpenAI()", "    # ")
+    code = f"{ASK}{'    ask()' if calls_agl else ''}{DIRECTLY}"
     upstream = workplace.stack.upstream
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
     runner = CommandPerAttempt([sys.executable, "program.py", upstream.url], tmp_path)
@@ -141,17 +151,26 @@ async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command
     assert [(o.id, o.source) for o in episode.unjoined] == [("1", Source.COMMAND)]
 
 
-@pytest.mark.timing
-@TIMED
 async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, tmp_path: Path) -> None:
-    code = (
-        MARKED + "\n    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n    time.sleep(60)\n"
-    )
-    rollout, _, episode = await run(workplace, tmp_path, code)
-    assert rollout.ending is Ending.TIMED_OUT
-    (transition,) = episode.transitions
-    assert [(o.tool, str(o.status)) for o in transition.tool_results] == [("look_up", "empty")]
-    assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
+    told = tmp_path / "told"
+    code = f"""{MARKED}
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open({str(told)!r}, "w").close()
+    time.sleep(60)
+"""
+    (tmp_path / "program.py").write_text(textwrap.dedent(code))
+    server, recording = workplace.stack.server, Recording()
+    await server.queue.enqueue([make.rollout("w0")])
+    [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
+    running = asyncio.create_task(runner.run(lease.assignment, server.base_url, recording))
+    await until(told.exists)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert running.cancelled()
+    assert [(each.tool, str(each.status)) for each in recording.tool_results] == [("look_up", "empty")]
+    assert [(each.name, each.value) for each in recording.rewards] == [("style", 0.5)]
+    await runner.close()
 
 
 @pytest.mark.parametrize(("attached", "agent"), [(True, "mine"), (False, None)])
@@ -160,10 +179,7 @@ async def test_adapters_of_the_users_plugin_files(
 ) -> None:
     (tmp_path / "my_framework.py").touch()
     (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
-    code = """
-        import my_framework, openai
-        openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    """
+    code = f"{ASK}\n    import my_framework\n    ask()\n"
     plugins = [tmp_path / "my_plugin.py"] if attached else None
     _, attempt, episode = await run(workplace, tmp_path, code, plugins=plugins)
     assert [t.agent for t in episode.transitions] == [agent], attempt.error
@@ -177,10 +193,6 @@ async def test_adapters_that_only_the_commands_python_has(workplace: Any, tmp_pa
     (info / "entry_points.txt").write_text("[agl]\nmine = my_plugin\n[agl.frameworks]\nmy_framework = my_plugin\n")
     (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
     (tmp_path / "my_framework.py").touch()
-    code = """
-        import sys, my_framework, openai
-        assert "my_plugin" in sys.modules
-        openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    """
+    code = f"{ASK}\n    import sys, my_framework\n    assert 'my_plugin' in sys.modules\n    ask()\n"
     _, attempt, episode = await run(workplace, tmp_path, code)
     assert [t.agent for t in episode.transitions] == ["mine"], attempt.error

@@ -29,7 +29,9 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator[Path]:
-    """The file for the pids of what `start_family` starts, or the beginning of its name; at last all of that is ended.
+    """A file for the pids of what `start_family` starts; at last all of that is ended, whatever became of the test.
+
+    Files for further families have its name and an end of their own.
 
     To be named before `workplace`, whose workers have to be gone by then.
     """
@@ -72,7 +74,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_each_attempt_has_a_process_calls_a_state_and_randomness_of_its_own(workplace: Any) -> None:
+async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness_of_its_own(workplace: Any) -> None:
     ended = await run(workplace, [{"does": "tell"}] * 4)
     results = [attempt.result for _, attempt in ended]
     assert {rollout.ending for rollout, _ in ended} == {Ending.FINISHED}
@@ -81,12 +83,8 @@ async def test_each_attempt_has_a_process_calls_a_state_and_randomness_of_its_ow
     assert len({number for each in results for number in each["random"]}) == 8
     for _, attempt in ended:  # Of a client that was made at import.
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
-
-
-async def test_each_attempt_works_in_an_empty_folder_of_its_own(workplace: Any) -> None:
-    ended = await run(workplace, [{"does": "tell_folder"}] * 2)
-    folders, listed = zip(*(attempt.result for _, attempt in ended), strict=True)
-    assert (len(set(folders)), listed) == (2, ([], []))
+    folders = {each["folder"] for each in results}
+    assert (len(folders), [each["files"] for each in results]) == (4, [[]] * 4)
     await until(lambda: not any(map(os.path.exists, folders)))
 
 
@@ -96,58 +94,44 @@ async def test_async_agents_can_have_processes_too(workplace: Any) -> None:
     assert attempt.result != os.getpid()
 
 
-@pytest.mark.parametrize("does", ["report", "report_and_die"])
-async def test_reports_arrive_even_if_the_process_dies_after_them(workplace: Any, does: str) -> None:
-    [(rollout, attempt)] = await run(workplace, [{"does": does}])
+CRASHES = {
+    "report_and_die": "the agent's process exited with status 3 before it had a result",
+    "fail": "KeyError: 'city' (isolated_agents.py:",
+    "leave": "SystemExit: I am leaving",
+    "crash": "was ended by SIGSEGV before it had a result",
+    "return_nonsense": "the agent returned what is not JSON",
+    "allocate": "MemoryError",
+}
+
+
+async def test_a_crash_is_data_reports_arrive_before_it_and_others_go_on(workplace: Any) -> None:
+    tasks = [{"does": does, **({"mib": 1024} if does == "allocate" else {})} for does in CRASHES]
+    runner = processes(workplace, memory=2**29)
+    ended = await run(workplace, [*tasks, {"does": "report"}, {"does": "allocate", "mib": 8}], runner)
+    assert [rollout.ending for rollout, _ in ended] == [Ending.CRASHED] * len(CRASHES) + [Ending.FINISHED] * 2
+    for error, (_, attempt) in zip(CRASHES.values(), ended, strict=False):
+        assert error in attempt.error
     store = workplace.stack.store
-    (tool_result,) = await store.tool_results([attempt.key])
-    assert (tool_result.tool, tool_result.tool_call_id, tool_result.status) == ("lookup", "call_1", ToolStatus.ERROR)
-    rewards = {each.name: each.value for each in await store.rewards([attempt.key])}
-    died = does == "report_and_die"
-    assert rewards == ({"style": 0.5} if died else {"style": 0.5, "result": 0.25})
-    assert rollout.ending is (Ending.CRASHED if died else Ending.FINISHED)
-    if died:
-        assert attempt.error == "the agent's process exited with status 3 before it had a result"
-
-
-@pytest.mark.parametrize(
-    ("does", "said"),
-    [
-        ("fail", "KeyError: 'city' (isolated_agents.py:"),
-        ("leave", "SystemExit: I am leaving"),
-        ("crash", "was ended by SIGSEGV before it had a result"),
-        ("return_nonsense", "the agent returned what is not JSON"),
-    ],
-)
-async def test_a_crash_is_data_and_others_go_on(workplace: Any, does: str, said: str) -> None:
-    (bad, attempt), (good, _) = await run(workplace, [{"does": does}, {"does": "tell"}])
-    assert (bad.ending, good.ending) == (Ending.CRASHED, Ending.FINISHED)
-    assert said in attempt.error
+    for attempt, result in ((ended[0][1], {}), (ended[-2][1], {"result": 0.25})):
+        [reported] = await store.tool_results([attempt.key])
+        assert (reported.tool, reported.tool_call_id, reported.status) == ("lookup", "call_1", ToolStatus.ERROR)
+        assert {each.name: each.value for each in await store.rewards([attempt.key])} == {"style": 0.5, **result}
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
-async def test_agents_that_do_not_end_are_ended_with_all_they_started_and_starve_no_others(
+@pytest.mark.parametrize("workplace", [{"timeout": 8.0, "attempts": 1}], indirect=True)
+async def test_when_time_is_up_an_agent_ends_with_all_that_it_started_and_others_go_on(
     pids: Path, workplace: Any
 ) -> None:
-    families = {f"{pids}-{i}": then for i, then in enumerate(("return", "sleep", "ignore SIGTERM"))}
-    tasks = [{"does": "start_family", "file": file, "then": then} for file, then in families.items()]
-    ended = await run(workplace, [*tasks, {"does": "spin"}, {"does": "spin"}, {"does": "tell"}, {"does": "tell"}])
-    late = [Ending.TIMED_OUT] * 4
-    assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED, *late, Ending.FINISHED, Ending.FINISHED]
+    files = {then: Path(f"{pids}-{then}") for then in ("return", "sleep", "ignore SIGTERM")}
+    families = [{"does": "start_family", "file": str(file), "then": then} for then, file in files.items()]
+    ended = await run(workplace, [*families, {"does": "spin"}, {"does": "spin"}, {"does": "tell"}])
+    expected = [Ending.FINISHED, *[Ending.TIMED_OUT] * 4, Ending.FINISHED]
+    assert [rollout.ending for rollout, _ in ended] == expected
     assert workplace.workers[0].worker.abandoned == 0
-    started = [pid for file in families for pid in noted(Path(file))]
-    assert len(started) == 9
-    assert [pid for pid in started if is_alive(pid)] == []
-
-
-async def test_an_agent_may_not_take_more_memory_than_allowed(workplace: Any) -> None:
-    runner = processes(workplace, memory=2**29)
-    (big, attempt), (small, _) = await run(
-        workplace, [{"does": "allocate", "mib": 1024}, {"does": "allocate", "mib": 8}], runner
-    )
-    assert (big.ending, small.ending) == (Ending.CRASHED, Ending.FINISHED)
-    assert "MemoryError" in attempt.error
+    for file in files.values():
+        assert len(noted(file)) == 3
+        assert [pid for pid in noted(file) if is_alive(pid)] == []
 
 
 async def test_an_agent_that_starts_threads_at_import_is_imported_for_each_attempt(
@@ -259,29 +243,27 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
+@pytest.mark.parametrize("workplace", [{"lease": 5.0, "attempts": 3}], indirect=True)
 async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: Any, tmp_path: Path) -> None:
-    queue, store, files = workplace.stack.server.queue, workplace.stack.store, [tmp_path / "w0", tmp_path / "w1"]
-    rollouts = [
-        make.rollout(
-            file.name, task=Task("t", {"does": "end_when_told", "file": str(file), "lingers": file.name == "w1"})
-        )
-        for file in files
-    ]
-    await queue.enqueue(rollouts)
+    """Also of an agent whose process lingers."""
+    queue, store = workplace.stack.server.queue, workplace.stack.store
+    files = {name: tmp_path / name for name in ("w0", "w1")}
+    for name, file in files.items():
+        task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": name == "w1"})
+        await queue.enqueue([make.rollout(name, task=task)])
 
-    def all_say(word: str) -> bool:
-        return all(file.exists() and file.read_text() == word for file in files)
+    def all_say(text: str) -> bool:
+        return all(file.exists() and file.read_text() == text for file in files.values())
 
     with worker_apart(workplace) as worker:
         await until(lambda: all_say("running"))
         worker.send_signal(signal.SIGSTOP)
-        for file in files:
+        for file in files.values():
             file.write_text("end")
         await until(lambda: all_say("ended"))
         await until(lambda: queue.queued == 2)
         worker.send_signal(signal.SIGCONT)
-        done = [rollout for file in files for rollout in await queue.done([file.name])]
+        done = [rollout for name in files for rollout in await queue.done([name])]
     for rollout in done:
         attempts = await store.attempts(rollout.id)
         assert [(each.ending, each.result) for each in attempts] == [(Ending.LOST, None), (Ending.FINISHED, "in time")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from agl_core.capture import Recording, record_tool_result, tool_result_report
@@ -13,7 +12,7 @@ from agl_core.types import Ending, Mode, ToolStatus
 from agl_core.wire.client import LightningClient, RefusedError
 from agl_core.wire.workers import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
 from agl_core.worker import AgentContext
-from agl_core.worker.report import LEAST, Ended, bounded_json, bounded_text, closing, crashed
+from agl_core.worker.report import Ended, closing, crashed
 
 PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
 
@@ -132,10 +131,10 @@ def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
     request = taken(closing(Ended(Ending.FINISHED, 1.0), recording))
     for found in (request.tool_results, request.rewards):
         assert 1000 < len(found) < 9_000
-    assert [each.id for each in request.tool_results] == [
-        each.id for each in recording.tool_results[: len(request.tool_results)]
-    ]
-    assert sum("only the first ones are kept" in problem for problem in recording.problems) == 2
+        assert [(getattr(each, "id", None) or each.name).partition(" ")[0] for each in found] == [
+            str(number) for number in range(len(found))
+        ]
+    assert any("only the first ones are kept" in problem for problem in recording.problems)
 
 
 def test_errors_are_reported_whatever_they_say() -> None:
@@ -151,18 +150,3 @@ def test_errors_are_reported_whatever_they_say() -> None:
         assert len(request.error) < 70_000
     request = taken(closing(Ended(Ending.LOST, error="\x01" * (9 << 20)), Recording()))
     assert "more characters" in (request.error or "")
-
-
-@pytest.mark.parametrize("most", [LEAST, 200, 5_000])
-@pytest.mark.parametrize(
-    "value",
-    ["\x01" * 9_999, "aé\x00" * 999, ["\x01"] * 9_999, {"\x02" * 50 * n: nested(9) for n in range(99)}, nested(300)],
-    ids=range(5),
-)
-def test_any_value_can_be_cut(value: Any, most: int) -> None:
-    assert len(orjson.dumps(bounded_json(value, most))) <= most
-    if isinstance(value, str):
-        for from_end in (False, True):
-            cut = bounded_text(value, most, from_end=from_end)
-            assert len(orjson.dumps(cut)) <= most
-            assert value[-3:] == cut[-3:] if from_end and most > LEAST else value[:3] == cut[:3] or most == LEAST

@@ -37,14 +37,15 @@ def bogus_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMMAND = """
-    import openai
+    import httpx, os
 
-    client = openai.OpenAI(max_retries=0)
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body, headers=headers).raise_for_status()
 """
 
 
-@pytest.mark.parametrize("way", ["task", "process", "command", "command, not attached"])
+@pytest.mark.parametrize("way", ["task", "process", "command"])
 async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) -> None:
     root = workplace.stack.server.base_url
     with agent_environment(client_variables(root)):
@@ -55,8 +56,7 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
             runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
         else:
             (tmp_path / "program.py").write_text(textwrap.dedent(COMMAND))
-            plugins = None if "not attached" in way else ()
-            runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path, plugins=plugins)
+            runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path, plugins=None)
         ended = await workplace.finish(workplace.start_runner(runner), [{"does": "tell"}])
     rollout, attempt = ended[0]
     assert (rollout.ending, attempt.error) == (Ending.FINISHED, None)

@@ -26,43 +26,31 @@ async def ask(context: AgentContext, text: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-async def test_an_agent_that_raises_after_a_call_is_data_and_is_not_tried_again(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        await ask(context, "hi")
-        raise KeyError("city")
+async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tried_again(workplace: Any) -> None:
+    results = {"an object": object(), "no number": float("nan"), "other keys": {1: 2}}
 
-    rollout, attempt = (await workplace.run(agent, [0]))[0]
-    assert (rollout.ending, attempt.attempt) == (Ending.CRASHED, 0)
-    assert attempt.error is not None
-    assert "KeyError: 'city'" in attempt.error
-    assert "test_worker.py" in attempt.error
-
-
-async def test_an_agent_that_makes_no_call_is_told_how_to_fix_it(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        return "42"
-
-    rollout, attempt = (await workplace.run(agent, [0]))[0]
-    assert rollout.ending is Ending.NO_CALL
-    assert "OPENAI_BASE_URL" in (attempt.error or "")
-
-
-@pytest.mark.parametrize("result", [object(), float("nan"), {1: 2}])
-async def test_a_result_that_is_not_json_is_a_crash_that_says_so(workplace: Any, result: object) -> None:
     async def agent(task_input: Any, context: AgentContext) -> Any:
-        await ask(context, "hi")
-        return result
+        if task_input != "no call":
+            await ask(context, "hi")
+        if task_input == "an error":
+            raise KeyError("city")
+        return results.get(task_input)
 
-    rollout, attempt = (await workplace.run(agent, [0]))[0]
-    assert rollout.ending is Ending.CRASHED
-    assert "the agent returned" in (attempt.error or "")
+    expected = {
+        "an error": (Ending.CRASHED, "KeyError: 'city' (test_worker.py:"),
+        "no call": (Ending.NO_CALL, "OPENAI_BASE_URL"),
+        **dict.fromkeys(results, (Ending.CRASHED, "the agent returned")),
+    }
+    ended = await workplace.run(agent, list(expected))
+    for (ending, error), (rollout, attempt) in zip(expected.values(), ended.values(), strict=True):
+        assert (rollout.ending, attempt.attempt) == (ending, 0)
+        assert error in attempt.error
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"timeout": 5.0, "attempts": 1}], indirect=True)
-async def test_slow_agents_are_cancelled_and_a_task_that_cannot_be_ended_is_counted_and_its_late_call_refused(
-    workplace: Any,
-) -> None:
+@QUICK
+async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(workplace: Any) -> None:
+    """One that cannot be ended is counted, and its late call refused."""
     cancelled, release, refused = threading.Event(), threading.Event(), threading.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
@@ -83,15 +71,15 @@ async def test_slow_agents_are_cancelled_and_a_task_that_cannot_be_ended_is_coun
         return answer
 
     worker, queue = workplace.start(agent), workplace.stack.server.queue
-    given = ["stuck", "slow", "quick"]
-    await queue.enqueue([make.rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(given)])
-    done = [rollout for i in range(3) for rollout in await queue.done([f"w{i}"])]
+    names = ["slow", "stuck", "quick"]
+    await queue.enqueue([make.rollout(name, task=Task(name, name)) for name in names])
+    done = [rollout for name in names for rollout in await queue.done([name])]
     assert [rollout.ending for rollout in done] == [Ending.TIMED_OUT, Ending.TIMED_OUT, Ending.FINISHED]
     assert cancelled.is_set()
     assert worker.worker.abandoned == 1
     release.set()
     assert await asyncio.to_thread(refused.wait, 20)
-    [stuck] = await workplace.stack.store.attempts("w0")
+    [stuck] = await workplace.stack.store.attempts("stuck")
     calls = await workplace.stack.store.calls([stuck.key])
     assert [c.request["messages"][0]["content"] for c in calls if not c.late] == ["hi"]
 

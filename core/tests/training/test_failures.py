@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from agl_core.errors import TrainingError
-from agl_core.training.failures import asserted_rewards, asserted_tool_results
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import CallTools, Hold
+from agl_core.testing.server import running_stack
+from agl_core.training.failures import asserted_rewards, asserted_tool_results, who_waits
 from agl_core.types import AlarmName, Attempt, DropReason, Ending, Episode, Rollout, Source, ToolResult, ToolStatus
 
 from .scripted_training import Bench, Lines, episode, make_bench
@@ -114,6 +118,36 @@ async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path
     assert [line.partition(":")[0] for line in lines] == ["step 1"]
     assert [alarm.name for alarm in bench.log.alarms] == [AlarmName.ASSERTED_REWARDS]
     assert bench.metric("alarm/asserted_rewards") == [1.0] * 3
+
+
+async def test_who_waits_for_whom() -> None:
+    """As rollouts are queued, run, call a model that does not answer, and use a tool that does not return."""
+
+    async def seen() -> str:
+        what, remedy = await who_waits(stack.server.activity(), stack.store)
+        assert remedy
+        return re.sub(r"\b\d+ s\b", "N s", what)
+
+    async with running_stack() as stack:
+        assert await seen() == "no rollout is queued or runs: the trainer does something else"
+        key, queue = await stack.lease(), stack.server.queue
+        await queue.enqueue([make.rollout("next")])
+        busy = "; 1 rollouts wait in the queue, because all workers are busy (1 with 1 attempts, the oldest since N s)"
+        assert await seen() == f"1 agent (r0) without a model call, the longest for N s{busy}"
+        held = Hold(CallTools([("search", {"query": "it"})]))
+        stack.upstream.script(held)
+        asking = asyncio.create_task(
+            stack.client(key).chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        )
+        await held.arrived.wait()
+        assert await seen() == f"the engine does not answer 1 model call (r0), the oldest for N s{busy}"
+        held.release.set()
+        await asking
+        assert await seen() == f"1 agent (r0) in the tool 'search', the longest for N s{busy}"
+        await queue.cancel([key.rollout])
+        assert await seen() == "no worker runs a rollout, and 1 wait in the queue"
+        stack.server.withdraw()
+        assert await seen() == "no engine answers model calls, so that rollouts wait"
 
 
 def told(*sources: Source) -> Episode:

@@ -21,17 +21,6 @@ def test_the_estimates_are_the_means_over_all_choices_of_k_tries(tries: int, k: 
         assert pass_all(k, tries, solved) == pytest.approx(sum(map(all, chosen)) / len(chosen))
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.93])
-def test_the_estimates_are_unbiased(rate: float) -> None:
-    tries, k = 7, 3
-    chances = [math.comb(tries, c) * rate**c * (1 - rate) ** (tries - c) for c in range(tries + 1)]
-    at = sum(chance * pass_at(k, tries, c) for c, chance in enumerate(chances))
-    every = sum(chance * pass_all(k, tries, c) for c, chance in enumerate(chances))
-
-    assert at == pytest.approx(1 - (1 - rate) ** k)
-    assert every == pytest.approx(rate**k)
-
-
 @pytest.mark.parametrize(("share", "count"), [(0.0, 5), (0.2, 10), (0.5, 40), (1.0, 200)])
 def test_the_interval_ends_where_the_score_test_does(share: float, count: int) -> None:
     low, high = wilson(share, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import signal
@@ -11,23 +12,18 @@ import time
 from pathlib import Path
 from types import FrameType
 
-_FOLDER = Path(os.environ["AGL_FAULTS_FOLDER"])
-_CLOCK = _FOLDER / "clock"
+_CLOCK = Path(os.environ["AGL_FAULTS_FOLDER"], "clock")
 """Seconds by which the wall clock is wrong; the monotonic one never is."""
 
 
 def _tell(number: int, frame: FrameType | None) -> None:
-    """Write the stacks of all threads, and of the tasks of the main thread's event loop."""
+    """Write the stacks of all threads, and of the tasks of the main thread's event loop, to standard error."""
     del number, frame
-    with (_FOLDER / f"doing-{os.getpid()}.txt").open("w") as file:
-        print(*sys.orig_argv, file=file, flush=True)
-        faulthandler.dump_traceback(file)
-        try:
-            tasks = asyncio.all_tasks()
-        except RuntimeError:  # It has no event loop.
-            return
-        for task in tasks:
-            task.print_stack(file=file)
+    print(*sys.orig_argv, file=sys.__stderr__, flush=True)
+    faulthandler.dump_traceback(sys.__stderr__)
+    with contextlib.suppress(RuntimeError):  # It has no event loop.
+        for task in asyncio.all_tasks():
+            task.print_stack(file=sys.__stderr__)
 
 
 signal.signal(signal.SIGUSR1, _tell)
