@@ -3,8 +3,8 @@
 What tests of several packages share is public, in `agl_core.testing`, or, if plugin authors do not need it, in
 `tests/support`. What one package's tests share lies beside them and is imported relatively (`from .road import …`,
 `from ..posting import …`). This needs no `__init__.py`, because pytest names each test module by its path. A module
-that is a script too is run by its name, for instance with `python -m tests.faults.full_disk`; `tests/__init__.py` is for
-these. No test adds to `sys.path`.
+that is a script too is run by its name, as `python -m tests.faults.full_disk` is; `tests/__init__.py` is for these. No
+test adds to `sys.path`.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Prioritised:
         if not priorities.any():
             return []
         shares = priorities / priorities.sum()
-        draws = min(count, np.count_nonzero(shares))
+        draws = min(count, int(np.count_nonzero(shares)))
         times = np.random.default_rng([context.seed, context.step]).multinomial(draws, shares)
         least = shares[shares > 0].min()
         return [DrawnGroup(self._kept[i].episodes, float(times[i] * least / shares[i])) for i in np.flatnonzero(times)]

@@ -18,8 +18,8 @@ from agl_core.reading.runs import find_checkpoint
 from agl_core.reading.words import score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_core.training.evaluation import TaskScore
 from agl_core.training.metrics import METRICS_FILE
-from agl_core.training.rollouts import TaskScore
 from agl_core.training.run import evaluate as run_evaluation
 from agl_core.training.server import new_run_dir
 from agl_core.types import Mode

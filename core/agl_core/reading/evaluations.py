@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agl_core.training.evaluation import TaskScore
 from agl_core.training.metrics import mean
-from agl_core.training.rollouts import TaskScore
 
 _Z = 1.959963984540054
 """The 97.5% quantile of the normal distribution: intervals are of 95%."""

@@ -32,8 +32,7 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
 from agl_core.wire.headers import rollout_path
 from agl_core.wire.workers import HeldAttempt, LeaseRequest, ToolResultReport
-from agl_core.worker.agent import PLACEHOLDER_KEY
-from agl_core.worker.report import Ended, closing
+from agl_core.worker.agent import PLACEHOLDER_KEY, Ended, closing
 
 
 class Hooks:

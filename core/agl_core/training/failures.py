@@ -23,7 +23,7 @@ from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, Too
 from agl_core.wire.workers import Activity, RunningAttempt
 
 if TYPE_CHECKING:
-    from agl_core.training.experience import Drawn
+    from agl_core.training.rollouts import Drawn
 
 Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
 """An alarm on the new rollouts of a step; `alarms` says what an alarm is."""

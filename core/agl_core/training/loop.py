@@ -19,7 +19,7 @@ from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, Upd
 from agl_core.store.interface import ErasableStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.experience import Drawn, Experience, Source
+from agl_core.training.evaluation import Evaluated
 from agl_core.training.failures import Check, Patience, check_serving, rollout_alarms, why_nothing
 from agl_core.training.metrics import (
     MetricsLog,
@@ -33,7 +33,7 @@ from agl_core.training.metrics import (
     step_line,
     update_metrics,
 )
-from agl_core.training.rollouts import Evaluated, TrainingPlan
+from agl_core.training.rollouts import Drawn, Experience, Source, TrainingPlan
 from agl_core.training.session import Session
 from agl_core.types import AlarmName, Rollout, TrainingRecord
 

@@ -1,6 +1,10 @@
-"""Rollouts: which ones a run makes, and the episodes with rewards that come of them.
+"""Rollouts: which ones a run makes, the episodes with rewards that come of them, and the groups of each update.
 
-plan ──▶ queue ──▶ workers run the agent ──▶ records ──▶ episodes ──▶ reward rules ──▶ scored
+    plan ──▶ queue ──▶ workers run the agent ──▶ records ──▶ episodes ──▶ reward rules ──▶ scored ──▶ drawn
+             └─────────────────── at most `in_flight` groups of training ──────────────────────────┘
+
+If as many groups are in flight as an update takes, each step waits for exactly the groups that it began: this is the
+synchronous loop. If there are more, the others run on while the weights are updated, and carry over to later steps.
 """
 
 from __future__ import annotations
@@ -11,19 +15,17 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from agl_core.config import LoadedConfig
-from agl_core.config.models import EvalSection
 from agl_core.errors import PluginError, StoreRefusedError
 from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.plugins import RunHooks
-from agl_core.protocols import RecordedTasks, TaskSource
+from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
 from agl_core.store.interface import ErasableStore, Store
-from agl_core.training.alarms import Alarm
-from agl_core.training.failures import StallWatch, common_failure, failures
-from agl_core.training.metrics import Observer, Phase, episode_metrics
+from agl_core.training.failures import StallWatch
+from agl_core.training.metrics import Phase
 from agl_core.types import (
     Annotation,
     AttemptKey,
@@ -63,7 +65,9 @@ class TrainingPlan:
         index = train_index(self.source, position, self.seed)
         size = self.source.members(index) if isinstance(self.source, RecordedTasks) else self.group_size
         task, name = self.source.task(index), f"s{step + 1}-g{number}"
-        return _group(Rollout("", self.run, self.restart, name, task, Mode.TRAIN, step + 1, 0, position=position), size)
+        return group_of(
+            Rollout("", self.run, self.restart, name, task, Mode.TRAIN, step + 1, 0, position=position), size
+        )
 
 
 def train_index(source: TaskSource, position: int, seed: int) -> int:
@@ -76,30 +80,12 @@ def train_index(source: TaskSource, position: int, seed: int) -> int:
     return order[place]
 
 
-def plan_evaluation(
-    source: TaskSource, count: int, *, run: str, restart: int, step: int, mode: Mode, split: str, position: int,
-    repeat: int = 1,
-) -> list[list[Rollout]]:  # fmt: skip
-    """`repeat` rollouts of each of the first tasks, the first task at `position` of the evaluation.
-
-    Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each
-    rollout is scored by itself, as a group of one; those of a task differ in their sampling seeds.
-    """
-    groups = []
-    for n in range(count):
-        task, name = source.task(n), f"s{step}-{split}-{mode.value.removeprefix('eval-')}-g{n}"
-        task = replace(task, split=split) if task.split == "train" else task
-        first = Rollout("", run, restart, name, task, mode, step, 0, position=position + n)
-        groups += [[rollout] for rollout in _group(first, repeat)]
-    return groups
-
-
 def plan_look(source: TaskSource, *, run: str, restart: int) -> list[Rollout]:
     """Rollouts of the first task of training that nothing is trained on."""
-    return _group(Rollout("", run, restart, "s0-look", source.task(0), Mode.EVAL_SAMPLED, 0, 0, position=0), 3)
+    return group_of(Rollout("", run, restart, "s0-look", source.task(0), Mode.EVAL_SAMPLED, 0, 0, position=0), 3)
 
 
-def _group(first: Rollout, size: int) -> list[Rollout]:
+def group_of(first: Rollout, size: int) -> list[Rollout]:
     """A group of rollouts that differ in id and member alone."""
     name = f"{first.group}-r{first.restart}" if first.restart else first.group
     return [replace(first, id=f"{name}-m{member}", group=name, member=member) for member in range(size)]
@@ -319,96 +305,163 @@ def _rewards_of_rules(episode: Episode) -> list[Reward]:
     return terminal + [r for t in episode.transitions for r in t.rewards]
 
 
-@dataclass(frozen=True, slots=True)
-class TaskScore:
-    """The rewards of one held-out task in one mode, one for each of its rollouts."""
-
-    set: str
-    mode: str
-    task: str
-    rewards: tuple[float, ...]
-
-    def solved(self, success: float) -> float:
-        """The share of the rollouts whose reward is at least `success`."""
-        return sum(reward >= success for reward in self.rewards) / len(self.rewards)
-
-
-@dataclass(slots=True)
-class Evaluated:
-    """What an evaluation found."""
-
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    """For the run's record, one for each set and mode."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    calls: int = 0
-    """LLM calls made."""
-    scores: list[TaskScore] = field(default_factory=list)
-    alarms: list[Alarm] = field(default_factory=list)
-    episodes: dict[str, Sequence[Episode]] = field(default_factory=dict)
-    """By set and mode, as `eval/sampled`."""
-
-
 @dataclass(frozen=True)
-class Evaluator:
-    """Evaluates the policies being served on held-out sets of tasks."""
+class Drawn(Collected):
+    """The groups of one update."""
 
-    collector: Collector
-    sets: Mapping[str, TaskSource]
-    settings: EvalSection
-    run: str
-    restart: int
-    observer: Observer
+    weights: list[float] = field(default_factory=list)
+    """The weight of each group in the loss."""
+    new: list[Episode] = field(default_factory=list)
+    """The episodes of the groups that no earlier update had."""
+    rollouts: list[Rollout] = field(default_factory=list)
+    """The rollouts of `new`."""
+    replayed: int = 0
+    """Groups that an earlier update also had."""
+    buffered: int = 0
+    """Groups that the buffer holds afterwards."""
+    carried_over: int = 0
+    """Groups of the update that were under way before its step began."""
+    in_flight: int = 0
+    """Groups that run during the update."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the step."""
+    note: str = ""
+    """What the line of the step says of it."""
 
-    async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
-        """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
-        The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
-        """
-        evaluated, position = Evaluated(), 0
-        for split, source in self.sets.items():
-            count = min(self.settings.tasks, source.size or self.settings.tasks)
-            for mode in self.settings.modes:
-                tries = 1 if mode is Mode.EVAL_GREEDY else repeat
-                groups = plan_evaluation(
-                    *(source, count),
-                    run=self.run,
-                    restart=self.restart,
-                    step=step,
-                    mode=mode,
-                    split=split,
-                    position=position,
-                    repeat=tries,
-                )
-                position += count
-                await self._evaluate(evaluated, step, split, mode.value.removeprefix("eval-"), groups, tries)
-        episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
-        evaluated.calls = sum(len({t.key.call for t in episode.transitions}) for episode in episodes)
-        if step == 0 or common_failure(episodes):
-            alarm = await failures(self.collector.store, episodes)
-            evaluated.alarms = [] if alarm is None else [alarm]
-        return evaluated
+class Source(Protocol):
+    """Where the groups of updates come from."""
 
-    async def _evaluate(
-        self, evaluated: Evaluated, step: int, split: str, mode: str, groups: list[list[Rollout]], tries: int
+    @property
+    def begun(self) -> int:
+        """How many groups of rollouts were begun."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The positions of the groups that were begun and that no update has had."""
+
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+        """The groups of the next update; waits until there are enough."""
+
+    async def cancel(self) -> None:
+        """Cancel running groups; they stay unfinished."""
+
+
+class Experience:
+    """Keeps groups in flight and draws them for updates. `plan` makes the group at a position (0, 1, …) of training.
+
+    A resumed run passes `begun`, the number of groups that were begun, and `unfinished`, the positions of those that no
+    update has had; these are begun again first.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        buffer: Buffer,
+        plan: Callable[[int], list[Rollout]],
+        *,
+        per_update: int,
+        in_flight: int,
+        begun: int = 0,
+        unfinished: Iterable[int] = (),
     ) -> None:
-        """Run the rollouts of one set in one mode, `tries` for each task; a task without a reward counts as 0."""
-        started, name = time.monotonic(), f"{split}/{mode}"
-        with self.observer.phase(f"evaluation {split} {mode}", step) as phase:
-            episodes = (await self.collector.collect(groups, phase)).episodes
-        metrics = episode_metrics(episodes)
-        evaluated.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
-        evaluated.episodes[name] = episodes
-        for first in range(0, len(episodes), tries):
-            rewards = tuple(episode.terminal or 0.0 for episode in episodes[first : first + tries])
-            evaluated.scores.append(TaskScore(split, mode, episodes[first].task.id, rewards))
-        seconds = time.monotonic() - started
-        evaluated.entries.append(
-            {
-                "step": step,
-                "set": split,
-                "mode": mode,
-                "reward": metrics["reward/mean"],
-                "rollouts": len(episodes),
-                "seconds": seconds,
-            }
+        self._collector, self._buffer, self._plan = collector, buffer, plan
+        self._per_update, self._in_flight = per_update, in_flight
+        self.begun = begun
+        self._again = sorted(unfinished)
+        self._position: dict[str, int] = {}
+        self._running: dict[str, dict[str, Scored | None]] = {}
+        """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
+        self._complete: dict[str, list[Scored]] = {}
+        """By group: those in the buffer that were not drawn yet."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The positions of the groups that were begun and that no update has had."""
+        return sorted([*self._again, *(self._position[name] for name in self._under_way)])
+
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+        """The groups of the next update, in the order of their plan; waits until enough are complete.
+
+        No more groups are begun than `updates_left` (this one included) can use.
+        """
+        before = set(self._under_way)
+        most = min(self._in_flight, updates_left * self._per_update)
+        arrived: list[Episode] = []
+        await self._begin(most)
+        while (groups := self._buffer.draw(self._per_update, context)) is None:
+            arrived += await self._receive()
+            phase.advance(self._share_complete(), reward_note(arrived))
+            await self._begin(most)
+        drawn = self._drawn(groups, before)
+        warn_of_failed_rules(Collected([drawn.new], drawn.reward_errors))
+        return drawn
+
+    async def cancel(self) -> None:
+        if waiting := self._waiting:
+            await self._collector.queue.cancel(waiting)
+
+    @property
+    def _under_way(self) -> list[str]:
+        return [*self._running, *self._buffer.pending]
+
+    @property
+    def _waiting(self) -> set[str]:
+        """The rollouts that are not done."""
+        return {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
+
+    async def _begin(self, most: int) -> None:
+        """Begin groups until `most` are under way."""
+        rollouts: list[Rollout] = []
+        for _ in range(most - len(self._under_way)):
+            position = self._again.pop(0) if self._again else self.begun
+            self.begun = max(self.begun, position + 1)
+            group = self._plan(position)
+            self._position[group[0].group] = position
+            self._running[group[0].group] = dict.fromkeys(rollout.id for rollout in group)
+            rollouts += group
+        if rollouts:
+            await self._collector.queue.enqueue(rollouts)
+
+    async def _receive(self) -> list[Episode]:
+        """Wait for rollouts; groups that they complete go into the buffer."""
+        finished = await self._collector.finished(self._waiting)
+        for scored in finished:
+            self._running[scored.rollout.group][scored.rollout.id] = scored
+        for name, rollouts in list(self._running.items()):
+            done = [scored for scored in rollouts.values() if scored is not None]
+            if len(done) == len(rollouts):
+                self._complete[name] = await self._collector.complete(done)
+                del self._running[name]
+                self._buffer.add([scored.episode for scored in self._complete[name]])
+        return [scored.episode for scored in finished]
+
+    def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:
+        by_name = {group.episodes[0].group: group for group in groups}
+        new = by_name.keys() & self._complete.keys()
+        if len(by_name) < len(groups) or not new:
+            what = "no new group" if not new else "a group twice"
+            raise PluginError(
+                f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Fix its `draw`: each "
+                f"group once, at least one of them new (docs/plugins.md, Buffer)."
+            )
+        names = sorted(by_name, key=self._position.__getitem__)
+        first_time = [scored for name in names for scored in self._complete.pop(name, ())]
+        self._complete = {name: self._complete[name] for name in self._buffer.pending}
+        return Drawn(
+            groups=[list(by_name[name].episodes) for name in names],
+            weights=[by_name[name].weight for name in names],
+            reward_errors=[error for scored in first_time for error in scored.reward_errors],
+            new=[scored.episode for scored in first_time],
+            rollouts=[scored.rollout for scored in first_time],
+            replayed=len(by_name) - len(new),
+            buffered=len(self._buffer),
+            carried_over=len(before & by_name.keys()),
+            in_flight=len(self._under_way),
         )
+
+    def _share_complete(self) -> float:
+        """The share that is done of the groups nearest to completion, as many as an update takes."""
+        shares = [sum(map(bool, group.values())) / len(group) for group in self._running.values()]
+        nearest = sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]
+        return sum(nearest) / self._per_update

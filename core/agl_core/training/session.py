@@ -23,10 +23,11 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
 from agl_core.server import LightningServer
 from agl_core.training.alarms import Alarm
+from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.metrics import Observer, Phase
 from agl_core.training.recorded import RecordedQueue
-from agl_core.training.rollouts import Collector, Evaluator, Queue, plan_look, scoring_rules
+from agl_core.training.rollouts import Collector, Queue, plan_look, scoring_rules
 from agl_core.training.server import begin_restart
 from agl_core.types import AlarmName, Episode, Workload
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables

@@ -1,8 +1,15 @@
 """Workers: they lease rollouts, run the agent, and report how each attempt ended."""
 
-from agl_core.worker.agent import Agent, AgentContext, TaskPerAttempt, agent_environment, client_variables, load_agent
+from agl_core.worker.agent import (
+    Agent,
+    AgentContext,
+    Ended,
+    TaskPerAttempt,
+    agent_environment,
+    client_variables,
+    load_agent,
+)
 from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
-from agl_core.worker.report import Ended
 from agl_core.worker.worker import Runner, Worker, WorkerThread, choose_runner
 
 __all__ = [

@@ -31,8 +31,7 @@ from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 from agl_core.wire.workers import MAX_RESULT, Assignment
-from agl_core.worker.agent import attempt_variables, client_variables
-from agl_core.worker.report import Ended, finished
+from agl_core.worker.agent import Ended, attempt_variables, client_variables, finished
 
 logger = logging.getLogger(__name__)
 

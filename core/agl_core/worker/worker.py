@@ -33,9 +33,8 @@ from agl_core.wire.workers import (
     Lease,
     LeaseRequest,
 )
-from agl_core.worker.agent import TaskPerAttempt, load_agent
+from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
 from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
-from agl_core.worker.report import Ended, closing
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from agl_core.types import Ending, Mode, ToolStatus
 from agl_core.wire.client import LightningClient, RefusedError
 from agl_core.wire.workers import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
 from agl_core.worker import AgentContext
-from agl_core.worker.report import Ended, closing, crashed
+from agl_core.worker.agent import Ended, closing, crashed
 
 PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
 

@@ -16,7 +16,7 @@ from agl_core.testing import episodes as make
 from agl_core.types import Ending, Mode, Task, ToolStatus
 from agl_core.wire.workers import Assignment
 from agl_core.worker import Agent, AgentContext, TaskPerAttempt
-from agl_core.worker.report import Ended
+from agl_core.worker.agent import Ended
 
 
 async def ask(context: AgentContext, text: str) -> str:

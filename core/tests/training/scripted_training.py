@@ -22,10 +22,11 @@ from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
+from agl_core.training.evaluation import Evaluated
 from agl_core.training.failures import StallWatch
 from agl_core.training.loop import Trainer
 from agl_core.training.metrics import MetricsLog, Observer
-from agl_core.training.rollouts import Evaluated, Scored
+from agl_core.training.rollouts import Scored
 from agl_core.types import (
     Batch,
     CreditKind,

@@ -15,7 +15,7 @@ import tomli_w
 from agl_core.config.load import SERVED, load
 from agl_core.errors import StoreError
 from agl_core.training.checkpoints import RunState, read_state
-from agl_core.training.rollouts import Evaluated
+from agl_core.training.evaluation import Evaluated
 from agl_core.training.server import begin_restart, local_server
 from agl_core.types import Batch, TrainingRecord
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from agl_core.reading.evaluations import compare, pass_all, pass_at, passes, sign_test, wilson
-from agl_core.training.rollouts import TaskScore
+from agl_core.training.evaluation import TaskScore
 
 
 @pytest.mark.parametrize(("tries", "k"), [(5, 1), (5, 3), (6, 6)])

@@ -18,9 +18,10 @@ from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
+from agl_core.training.evaluation import plan_evaluation
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector, TrainingPlan, plan_evaluation, train_index
+from agl_core.training.rollouts import Collector, TrainingPlan, train_index
 from agl_core.types import (
     AlarmName,
     Attempt,

@@ -14,9 +14,8 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.experience import Drawn
 from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector
+from agl_core.training.rollouts import Collector, Drawn
 from agl_core.types import Attempt, Call, Ending, Mode, Rollout, RolloutState, Task
 from agl_online.config import LearnSection
 from agl_online.experience import SessionExperience, updates_since

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.training.rollouts import Evaluated, TaskScore
+from agl_core.training.evaluation import Evaluated, TaskScore
 from agl_online.config import GateSection
 from agl_online.trials import decide_at_gate
 from agl_online.versions import By, Decision, State

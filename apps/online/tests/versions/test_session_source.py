@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.training.experience import Drawn
+from agl_core.training.rollouts import Drawn
 from agl_core.types import Call, DropReason, Ending, Sampling
 
 from .sessions_of_use import WaitsError, sessions
