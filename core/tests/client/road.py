@@ -1,9 +1,26 @@
-"""The way to a server, which a test can close and open again."""
+"""What tests of workers share: one LLM call, and the way to a server, which a test can close and open again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
+
+import openai
+
+from agl_core.worker import AgentContext
+
+
+async def ask(context: AgentContext, text: str = "hi") -> str:
+    """One LLM call through the attempt's own base URL."""
+    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    return str(reply.choices[0].message.content)
+
+
+async def answer(task_input: Any, context: AgentContext) -> str:
+    """An agent of one call."""
+    return await ask(context)
 
 
 class Road:

@@ -76,9 +76,9 @@ PLUGIN = """
 """
 
 
-async def run(place: Any, folder: Path, code: str, **options: Any) -> tuple[Any, Any, Episode]:
+async def run(place: Any, folder: Path, code: str, *arguments: str, **options: Any) -> tuple[Any, Any, Episode]:
     (folder / "program.py").write_text(textwrap.dedent(code))
-    runner = CommandPerAttempt([sys.executable, "program.py"], folder, **options)
+    runner = CommandPerAttempt([sys.executable, "program.py", *arguments], folder, **options)
     rollout, attempt = (await place.finish(place.start_runner(runner), ["Bern?"]))[0]
     store = place.stack.store
     calls, tool_results = await store.calls([attempt.key]), await store.tool_results([attempt.key])
@@ -99,19 +99,8 @@ async def test_an_unmodified_langchain_agent(workplace: Any, tmp_path: Path) -> 
     assert (tool_result.source, tool_result.adapter) == (Source.COMMAND, "langchain")
 
 
-async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
-    rollout, attempt, episode = await run(workplace, tmp_path, MARKED)
-    assert rollout.ending is Ending.FINISHED, attempt.error
-    (transition,) = episode.transitions
-    assert (transition.agent, transition.state) == ("forecaster", {"plan": ["look up"]})
-    assert [(o.tool, str(o.status), o.source) for o in transition.tool_results] == [
-        ("look_up", "empty", Source.COMMAND)
-    ]
-    assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
-
-
-DIRECTLY = """
-    import sys
+PAST_AGL = """
+    import httpx, sys
     # As a client with a base URL in code. It is sent to whatever address the environment of the test names.
     for _ in range(2):
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -120,21 +109,26 @@ DIRECTLY = """
 """
 
 
-@pytest.mark.parametrize("calls_agl", [True, False])
-async def test_a_call_past_agl_is_noticed(calls_agl: bool, workplace: Any, tmp_path: Path) -> None:
-    code = f"{ASK}{'    ask()' if calls_agl else ''}{DIRECTLY}"
+async def test_marks_state_rewards_and_calls_past_agl(workplace: Any, tmp_path: Path) -> None:
     upstream = workplace.stack.upstream
-    (tmp_path / "program.py").write_text(textwrap.dedent(code))
-    runner = CommandPerAttempt([sys.executable, "program.py", upstream.url], tmp_path)
-    rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["Bern?"]))[0]
+    rollout, attempt, episode = await run(workplace, tmp_path, f"{MARKED}{PAST_AGL}", upstream.url)
+    assert rollout.ending is Ending.FINISHED, attempt.error
+    (transition,) = episode.transitions
+    assert (transition.agent, transition.state) == ("forecaster", {"plan": ["look up"]})
+    assert [(o.tool, str(o.status), o.source) for o in transition.tool_results] == [
+        ("look_up", "empty", Source.COMMAND)
+    ]
+    assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
     assert attempt.bypassed == {f"{upstream.url}/chat/completions": 2}
-    if calls_agl:
-        episode = build_episode(rollout, attempt, await workplace.stack.store.calls([attempt.key]))
-        assert (rollout.ending, health_of(episode).text) == (Ending.FINISHED, "unobserved (calls)")
-    else:
-        assert rollout.ending is Ending.NO_CALL
-        assert attempt.error.endswith(f"It called {upstream.url}/chat/completions.")
+    assert health_of(episode).text == "unobserved (calls)"
     assert upstream.received[-1].headers["Authorization"] == "Bearer a-key-of-its-own", "the request is as it was"
+
+
+async def test_a_command_without_a_call_is_told_where_it_called(workplace: Any, tmp_path: Path) -> None:
+    url = workplace.stack.upstream.url
+    rollout, attempt, _ = await run(workplace, tmp_path, PAST_AGL, url)
+    assert rollout.ending is Ending.NO_CALL
+    assert attempt.error.endswith(f"It called {url}/chat/completions.")
 
 
 async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command(

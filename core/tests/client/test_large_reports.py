@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from agl_core.capture import Recording, record_tool_result, tool_result_report
@@ -14,15 +13,9 @@ from agl_core.wire.workers import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest,
 from agl_core.worker import AgentContext
 from agl_core.worker.agent import Ended, closing, crashed
 
+from .road import ask
+
 PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
-
-
-async def ask(context: AgentContext) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    headers = {"Authorization": f"Bearer {context.api_key}"}
-    async with httpx.AsyncClient(trust_env=False, timeout=200) as client:
-        reply = await client.post(f"{context.base_url}/chat/completions", json=body, headers=headers)
-    reply.raise_for_status()
 
 
 def nested(depth: int) -> Any:

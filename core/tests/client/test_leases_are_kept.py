@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 
 from agl_core.errors import ServerError
@@ -30,15 +29,7 @@ from agl_core.wire.workers import (
 )
 from agl_core.worker import Agent, AgentContext, TaskPerAttempt, Worker
 
-from .road import Road
-
-
-async def ask(context: AgentContext, text: str) -> str:
-    """One LLM call through the attempt's own base URL."""
-    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
-        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
-    return str(reply.choices[0].message.content)
-
+from .road import Road, answer, ask
 
 LEASED = pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 3}], indirect=True)
 
@@ -47,8 +38,8 @@ LEASED = pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 3}], i
 @LEASED
 async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> int:
-        await ask(context, "hi")
-        time.sleep(3)  # noqa: ASYNC251
+        await ask(context)
+        time.sleep(4)  # noqa: ASYNC251
         return context.attempt
 
     [(rollout, attempt)] = (await workplace.run(agent, [0])).values()
@@ -60,7 +51,7 @@ async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None
     started, cancelled = threading.Event(), threading.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
-        await ask(context, "hi")
+        await ask(context)
         started.set()
         try:
             await asyncio.sleep(3600)
@@ -96,7 +87,7 @@ async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(w
     """Not after a timeout and a grace of minutes: the worker sends heartbeats before its first lease."""
 
     async def agent(task_input: Any, context: AgentContext) -> int:
-        await ask(context, "hi")
+        await ask(context)
         return context.attempt
 
     server = workplace.stack.server
@@ -134,7 +125,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
-        answer = await ask(context, "hi")
+        answer = await ask(context)
         asked.set()
         await go_on.wait()
         return answer
@@ -162,7 +153,7 @@ async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, p
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
-        await ask(context, "hi")
+        await ask(context)
         if context.attempt > 0:
             return "in time"
         asked.set()
@@ -204,12 +195,9 @@ class Slow(LightningClient):
 
 
 async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        return await ask(context, "hi")
-
     server = workplace.stack.server
     async with Slow(server.base_url, server.worker_key) as client:
-        worker = Worker(client, TaskPerAttempt(Agent("test:agent", agent, True, True)), concurrency=4)
+        worker = Worker(client, TaskPerAttempt(Agent("test:agent", answer, True, True)), concurrency=4)
         task = asyncio.create_task(worker.run())
         await server.queue.enqueue([make.rollout("w0")])
         await client.reporting.wait()
@@ -220,20 +208,14 @@ async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workpla
 
 
 async def test_a_server_that_has_moved_is_left(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        return await ask(context, "hi")
-
-    async with working(workplace, agent, moved=lambda: True) as (_, road, task):
+    async with working(workplace, answer, moved=lambda: True) as (_, road, task):
         await until(lambda: workplace.stack.server.queue.waiting)
         road.close()
         await asyncio.wait_for(task, 20)
 
 
 async def test_a_server_that_refuses_the_key_is_an_error(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        return await ask(context, "hi")
-
-    async with working(workplace, agent, key="wrong") as (_, _, task):
+    async with working(workplace, answer, key="wrong") as (_, _, task):
         with pytest.raises(ServerError, match="401"):
             await asyncio.wait_for(task, 20)
 
@@ -243,7 +225,7 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
     release = asyncio.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
-        answer = await ask(context, "hi")
+        answer = await ask(context)
         begun.append(context.rollout)
         if context.rollout == "w0":
             await release.wait()

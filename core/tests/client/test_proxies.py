@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from agl_core.types import Ending
@@ -21,6 +20,8 @@ from agl_core.worker import (
     agent_environment,
     client_variables,
 )
+
+from .road import answer
 
 HERE = Path(__file__).parent
 NOBODY = "http://127.0.0.1:9"
@@ -51,7 +52,7 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
     with agent_environment(client_variables(root)):
         if way == "task":
             # Named for the attempt, as nothing is attached here that stamps requests.
-            runner: Any = TaskPerAttempt(Agent("test:agent", _ask_as_told, wants_context=True, is_async=True))
+            runner: Any = TaskPerAttempt(Agent("test:agent", answer, wants_context=True, is_async=True))
         elif way == "process":
             runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
         else:
@@ -61,12 +62,6 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
     rollout, attempt = ended[0]
     assert (rollout.ending, attempt.error) == (Ending.FINISHED, None)
     assert len(await workplace.stack.store.calls([attempt.key])) == 1
-
-
-async def _ask_as_told(task: Any, context: Any) -> str:
-    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0) as client:
-        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    return reply.id
 
 
 @pytest.mark.parametrize(

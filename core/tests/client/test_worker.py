@@ -18,12 +18,9 @@ from agl_core.wire.workers import Assignment
 from agl_core.worker import Agent, AgentContext, TaskPerAttempt
 from agl_core.worker.agent import Ended
 
+from .road import ask
 
-async def ask(context: AgentContext, text: str) -> str:
-    """One LLM call through the attempt's own base URL."""
-    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
-        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
-    return str(reply.choices[0].message.content)
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
 
 async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tried_again(workplace: Any) -> None:
@@ -31,7 +28,7 @@ async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tr
 
     async def agent(task_input: Any, context: AgentContext) -> Any:
         if task_input != "no call":
-            await ask(context, "hi")
+            await ask(context)
         if task_input == "an error":
             raise KeyError("city")
         return results.get(task_input)
@@ -54,7 +51,7 @@ async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(workplace:
     cancelled, release, refused = threading.Event(), threading.Event(), threading.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
-        answer = await ask(context, "hi")
+        answer = await ask(context)
         if task_input == "slow":
             try:
                 await asyncio.sleep(3600)
@@ -86,7 +83,7 @@ async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(workplace:
 
 async def test_rewards_and_tool_results_come_with_the_attempt_that_reported_them(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> float:
-        await ask(context, "hi")
+        await ask(context)
         reward(task_input, name="style")
         record_tool_result(tool_result_report("o1", "lookup", ValueError(task_input), tool_call_id="call_1"))
         await asyncio.sleep(0)
@@ -108,7 +105,7 @@ async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
     started = threading.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
-        await ask(context, "hi")
+        await ask(context)
         started.set()
         await asyncio.sleep(3600)
         return "never"

@@ -22,7 +22,7 @@ def test_what_was_allocated_is_counted_also_after_it_was_freed() -> None:
 
 
 def test_a_child_does_not_count_what_its_parent_had() -> None:
-    taken = bytearray(b"x" * (512 * MIB))
+    taken = bytearray(b"x") * (256 * MIB)
     [found] = run("print(peak_rss_bytes())")
     assert found < len(taken)
 
