@@ -25,7 +25,7 @@ from agl_core.store.interface import ErasableStore
 from agl_core.training.evaluation import Evaluated
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Scored
-from agl_core.types import AttemptKey, CreditKind, DropReason, Episode, Mode, Rollout, RolloutState
+from agl_core.types import CreditKind, DropReason, Episode, Mode, RolloutState
 from agl_online.config import CanarySection, GateSection
 from agl_online.versions import By, Decision, State
 

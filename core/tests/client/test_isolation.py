@@ -119,7 +119,7 @@ async def test_a_crash_is_data_reports_arrive_before_it_and_others_go_on(workpla
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"timeout": 8.0, "attempts": 1}], indirect=True)
+@pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 async def test_when_time_is_up_an_agent_ends_with_all_that_it_started_and_others_go_on(
     pids: Path, workplace: Any
 ) -> None:
@@ -243,7 +243,7 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"lease": 5.0, "attempts": 3}], indirect=True)
+@pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
 async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: Any, tmp_path: Path) -> None:
     """Also of an agent whose process lingers."""
     queue, store = workplace.stack.server.queue, workplace.stack.store
