@@ -116,7 +116,7 @@ async def test_what_clients_find_as_their_key_is_good_for_no_attempt(bench: Benc
     async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()):
         rollout = Rollout("s1-g0-m1", run_dir.name, 0, "g", Task("t", {"answer": 1, "wait": 60}), Mode.TRAIN, 1, 1)
         await server.queue.enqueue([rollout])
-        while not server.counters.calls:  # noqa: ASYNC110
+        while not any(attempt.answered for attempt in server.activity().attempts):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         root, key = os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), os.environ["OPENAI_API_KEY"]
         forged = {"model": "default", "messages": [{"role": "user", "content": "forged"}]}

@@ -32,9 +32,8 @@ from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
 from agl_core.reading.runs import find_run, policy_names
 from agl_core.reading.words import one_line
 from agl_core.server import Keys, LightningServer
-from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError
-from agl_core.server.keys import carries, is_loopback
+from agl_core.server.keys import ActiveAttempt, carries, is_loopback
 from agl_core.server.upstream import Relay
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from agl_core.errors import StoreError
-from agl_core.server.attempt import ActiveAttempt
+from agl_core.server.keys import ActiveAttempt
 from agl_core.store.interface import ErasableStore, Record, Store
 from agl_core.types import Call
 from agl_online.redaction import Redaction

@@ -25,9 +25,8 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, StoreError, StoreRefusedError
 from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
-from agl_core.server.attempt import AttemptState
 from agl_core.server.errors import ApiError
-from agl_core.server.keys import Keys, SourceFactory
+from agl_core.server.keys import AttemptState, Keys, SourceFactory
 from agl_core.server.upstream import Answering, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState, Run, Task

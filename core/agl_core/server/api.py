@@ -1,21 +1,28 @@
-"""The control plane below /agl/v1: operations as routes, those of workers, and the OpenAPI document of it all."""
+"""What the server answers besides model calls: operations as routes, those of workers, the lists of models, what is
+passed on without being recorded, the OpenAPI document, and what clients get at other paths.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+import httpx
+import orjson
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.server.attempt import attempt_key
+from agl_core.config.models import PassthroughSection
 from agl_core.server.errors import ApiError, as_answer, openai_error, stopping
-from agl_core.server.keys import Keys
+from agl_core.server.gateway import DIALECTS, MODELS, PASSED_ON, Gateway, find_route
+from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
 from agl_core.server.listening import read_body
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
@@ -40,6 +47,13 @@ from agl_core.wire.workers import (
 
 Result = TypeVar("Result")
 Owner = TypeVar("Owner")
+
+_CONNECT, _ANSWER = 10.0, 120.0
+"""Seconds until the other server must be reached, and until it must send: a batch of embeddings, or an image."""
+_SETTING = (
+    "To have it served, name a server that does in the run's configuration: [gateway.passthrough] url = "
+    '"https://…/v1" and api_key_env = "VARIABLE".'
+)
 
 
 def worker_routes(
@@ -129,6 +143,105 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class Passthrough:
+    """Passes requests that no policy answers to the server that `settings` name, or else to the model server.
+
+    Agents with retrieval ask for embeddings beside their model calls, others for moderations, speech or images. These
+    requests are counted and not recorded; the key that they go on with is one that agents never see.
+    """
+
+    def __init__(self, gateway: Gateway, settings: PassthroughSection, api_key: str | None) -> None:
+        self._gateway = gateway
+        self._url, self._api_key = settings.url, api_key
+        self._client: httpx.AsyncClient | None = None
+
+    async def answer(self, request: Request, route: str) -> Response:
+        """The other server's reply."""
+        attempt: ActiveAttempt | None = None
+        try:
+            attempt = await self._gateway.attribution.open(request)
+            return await self._passed_on(request, route, attempt)
+        except ApiError as refused:
+            if attempt is not None:
+                attempt.count_failure(refused)
+            return openai_error(refused)
+
+    async def stop(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _passed_on(self, request: Request, route: str, attempt: ActiveAttempt) -> Response:
+        base, key = self._url, self._api_key
+        if base is None:
+            served = self._gateway.served(attempt)
+            base, key = served.client.server_of(attempt.key.rollout), served.upstream.api_key
+        headers = {name: request.headers[name] for name in ("accept", "content-type") if name in request.headers}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        url, body = f"{base.rstrip('/')}{route.removeprefix('/v1')}", await read_body(request)
+        self._gateway.count_unrecorded(attempt, route.removeprefix("/v1/"))
+        if self._client is None:
+            # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
+            timeout = httpx.Timeout(_ANSWER, connect=_CONNECT)
+            self._client = httpx.AsyncClient(timeout=timeout, trust_env=self._url is not None)
+        try:
+            reply = await self._client.post(url, headers=headers, params=request.query_params, content=body)
+        except httpx.TimeoutException as error:
+            raise _failed(504, f"The server at {base} did not answer {route} in {_ANSWER:g} seconds.") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _failed(502, f"The server at {base} cannot be asked for {route}: {error}.") from error
+        status = reply.status_code
+        if status in (401, 403) or reply.is_redirect:
+            raise _failed(502, f"The server at {base} answered {status} to agl's own request for {route}. {_SETTING}")
+        if status in (404, 405, 501) and b"model" not in reply.content:
+            text = f"The server at {base} does not serve POST {route}: it answered {status}. {_SETTING}"
+            raise ApiError(404, text, type="upstream_error", code="not_served")
+        kept = ("content-type", "content-disposition", "retry-after", "x-request-id")
+        return Response(reply.content, status, {name: reply.headers[name] for name in kept if name in reply.headers})
+
+
+def _failed(status: int, message: str) -> ApiError:
+    return ApiError(status, message, type="upstream_error", code="passthrough_failed")
+
+
+def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
+    """The list of models that a request may name, and each."""
+    started = int(time.time())
+
+    async def listed(request: Request) -> Response:
+        name = request.path_params.get("model")
+        try:
+            names = gateway.models(await gateway.attribution.of(request))
+            if name is not None and name not in names:
+                raise ApiError(404, f"There is no model {name!r} here.", code="model_not_found")
+        except ApiError as error:
+            return openai_error(error)
+        entries = [
+            {"id": model, "object": "model", "created": started, "owned_by": "agl"}
+            for model in (names if name is None else [name])
+        ]
+        content = {"object": "list", "data": entries} if name is None else entries[0]
+        return Response(orjson.dumps(content), media_type="application/json")
+
+    paths = (f"{prefix}{MODELS}", f"{prefix}{MODELS}/{{model:path}}")
+    return [Route(path, listed, methods=["GET"]) for path in paths]
+
+
+async def unserved(request: Request, error: Exception) -> Response:
+    """The answer to a path that leads nowhere, in the API that it resembles."""
+    path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
+    if (target := find_route(path)) and target.route in DIALECTS:  # With POST it would have been a model call.
+        status = 405
+    message = (
+        f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])} and "
+        "/v1/traces, and GET /v1/models, also below an attempt's path; /openapi.json has the others. "
+        "Does the base URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
+    )
+    refused = ApiError(status, message, code="unknown_route")
+    resembled = next((dialect for route, dialect in DIALECTS.items() if route in path), None)
+    return openai_error(refused) if resembled is None else resembled.refuse(refused)
 
 
 def document(agents: Iterable[str], prefix: str, version: str, further: Sequence[AnyOperation] = ()) -> dict[str, Any]:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import unquote
 
 import orjson
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.capture import unpack_variables
 from agl_core.config.models import SamplingSection
@@ -30,11 +30,13 @@ from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.server.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
-from agl_core.server.attempt import ActiveAttempt
+from agl_core.server.dialects.chat import ChatCompletions, Completions
 from agl_core.server.dialects.dialect import Dialect, ModelRequest, rendered
+from agl_core.server.dialects.messages import Messages
+from agl_core.server.dialects.responses import Responses
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
-from agl_core.server.keys import Attribution
-from agl_core.server.listening import CONNECTION, HttpConnection
+from agl_core.server.keys import ActiveAttempt, Attribution
+from agl_core.server.listening import CONNECTION, HttpConnection, read_body
 from agl_core.server.reply import Reply, read_reply
 from agl_core.server.upstream import Answering, Destination
 from agl_core.store.interface import Store
@@ -47,38 +49,82 @@ from agl_core.wire.headers import (
     HEADER_STATE,
 )
 
+if TYPE_CHECKING:
+    from agl_core.server.api import Passthrough
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Counters:
-    """What the gateway counted since its start."""
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/responses/input_tokens": Responses(counts=True),
+    "/v1/messages": Messages(),
+    "/v1/messages/count_tokens": Messages(counts=True),
+    "/v1/completions": Completions(),
+}
+PASSED_ON = frozenset(
+    {
+        "/v1/audio/speech",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/embeddings",
+        "/v1/images/edits",
+        "/v1/images/generations",
+        "/v1/images/variations",
+        "/v1/moderations",
+        "/v1/rerank",
+    }
+)
+"""No other route is passed on: the key would let agents reach files, and make other model calls."""
+_MAX_NOTES = 100
+"""Different notes that are logged."""
+_PATH = re.compile(
+    r"(?P<prefix>/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
+    r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>[^/]+))?)(?P<route>/.*[^/])/*"
+)
+MODELS = "/v1/models"
+_RESPONSES = "/v1/responses/"
+_BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, "/v1/traces"})
+"""Routes that are also served without /v1."""
 
-    calls: int = 0
-    """Calls recorded."""
-    without_ids: int = 0
-    """Recorded calls for which the upstream returned no token ids."""
-    retried: int = 0
-    """Requests that were a client's own retry of an earlier one."""
-    late: int = 0
-    """Recorded calls that ended after their attempt was closed."""
-    undelivered: int = 0
-    """Recorded calls whose replies reached no client, as far as the connections show."""
-    passed_through: int = 0
-    """Requests that were passed on and not recorded."""
-    upstream_errors: int = 0
-    """Calls that the upstream refused or failed."""
+
+class ModelRoute(NamedTuple):
+    """Where a request goes that may be a model call."""
+
+    path: str
+    """As the routes have it."""
+    route: str
+    """Begins with /v1/."""
+    parameters: Mapping[str, str]
+    """`rollout`, `attempt` and `deployment`, if the path names them."""
 
 
-class _Delivery(Response):
-    """Sends a reply, if its client is still there, and then reports whether it arrived."""
+def find_route(path: str) -> ModelRoute | None:
+    """What a path, decoded, says; None if it is of no model API, alone or after an attempt's.
 
-    def __init__(self, reply: Response, client: HttpConnection, report: Callable[[bool], Awaitable[None]]) -> None:
-        self._reply, self._client, self._report = reply, client, report
-        self.raw_headers = reply.raw_headers
+    >>> find_route("//openai/deployments/m/chat/completions/")
+    ModelRoute(path='/v1/chat/completions', route='/v1/chat/completions', parameters={'deployment': 'm'})
+    >>> find_route("/agl/v1/lease") is None
+    True
+    """
+    match = _PATH.fullmatch(re.sub("//+", "/", path) if "//" in path else path)
+    if match is None:
+        return None
+    route = f"/v1{match['route']}"
+    if not match["base"] and route not in _BARE and not route.startswith((f"{MODELS}/", _RESPONSES)):
+        return None
+    named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
+    return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._report(await self._client.reply(self._reply, send))
+
+class CallRequest(Request):
+    """The request of a model call, which is asked for a dozen headers, most of them absent."""
+
+    def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
+        super().__init__({**scope, "path_params": target.parameters}, receive)
+        # Starlette's go through all of them for each name that is looked up.
+        self._headers = cast(Headers, {n.decode("latin-1"): v.decode("latin-1") for n, v in reversed(scope["headers"])})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,10 +162,10 @@ class Gateway:
     """Answers agents' model calls, by way of what `relay` forwards to, unless an attempt says what answers it."""
 
     def __init__(self, attribution: Attribution, store: Store, relay: Answering) -> None:
-        self.counters = Counters()
         self.attribution = attribution
         self._store, self._relay = store, relay
         self._budget = Budget()
+        self._noted: set[str] = set()
         self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
         """Calls, and the requests that make them."""
 
@@ -134,36 +180,44 @@ class Gateway:
     def _to(self, attempt: ActiveAttempt) -> Answering:
         return attempt.answered_by or self._relay
 
-    async def answer(self, request: Request, dialect: Dialect) -> Response:
+    async def answer(self, request: Request, send: Send, dialect: Dialect) -> None:
         """One model call, from the agent's request to the agent's reply, and whether it arrived."""
         attempt: ActiveAttempt | None = None
+        exchange: Exchange | None = None
+        connection: HttpConnection = request.scope[CONNECTION]
         try:
             attempt = await self.attribution.open(request)
-            raw = await request.body()
+            raw = await read_body(request)
             parsed = dialect.parse(raw, attempt.answered)
             if not parsed.model:
                 parsed = parsed.named(request.path_params.get("deployment"), self.models(attempt))
             call = _ModelCall(attempt, dialect, parsed, request.headers)
             if dialect.counts:
-                return dialect.render(parsed, await self._counted(call))
-            exchange = self._exchange(call, raw)
-            connection: HttpConnection = request.scope[CONNECTION]
-            exchange.waiting.append(connection)
-            reply = await self._reply(call, exchange)
-            attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
-            exchange.request = parsed if exchange.conversation is not None else None
-            response = dialect.render(parsed, reply)
-            self._budget.update(attempt.answered)
-            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **parsed.notes(reply)})
-            return _Delivery(response, connection, functools.partial(self._delivered, attempt, exchange))
+                response = dialect.render(parsed, await self._counted(call))
+            else:
+                exchange = self._exchange(call, raw)
+                exchange.waiting.append(connection)
+                reply = await self._reply(call, exchange)
+                attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+                exchange.request = parsed if exchange.conversation is not None else None
+                response = dialect.render(parsed, reply)
+                self._budget.update(attempt.answered)
+                notes = parsed.notes(reply)
+                self._log(dialect, notes)
+                headers = {HEADER_CALL: reply.id, **attempt.reply_headers, **notes}
+                response.raw_headers += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         except Exception as error:
-            failure = as_answer(error, request.url.path)
+            failure, exchange = as_answer(error, request.url.path), None
             if attempt is not None:
                 attempt.count_failure(failure)
-            return dialect.refuse(failure)
+            response = dialect.refuse(failure)
+        arrived = await connection.reply(response, send)
+        if attempt is not None and exchange is not None:
+            await self._delivered(attempt, exchange, arrived)
 
-    async def kept(self, request: Request, reply_id: str, dialect: Dialect) -> Response:
+    async def kept(self, request: Request, reply_id: str) -> Response:
         """A response that was given before (GET), or its removal (DELETE); its echoes are known all the same."""
+        dialect = DIALECTS["/v1/responses"]
         try:
             exchange = (await self.attribution.open(request)).answered.continued(reply_id)
             if exchange is None or exchange.kept is None or exchange.request is None:
@@ -178,7 +232,14 @@ class Gateway:
     def count_unrecorded(self, attempt: ActiveAttempt, route: str) -> None:
         """A request of an attempt is answered and not recorded."""
         attempt.passed_through[route] = attempt.passed_through.get(route, 0) + 1
-        self.counters.passed_through += 1
+
+    def _log(self, dialect: Dialect, notes: Mapping[str, str]) -> None:
+        """Log once what requests ask for and do not get."""
+        for ignored in notes.values():
+            note = f"{dialect.api}: {ignored}"
+            if note not in self._noted and len(self._noted) < _MAX_NOTES:
+                self._noted.add(note)
+                logger.warning("Ignored in requests of %s.", note)
 
     async def stop(self) -> None:
         """Give up the calls that are still in flight."""
@@ -205,9 +266,6 @@ class Gateway:
             sequence = attempt.next_sequence() if earlier is None else earlier.sequence
             exchange = attempt.answered.open(digest, count, sequence)
             exchange.supersedes = earlier
-            self.counters.retried += earlier is not None
-        else:
-            self.counters.retried += 1
         return exchange
 
     async def _reply(self, call: _ModelCall, exchange: Exchange) -> Reply:
@@ -246,9 +304,6 @@ class Gateway:
                 payload, of_reply = await served.client.complete(body, attempt.key)
                 own_id = attempt.call_id(call.dialect.id_prefix)
                 reply = read_reply(payload, of_reply, own_id, logprobs=request.logprobs)
-            except ApiError:
-                self.counters.upstream_errors += 1
-                raise
             finally:
                 attempt.asking.pop(exchange.sequence, None)
                 attempt.last_answer = time.time()
@@ -281,10 +336,6 @@ class Gateway:
             await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late
             exchange.call = None if late else record
-            self.counters.undelivered += record.undelivered and not late
-            self.counters.calls += 1
-            self.counters.without_ids += not reply.has_ids
-            self.counters.late += late
             if late and attempt.refuses_late:
                 raise attempt_closed(*attempt.key)
             return reply
@@ -296,7 +347,6 @@ class Gateway:
             exchange.arrived |= arrived
             if call.undelivered is exchange.arrived and not attempt.closed:
                 call = exchange.call = replace(call, undelivered=not exchange.arrived)
-                self.counters.undelivered += 1 if call.undelivered else -1
                 with contextlib.suppress(ApiError):  # It is logged, and no client waits for an answer.
                     await self._commit(attempt, call, None, _this_task())
             if exchange.arrived:
@@ -324,6 +374,31 @@ class Gateway:
             raise store_failed() from failed
         finally:
             attempt.committing.discard(done)
+
+
+class ModelCalls:
+    """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
+        self._app, self._gateway, self._passthrough = app, gateway, passthrough
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        target = find_route(scope["path"])
+        if target is None:
+            await self._app(scope, receive, send)
+            return
+        route, method = target.route, scope["method"]
+        if method == "POST" and route in DIALECTS:
+            await self._gateway.answer(CallRequest(scope, receive, target), send, DIALECTS[route])
+        elif method == "POST" and route in PASSED_ON:
+            response = await self._passthrough.answer(CallRequest(scope, receive, target), route)
+            await response(scope, receive, send)
+        elif method in ("GET", "DELETE") and route.startswith(_RESPONSES):
+            reply_id = route.removeprefix(_RESPONSES)
+            response = await self._gateway.kept(CallRequest(scope, receive, target), reply_id)
+            await response(scope, receive, send)
+        else:
+            await self._app({**scope, "path": target.path}, receive, send)
 
 
 def _this_task() -> asyncio.Task[Any]:

@@ -66,8 +66,6 @@ class Listening:
         self._host = host
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
-        self.refused = 0
-        """Requests that were no HTTP, too large or too late, and ended their connection."""
         self._state = ServerState()
         self._server: asyncio.Server | None = None
 
@@ -94,7 +92,7 @@ class Listening:
         )
         config.load()
         # uvicorn's Server would take signals, and look ten times a second whether it should end.
-        connect = functools.partial(HttpConnection, config, self._state, {}, listening=self)
+        connect = functools.partial(HttpConnection, config, self._state, {})
         self._server = await asyncio.get_running_loop().create_server(connect, sock=self._socket)
 
     async def stop(self) -> None:
@@ -145,10 +143,6 @@ class HttpConnection(HttpToolsProtocol):
 
     Too large: more than `MAX_HEAD_BYTES` that are no part of a body (a head, a chunk's extension, trailers).
     """
-
-    def __init__(self, *args: Any, listening: Listening, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._listening = listening
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head, self._unread, self._body = True, 0, 0
@@ -259,7 +253,6 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Say why, if the client waits for nothing else, and hang up."""
         self._arrived()
-        self._listening.refused += 1
         logger.debug("A request was refused: %s", error)
         if self._in_head:
             nothing_else = self.cycle is None or self.cycle.response_complete

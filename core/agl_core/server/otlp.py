@@ -29,9 +29,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agl_core.capture.spans import SeenCall, Span, SpanTree, see
-from agl_core.server.attempt import ActiveAttempt
 from agl_core.server.errors import ApiError, as_answer, openai_error
-from agl_core.server.keys import Attribution
+from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
@@ -49,22 +48,6 @@ _LATE = (
     "default: flush before the agent returns (provider.force_flush()), or set OTEL_BSP_SCHEDULE_DELAY=100. "
     "Further ones are only counted."
 )
-
-
-@dataclass(slots=True)
-class IntakeCounters:
-    """What the intake counted since its start."""
-
-    spans: int = 0
-    """Spans taken in."""
-    late: int = 0
-    """Spans that came after their attempt was closed, and do not count."""
-    rejected: int = 0
-    """Spans that could not be taken in."""
-    tool_results: int = 0
-    """Tool results recorded."""
-    named_calls: int = 0
-    """Recorded calls that got their agent or their parent span from a span."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +87,9 @@ class SpanIntake:
     """
 
     def __init__(self, store: Store, attribution: Attribution) -> None:
-        self.counters = IntakeCounters()
         self._store, self._attribution = store, attribution
         self._traces: dict[AttemptKey, _Trace] = {}
+        self._warned = False
 
     def route(self, path: str) -> Route:
         """The route that takes exports at `path`, which may name the attempt by `{rollout}` and `{attempt}`."""
@@ -141,17 +124,15 @@ class SpanIntake:
         """Record spans of an attempt; why they were not taken in, if they were not."""
         self._traces = {key: trace for key, trace in self._traces.items() if not trace.attempt.closed}
         if attempt.closed:
-            if not self.counters.late:
+            if not self._warned:
+                self._warned = True
                 logger.warning(_LATE)
-            self.counters.late += len(spans)
             return f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} is closed: they do not count"
         trace = self._traces.setdefault(attempt.key, _Trace(attempt))
         if len(trace.tree) + len(spans) > _MAX_SPANS:
-            self.counters.rejected += len(spans)
             return (
                 f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} has {_MAX_SPANS} spans already"
             )
-        self.counters.spans += len(spans)
         # The attempt's end waits for what came in before it, also where the exporter hangs up.
         task = asyncio.create_task(self._record(attempt.key, trace, spans))
         attempt.committing.add(task)
@@ -169,8 +150,6 @@ class SpanIntake:
             named = await self._named(key, calls, trace.identities)
             if tool_results or named:
                 await self._store.put(*tool_results, *named)
-            self.counters.tool_results += sum(report.id not in trace.tool_results for report in reports)
-            self.counters.named_calls += len(named)
             trace.tool_results.update({report.id: report for report in reports})
             trace.identities.update({call.response_id: call.identity for call in calls if call.response_id})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import time
 from collections.abc import Mapping
@@ -20,13 +19,12 @@ from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
-from agl_core.server.api import document, worker_routes
-from agl_core.server.gateway import Counters, Gateway
+from agl_core.server.api import Passthrough, document, models_routes, unserved, worker_routes
+from agl_core.server.gateway import DIALECTS, Gateway, ModelCalls
 from agl_core.server.keys import Attribution, Keys, RolloutSource
 from agl_core.server.listening import Listening, url_of
 from agl_core.server.otlp import SpanIntake
 from agl_core.server.queue import RolloutQueue
-from agl_core.server.routes import DIALECTS, ModelCalls, Passthrough, models_routes, unserved
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
@@ -103,10 +101,6 @@ class LightningServer:
         """The version being served of each policy, for upstreams whose replies do not name it."""
         return self._relay.versions
 
-    @property
-    def counters(self) -> Counters:
-        return self._gateway.counters
-
     async def start(self) -> None:
         """Listen; ServerError if a port is taken."""
         listening = Listening(self._host, self._port)
@@ -172,27 +166,20 @@ class LightningServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """What gateway, intake and source of rollouts counted since the start, by name."""
-        spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
-        of_source = {} if self._source is None else self._source.counters
-        invalid = 0 if self._listening is None else self._listening.refused
-        return {**dataclasses.asdict(self.counters), **spans, "invalid_requests": invalid, **of_source}
-
     @functools.cached_property
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json. Made when it is first asked for."""
         further = () if self._source is None else self._source.operations
         return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), further)
 
-    def _health(self) -> Health:
+    def health(self) -> Health:
+        """What the server is doing."""
         return Health(
             serving=self._relay.is_there,
             queued=self.queue.queued,
             running=self.queue.running,
             waiting=self.queue.waiting,
-            counters=self.counts,
+            counters={} if self._source is None else dict(self._source.counters),
         )
 
     def activity(self) -> Activity:
@@ -229,7 +216,7 @@ class LightningServer:
             routes=[
                 *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, self._gateway)),
                 *(self._intake.route(f"{prefix}/v1/traces") for prefix in (_PREFIX, "")),
-                *worker_routes(self.keys, self.queue, self._health, self.activity),
+                *worker_routes(self.keys, self.queue, self.health, self.activity),
                 *(() if self._source is None else self._source.routes),
                 Route("/openapi.json", openapi),
             ],

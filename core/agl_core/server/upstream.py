@@ -32,7 +32,7 @@ from agl_core.types import AttemptKey, Json
 from agl_core.wire.headers import HEADER_ROLLOUT
 
 if TYPE_CHECKING:
-    from agl_core.server.attempt import ActiveAttempt
+    from agl_core.server.keys import ActiveAttempt
 
 logger = logging.getLogger(__name__)
 

@@ -208,10 +208,7 @@ class Health(Body):
     queued: int = Field(description="Rollouts that wait for a worker.")
     running: int = Field(description="Attempts that workers hold.")
     waiting: int = Field(description="Requests for a lease that wait for a rollout.")
-    counters: dict[str, int] = Field(
-        description="What gateway and OTLP intake counted since the server's start, and requests that were no HTTP, "
-        "too large, or too late."
-    )
+    counters: dict[str, int] = Field(description="What a source of rollouts counted since the server's start.")
 
 
 class RunningAttempt(Body):

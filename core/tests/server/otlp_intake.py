@@ -25,12 +25,6 @@ class IntakeStack:
 
     stack: Stack
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """What the intake counted."""
-        counts = self.stack.server.counts
-        return {name.removeprefix("otlp_"): count for name, count in counts.items() if name.startswith("otlp_")}
-
     def authorization(self, key: AttemptKey) -> dict[str, str]:
         return {"authorization": f"Bearer {self.stack.key(key)}"}
 

@@ -31,3 +31,11 @@ def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
     """What agl logged, with tracebacks; what a client of an earlier test says as it is collected is not in it."""
     formatter = logging.Formatter()
     return "\n".join(formatter.format(each) for each in caplog.records if each.name.startswith("agl_"))
+
+
+def clients_waiting(stack: Stack, key: AttemptKey) -> int:
+    """The most connections that asked for one and the same call of an attempt."""
+    attempt = stack.server.queue.attempt(key)
+    assert attempt is not None
+    exchanges = [exchange for found in attempt.answered._exchanges.values() for exchange in found]
+    return max((len(exchange.waiting) for exchange in exchanges), default=0)

@@ -60,8 +60,6 @@ async def test_health_counts(stack: Stack) -> None:
     async with management(stack) as client:
         health = (await client.get("/health")).json()
     assert (health["status"], health["queued"], health["running"], health["waiting"]) == ("ok", 1, 1, 0)
-    assert health["counters"].pop("calls") == 1
-    assert set(health["counters"].values()) == {0}
 
 
 async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:

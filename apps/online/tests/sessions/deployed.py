@@ -89,7 +89,7 @@ class Deployed:
 
     def counted(self, name: str) -> int:
         """One of the counters that the server shows."""
-        return self.server.counts[f"online_{name}"]
+        return self.server.health().counters[f"online_{name}"]
 
 
 @contextlib.asynccontextmanager

@@ -139,7 +139,7 @@ async def test_what_tunes_anthropics_service_is_ignored_and_noted(
         raw = await client.beta.messages.with_raw_response.create(model="claude", max_tokens=9, **CLAUDE_CODES)
     noted = "context_management, output_config.task_budget, thinking, tools.defer_loading"
     assert raw.headers[HEADER_IGNORED] == noted
-    assert [each.count(noted) for each in caplog.messages if "/v1/messages" in each] == [1], "once in the log"
+    assert [each.count(noted) for each in caplog.messages if "requests of messages" in each] == [1], "once in the log"
     body = stack.upstream.received[0].body
     assert body["messages"] == CLAUDE_CODES["messages"], "the system may speak in mid-conversation"
     assert body["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -98,7 +98,6 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
     assert (ok.arguments, ok.agent) == ({"a": 1}, "solver")
     assert (late.tool_call_id, late.status, late.error) == (second.id, ToolStatus.TIMEOUT, "TimeoutError: 5 s")
     assert episode.unjoined == ()
-    assert (intake.counts["tool_results"], intake.counts["named_calls"]) == (2, 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -119,8 +118,6 @@ async def test_several_instrumentations_at_once_are_one_call(
     (call,) = await intake.stack.calls(key)
     assert call.agent == "solver"
     assert call.parent_span == f"{span.get_span_context().span_id:016x}"
-    assert intake.counts["spans"] == 3
-    assert intake.counts["named_calls"] == 1
 
 
 async def test_concurrent_agents_are_told_apart(intake: IntakeStack, instrument: Any) -> None:
@@ -164,7 +161,6 @@ async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrumen
     (tool_result,) = await intake.stack.store.tool_results([key])
     assert (before.agent, before.status) == (None, ToolStatus.EMPTY)
     assert (call.agent, tool_result.agent, tool_result.id) == ("solver", "solver", before.id)
-    assert intake.counts["tool_results"] == 1
 
 
 async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> None:
@@ -231,10 +227,9 @@ async def test_what_the_agents_own_process_told_by_header_stays(intake: IntakeSt
         await flush(provider)
     (call,) = await intake.stack.calls(key)
     assert (call.agent, call.parent_span) == ("told", "its own")
-    assert intake.counts["named_calls"] == 0
 
 
-async def test_spans_after_the_end_are_counted_and_change_nothing(
+async def test_spans_after_the_end_change_nothing(
     intake: IntakeStack, instrument: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = await intake.stack.lease()
@@ -250,7 +245,6 @@ async def test_spans_after_the_end_are_counted_and_change_nothing(
     (call,) = await intake.stack.calls(key)
     assert call.agent is None
     assert await intake.stack.store.tool_results([key]) == []
-    assert (intake.counts["late"], intake.counts["spans"]) == (3, 0)
     assert caplog.text.count("flush before the agent returns") == 1
 
 

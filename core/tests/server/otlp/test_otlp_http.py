@@ -151,7 +151,6 @@ async def test_an_attempt_has_room_for_so_many_spans(intake: IntakeStack) -> Non
     assert refused(await post(intake, exported(many).SerializeToString(), key=key))[0] == 0
     count, why = refused(await post(intake, exported(many).SerializeToString(), key=key))
     assert (count, "10000 spans already" in why) == (5_001, True)
-    assert intake.counts["rejected"] == 5_001
 
 
 async def test_a_store_that_fails_asks_for_the_export_again(
