@@ -15,7 +15,7 @@ from dspy.clients.cache import Cache
 from agl_core.capture import current_attempt, current_identity, report_problem
 from agl_core.capture.context import holding
 from agl_core.capture.marking import AgentRun, ToolRun, started
-from agl_core.capture.requests import Outgoing, Stamping, goes_to_the_server
+from agl_core.capture.requests import Stamping, goes_to_the_server
 from agl_core.capture.wrapping import within, wrap_once
 
 _ANSWERS = ("finish", "submit")
@@ -143,5 +143,5 @@ def _stamp(request: Any) -> Iterator[Any]:
         yield request
         return
     headers = {name.lower(): value for name, value in request.headers}
-    with Stamping().stamped(Outgoing(request.method, headers)):
+    with Stamping().stamped(request.method, headers):
         yield dataclasses.replace(request, headers=list(headers.items()))

@@ -222,6 +222,7 @@ def bootstrap_variables(
         "AGL_ATTEMPT": str(attempt.attempt),
         "AGL_REPORTS": str(reports),
         "AGL_TRIGGERS": ",".join(sorted({"agl_core", *_own_frameworks(*plugins)})),
+        "AGL_LIBRARIES": ",".join(HTTP_LIBRARIES),
         "AGL_PLUGINS": os.pathsep.join(map(str, plugins)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), environment.get("PYTHONPATH")])),
         **_telemetry(attempt, base_url, api_key, environment),

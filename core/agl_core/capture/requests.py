@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -55,15 +54,6 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A request that a library is about to send."""
-
-    method: str
-    headers: MutableMapping[str, str]
-    """They are found by names in lower case. What is set here is sent."""
-
-
 class Stamping:
     """Stamps the requests of the libraries that are patched."""
 
@@ -72,14 +62,17 @@ class Stamping:
         """Asked where no adapter has entered an identity; in this order, the first answer counts."""
 
     @contextmanager
-    def stamped(self, request: Outgoing) -> Iterator[None]:
-        """Stamp a request to the server (see `goes_to_the_server`), which is sent inside."""
+    def stamped(self, method: str, headers: MutableMapping[str, str]) -> Iterator[None]:
+        """Stamp a request to the server (see `goes_to_the_server`), which is sent inside with what is set in `headers`.
+
+        They are found by names in lower case.
+        """
         active, step = current_attempt(), None
         if active is not None:
             try:
-                step = _begun_step(request)
-                request.headers.update(self._headers(request, active, step))
-                _authorize(request, active)
+                step = _begun_step(method, headers)
+                headers.update(self._headers(active, step))
+                _authorize(headers, active)
             except Exception as error:
                 report_problem("Stamping a request", error)
         try:
@@ -88,7 +81,7 @@ class Stamping:
             if step is not None:
                 step.end_call()
 
-    def _headers(self, request: Outgoing, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
+    def _headers(self, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
         who = current_identity() or Identity()
         if who.agent is None and who.parent_span is None:
             who = self._resolved() or who
@@ -162,20 +155,20 @@ def _address(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
 
 
-def _authorize(request: Outgoing, active: ActiveAttempt) -> None:
+def _authorize(headers: MutableMapping[str, str], active: ActiveAttempt) -> None:
     """Send the attempt's own key, whatever key the client has: one client may serve many attempts."""
-    if "x-api-key" in request.headers:
-        request.headers["x-api-key"] = active.api_key
-    request.headers["authorization"] = f"Bearer {active.api_key}"
+    if "x-api-key" in headers:
+        headers["x-api-key"] = active.api_key
+    headers["authorization"] = f"Bearer {active.api_key}"
 
 
-def _begun_step(request: Outgoing) -> Step | None:
+def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     """The step that a call begins, if its scope has steps; a retry stays in the step of its first try."""
     scope = current_scope()
-    if scope is None or scope.steps is None or request.method != "POST":
+    if scope is None or scope.steps is None or method != "POST":
         return None
     step = current_step()
-    is_retry = request.headers.get(_RETRY_COUNT, "0") != "0"
+    is_retry = headers.get(_RETRY_COUNT, "0") != "0"
     return (
         step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)
     )
@@ -196,7 +189,7 @@ def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
         if not goes_to_the_server(str(request.url)):
             yield _Reply()
             return
-        with stamping.stamped(Outgoing(request.method, request.headers)):
+        with stamping.stamped(request.method, request.headers):
             yield _Reply()
 
     for client in (library.Client, library.AsyncClient):
@@ -213,17 +206,13 @@ def _poll_when_used(pools: ModuleType, patches: Patches) -> None:
     """
 
     def too_old(_: _Send) -> _Send:
-        def is_too_old(connection: Any) -> bool:
-            expires = getattr(connection, "_expire_at", None)
-            return expires is not None and time.monotonic() > expires
-
-        return is_too_old
+        return lambda connection: (end := connection._expire_at) is not None and time.monotonic() > end
 
     def usable(has_expired: _Send) -> Callable[[_Send], _Send]:
         def checking(handle: _Send) -> _Send:
             def handle_if_usable(connection: Any, request: Any) -> Any:
                 if has_expired(connection):
-                    connection.close()
+                    connection._expire_at = 0.0  # The pool closes it.
                     raise pools.ConnectionNotAvailable
                 return handle(connection, request)
 
@@ -231,23 +220,10 @@ def _poll_when_used(pools: ModuleType, patches: Patches) -> None:
 
         return checking
 
-    def async_usable(has_expired: _Send) -> Callable[[_Send], _Send]:
-        def checking(handle: _Send) -> _Send:
-            async def handle_if_usable(connection: Any, request: Any) -> Any:
-                if has_expired(connection):
-                    await connection.aclose()
-                    raise pools.ConnectionNotAvailable
-                return await handle(connection, request)
-
-            return handle_if_usable
-
-        return checking
-
     blocking, non_blocking = pools.HTTP11Connection, pools.AsyncHTTP11Connection
-    patches.replace(blocking, "handle_request", usable(blocking.has_expired))
-    patches.replace(non_blocking, "handle_async_request", async_usable(non_blocking.has_expired))
-    for connection in (blocking, non_blocking):
-        patches.replace(connection, "has_expired", too_old)
+    for kind, name in ((blocking, "handle_request"), (non_blocking, "handle_async_request")):
+        patches.replace(kind, name, usable(kind.has_expired))
+        patches.replace(kind, "has_expired", too_old)
 
 
 def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
@@ -259,7 +235,7 @@ def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
             ours = _ours(address, pool.headers if headers is None else headers)
             if ours is None:
                 return urlopen(pool, method, url, body, headers, *args, **kwargs)
-            with stamping.stamped(Outgoing(method, ours)):
+            with stamping.stamped(method, ours):
                 return urlopen(pool, method, url, body, ours, *args, **kwargs)
 
         return stamped_urlopen
@@ -274,7 +250,7 @@ def _aiohttp(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
             ours = _ours(address, [*session.headers.items(), *_pairs(options.get("headers"))])
             if ours is None:
                 return await request(session, method, url, **options)
-            with stamping.stamped(Outgoing(method, ours)):
+            with stamping.stamped(method, ours):
                 return await request(session, method, url, **{**options, "headers": ours})
 
         return stamped_request

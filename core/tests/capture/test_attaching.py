@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 import agl_core
-from agl_core import kinds
-from agl_core.capture import Identity, installed_adapters
-from agl_core.plugins import Plugins
+from agl_core.capture import Identity
 
 
 class FakeAdapter:
@@ -44,21 +42,17 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
         sys.modules.pop(module, None)
 
 
-def test_an_adapter_waits_for_its_framework(framework: str) -> None:
+def test_an_adapter_is_attached_once_when_its_framework_is_imported(framework: str) -> None:
     adapter = FakeAdapter(framework)
     agl_core.attach([adapter])
     assert importlib.util.find_spec(framework) is not None
     assert adapter.calls == 0
     importlib.import_module(f"{framework}.part")
-    assert adapter.calls == 1
-
-
-def test_a_framework_that_was_imported_before(framework: str) -> None:
-    importlib.import_module(framework)
-    adapter = FakeAdapter(framework)
-    agl_core.attach([adapter])
     agl_core.attach([adapter])
     assert adapter.calls == 1
+    agl_core.attach([adapter]).detach()
+    agl_core.attach([adapter])
+    assert adapter.calls == 2, "at once: it is imported already"
 
 
 def test_an_adapter_that_fails_is_reported_and_the_import_works(
@@ -77,18 +71,6 @@ def test_a_framework_that_fails_to_import_fails_as_before(framework: str, tmp_pa
     with pytest.raises(OSError, match="half installed"):
         importlib.import_module(framework)
     assert adapter.calls == 0
-
-
-def test_adapters_come_from_plugins() -> None:
-    class Plugin:
-        @agl_core.hookimpl
-        def register_components(self, register: Any) -> None:
-            register(kinds.ADAPTER, "fake", lambda options: FakeAdapter("fake_framework"))
-
-    plugins = Plugins()
-    plugins.register(Plugin(), "a test")
-    (adapter,) = installed_adapters(plugins)
-    assert adapter.framework == "fake_framework"
 
 
 def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early() -> None:

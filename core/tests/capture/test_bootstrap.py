@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture.attaching import SITE, bootstrap_variables
-from agl_core.capture.requests import HTTP_LIBRARIES
+from agl_core.capture.attaching import bootstrap_variables
 from agl_core.testing.server import StackInThread, stack_in_thread
 from agl_core.types import AttemptKey
 
@@ -90,17 +89,8 @@ def served() -> Any:
 
 
 CLIENTS = {
-    "httpx": "import httpx; httpx.post(url, json=body, headers=headers, trust_env=False)",
     "httpx2": "import httpx2; httpx2.post(url, json=body, headers=headers, trust_env=False)",
     "urllib3.connectionpool": "import requests; requests.post(url, json=body, headers=headers)",
-    "aiohttp.client": """
-        import aiohttp, asyncio
-        async def main():
-            async with aiohttp.ClientSession() as session:
-                async with session.post(url, json=body, headers=headers) as reply:
-                    await reply.read()
-        asyncio.run(main())
-    """,
 }
 
 
@@ -117,8 +107,3 @@ print(json.dumps("agl_core" in sys.modules))
 """
     assert ran(program, tmp_path, stack.server.base_url, stack.key(key), key.rollout)
     assert not list((tmp_path / "reports").iterdir()), "nothing failed"
-
-
-def test_the_bootstrap_knows_the_same_libraries() -> None:
-    site = (SITE / "sitecustomize.py").read_text()
-    assert all(f'"{library}"' in site for library in HTTP_LIBRARIES)

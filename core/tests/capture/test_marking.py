@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
-from agl_core.testing.scripts import Hold, Say
+from agl_core.testing.scripts import Fail, Hold, Say
 from agl_core.testing.server import running_stack, stack_in_thread
 from agl_core.types import Episode
 
@@ -50,51 +50,6 @@ async def look_up_async(city: str) -> str:
     return look_up.__wrapped__(city)
 
 
-def action(text: str) -> str | None:
-    found = re.search(r"Action: (\w+)", text)
-    return found and found[1]
-
-
-@agl_core.agent("reactor")
-def react(client: openai.OpenAI, question: str) -> str:
-    """A text ReAct agent: no tool calls in the API, just words."""
-    messages: list[Any] = [{"role": "user", "content": question}]
-    for _ in range(6):
-        text = client.chat.completions.create(model="default", messages=messages).choices[0].message.content or ""
-        messages.append({"role": "assistant", "content": text})
-        city = action(text)
-        if city is None:
-            return text
-        try:
-            seen = look_up(city)
-        except Exception as error:
-            seen = str(error)
-        messages.append({"role": "user", "content": f"Observation: {seen}"})
-    return "gave up"
-
-
-def test_a_text_react_agent_gets_its_tool_results_at_the_calls_that_asked_for_them() -> None:
-    with stack_in_thread() as served:
-        words = [f"Thought: look. Action: {city}" for city in ("Oslo", "Atlantis", "Mordor", "Limbo")]
-        served.stack.upstream.script(*map(Say, [*words, "It is 4 °C."]))
-        attempt = served.portal.call(served.stack.attempt)
-        base_url, key = served.stack.url(attempt.key), served.stack.key(attempt.key)
-        with openai.OpenAI(base_url=base_url, api_key=key) as client, attempt.running():
-            assert react(client, "How warm is it?") == "It is 4 °C."
-        episode = served.portal.call(attempt.close)
-    assert told(episode) == [
-        ("reactor", [("look_up", "ok")]),
-        ("reactor", [("look_up", "empty")]),
-        ("reactor", [("look_up", "error")]),
-        ("reactor", [("look_up", "timeout")]),
-        ("reactor", []),
-    ]
-    assert episode.unjoined == ()
-    first = episode.transitions[0].tool_results[0]
-    assert (first.arguments, first.result, first.agent) == ({"city": "Oslo"}, "4 °C", "reactor")
-    assert "walk in" in episode.transitions[2].tool_results[0].error
-
-
 async def ask(client: openai.AsyncOpenAI, text: str) -> str:
     reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
     return reply.choices[0].message.content or ""
@@ -106,19 +61,6 @@ async def direct(client: openai.AsyncOpenAI, text: str) -> str:
 
 async def in_a_task(client: openai.AsyncOpenAI, text: str) -> str:
     return await asyncio.wait_for(asyncio.create_task(ask(client, text)), 30)
-
-
-@pytest.mark.parametrize("call", [direct, in_a_task])
-async def test_the_call_may_be_made_in_a_task_of_its_own(call: Callable[..., Any]) -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        with attempt.running():
-            async with stack.client(attempt.key) as client, agl_core.agent("walker"):
-                for city in ("Oslo", "Atlantis", "Oslo"):
-                    await call(client, city)
-                    await look_up_async(city)
-        episode = await attempt.close()
-    assert [tools for _, tools in told(episode)] == [[("look_up_async", s)] for s in ("ok", "empty", "ok")]
 
 
 @pytest.mark.parametrize("call", [direct, in_a_task])
@@ -168,7 +110,9 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
             look_up("Atlantis")
             asyncio.run(later("third", "fourth"))
             asyncio.run(later("fifth"))
-            look_up("Oslo")
+            for city in ("Mordor", "Limbo"):
+                with contextlib.suppress(Exception):
+                    look_up(city)
             asyncio.run(at_once())
             look_up("Atlantis")  # after two calls at once
         episode = served.portal.call(attempt.close)
@@ -176,10 +120,13 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
         [("look_up", "ok")],
         [("look_up", "empty")],
         *([], []),
-        [("look_up", "ok")],
+        [("look_up", "error"), ("look_up", "timeout")],
         *([], []),
     ]
     assert len(episode.unjoined) == 1
+    first = episode.transitions[0].tool_results[0]
+    assert (first.arguments, first.result, first.agent) == ({"city": "Oslo"}, "4 °C", "mixed")
+    assert "walk in" in episode.transitions[4].tool_results[0].error
 
 
 async def test_what_cannot_be_told_is_not_guessed() -> None:
@@ -266,8 +213,6 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
 
 
 async def test_a_retry_of_the_client_stays_in_its_step() -> None:
-    from agl_core.testing.scripts import Fail
-
     async with running_stack() as stack:
         attempt = await stack.attempt()
         stack.upstream.script(Fail(500), Say("after all"))

@@ -15,7 +15,6 @@ import requests
 import urllib3
 
 import agl_core
-from agl_core.testing.scripts import Say
 from agl_core.testing.server import RunningAttempt, Stack, running_stack
 from agl_core.wire.headers import HEADER_ROLLOUT
 
@@ -71,9 +70,11 @@ def joined(episode: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("ask", [*SYNC, *ASYNC], ids=lambda ask: ask.__name__)
-async def test_calls_of_other_clients_are_stamped_and_tools_join_them(stack: Stack, ask: Any) -> None:
+async def test_calls_of_other_clients_are_stamped_and_tools_join_them_but_no_other_host_is_told(
+    stack: Stack, ask: Any
+) -> None:
     attempt = await stack.attempt()
-    url = f"{stack.url()}/chat/completions"
+    url, elsewhere = f"{stack.url()}/chat/completions", f"{stack.upstream.url}/chat/completions"
 
     def agent() -> None:
         with openai.OpenAI(base_url=stack.url(), api_key="k") as client, agl_core.agent("solver"):
@@ -81,6 +82,7 @@ async def test_calls_of_other_clients_are_stamped_and_tools_join_them(stack: Sta
             look_up("first")
             assert ask(url)["choices"][0]["message"]["role"] == "assistant"
             look_up("second")
+            ask(elsewhere)
             ask(url)
             look_up("third")
 
@@ -90,30 +92,21 @@ async def test_calls_of_other_clients_are_stamped_and_tools_join_them(stack: Sta
             look_up("first")
             assert (await ask(url))["choices"][0]["message"]["role"] == "assistant"
             look_up("second")
+            await ask(elsewhere)
             await ask(url)
             look_up("third")
 
     with attempt.running():
         await (async_agent() if asyncio.iscoroutinefunction(ask) else asyncio.to_thread(agent))
     calls = await attempt.calls()
-    assert [call.agent for call in calls] == ["solver"] * 3
-    assert all(call.stamped for call in calls)
+    assert [(call.agent, call.stamped) for call in calls] == [("solver", True)] * 3
+    directly = stack.upstream.received[2].headers
+    assert not [name for name in directly if name.lower().startswith("x-agl")]
+    assert stack.key(attempt.key) not in str(dict(directly))
+    assert attempt.active.recording.bypassed_calls == {elsewhere: 1}, "but the rollout says that it was called"
     episode = await attempt.close()
     assert joined(episode) == [["first"], ["second"], ["third"]]
     assert (episode.unjoined, episode.unattributed) == ((), 0)
-
-
-@pytest.mark.parametrize("ask", [*SYNC, *ASYNC], ids=lambda ask: ask.__name__)
-async def test_no_other_host_is_told_anything(stack: Stack, ask: Any) -> None:
-    attempt = await stack.attempt()
-    stack.upstream.script(Say("directly"))
-    with attempt.running(), agl_core.agent("solver"):
-        url = f"{stack.upstream.url}/chat/completions"
-        await (ask(url) if asyncio.iscoroutinefunction(ask) else asyncio.to_thread(ask, url))
-    (received,) = stack.upstream.received
-    assert not [name for name in received.headers if name.lower().startswith("x-agl")]
-    assert stack.key(attempt.key) not in str(dict(received.headers))
-    assert attempt.active.recording.bypassed_calls == {url: 1}, "but the rollout says that it was called"
 
 
 async def test_after_a_call_of_an_unknown_client_no_tool_is_joined(stack: Stack) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-_LIBRARIES = frozenset({"httpx", "httpx2", "urllib3.connectionpool", "aiohttp.client"})
+_LIBRARIES = frozenset(os.environ.get("AGL_LIBRARIES", "").split(","))
 """The HTTP libraries whose requests agl stamps."""
 _NEEDED = frozenset(
     {"agl_core", "annotated_types", "numpy", "orjson", "pluggy", "pydantic", "pydantic_core"}
