@@ -150,14 +150,14 @@ bench-server: install ## Measure the Lightning Server (five minutes, on a quiet 
 	@$(BIN)/python tests/benchmarks/server_speed.py $(if $(AGAINST),--against $(AGAINST))
 
 bench-async: install ## Compare training with and without waiting, three seeds; writes the table of docs/asynchronous.md
-	@$(BIN)/python tests/benchmarks/engine_speed.py async --write
+	@$(BIN)/python tests/benchmarks/training_runs.py async --write
 
 bench-capture: install ## Count what is captured of each framework (two minutes); writes the table of docs/capture.md
 	@$(BIN)/python -m tests.benchmarks.capture
 
 bench-trl: install $(ORACLES)/.installed ## Train SmolLM2-135M by agl and by TRL, three seeds; writes the table of docs/compare.md (two hours; it can be interrupted)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
-	@$(BIN)/python tests/benchmarks/trl_training.py --model examples/smollm/policy --folder .bench-trl --write
+	@$(BIN)/python tests/benchmarks/training_runs.py trl --write
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
 gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); prints the figures

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import psutil
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Mode, RolloutState
 
 from .conftest import CALC, Agl, Command
 
+USERS, MOST_CALLS = 16, 4
 SETTINGS = """
 [rewards.users]
 rule = "feedback"
@@ -59,28 +61,26 @@ LEARN = [
 
 
 class Deployed:
-    """The learner, and users of it."""
+    """The learner, and simulated users of it, by the official client in a thread of their own.
+
+    They ask the problems of the example's training split, run the calculator when the model asks for it, and give a
+    thumbs up if the answer is right. While the server is away they try again.
+    """
 
     def __init__(self, agl: Agl) -> None:
         self.agl, self.folder = agl, agl.folder
         self.run = agl.folder / "runs" / "online"
         self.file = configuration(agl.folder)
-        self.users: subprocess.Popen[bytes] | None = None
+        self.address: dict[str, str] = {}
+        self.talks: list[dict[str, Any]] = []
+        """Each finished session."""
 
     def learn(self) -> Command:
         """Start the command, and tell the users where it is."""
         command = self.agl.start("learn", self.file, *(f"--set={each}" for each in LEARN))
         command.until(lambda: "use: " in command.output())
         [url] = re.findall(r"use: (\S+)/v1", command.output())
-        keys = {"key": self.key(), "feedback": self.key("--feedback")}
-        (self.folder / "address.json").write_text(json.dumps({"url": url, **keys}))
-        if self.users is None:
-            arguments = ["-m", "tests.end_to_end.calc_users", self.folder / "address.json", self.folder / "users.log"]
-            with (self.folder / "users.txt").open("w") as output:
-                environment = {**os.environ, "PYTHONPATH": str(CALC.parent)}
-                self.users = subprocess.Popen(
-                    [sys.executable, *arguments], stdout=output, stderr=output, env=environment
-                )
+        self.address = {"url": url, "key": self.key(), "feedback": self.key("--feedback")}
         return command
 
     def key(self, *options: str) -> str:
@@ -98,22 +98,78 @@ class Deployed:
     def steps(self) -> int:
         return max((line["step"] for line in self.agl.metrics("online") if line["kind"] == "train"), default=0)
 
-    @property
-    def talks(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "users.log").read_text().splitlines()]
+    async def use(self) -> None:
+        numbers = itertools.count()
+
+        async def user() -> None:
+            for number in numbers:
+                while not self.address or not await self.talk(http, self.address, number):  # noqa: ASYNC110  of another thread
+                    await asyncio.sleep(0.2)
+
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            await asyncio.gather(*(user() for _ in range(USERS)))
+
+    async def talk(self, http: httpx.AsyncClient, at: dict[str, str], number: int) -> bool:
+        """One session, and what was said of it; whether the server was there for all of it."""
+        from calculator import SYSTEM_PROMPT, calculator
+        from langchain_core.utils.function_calling import convert_to_openai_tool
+        from problems import Split, problem
+
+        from agl_rewards import last_number
+
+        async def post(route: str, key: str, **body: Any) -> Any:
+            headers = {"Authorization": f"Bearer {key}"}
+            return (await http.post(f"{at['url']}/agl/v1/{route}", json=body, headers=headers)).raise_for_status()
+
+        asked, name, headers = problem(Split.TRAIN, 7, number), f"talk-{number}", {"x-agl-session": f"talk-{number}"}
+        client = openai.AsyncOpenAI(
+            api_key=at["key"], base_url=f"{at['url']}/v1", http_client=http, max_retries=0, default_headers=headers
+        )
+        tools: Any = [convert_to_openai_tool(calculator)]
+        messages: list[Any] = [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": asked.question},
+        ]
+        try:
+            for _ in range(MOST_CALLS):
+                reply = await client.chat.completions.create(model="default", messages=messages, tools=tools)
+                said: Any = reply.choices[0].message
+                messages.append(said.model_dump(exclude_none=True))
+                if not said.tool_calls:
+                    break
+                for call in said.tool_calls:
+                    try:
+                        result = calculator.invoke(json.loads(call.function.arguments))
+                    except Exception as error:
+                        result = f"Error: {error}"
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            right = last_number(said.content) == float(asked.result)
+            await post("sessions/end", at["key"], session=name)
+            feedback = {"session": name, "rewards": {"thumbs": float(right)}, "id": f"said-{number}"}
+            recorded = (await post("feedback", at["feedback"], **feedback)).json()
+        except (openai.APIError, httpx.HTTPError):
+            return False
+        self.talks.append({"session": recorded["session"], "name": name, "right": right})
+        return True
 
 
 @pytest.fixture
-def deployed(agl: Agl) -> Iterator[Deployed]:
-    made = Deployed(agl)
-    yield made
-    if made.users is not None:
-        made.users.kill()
-        made.users.wait()
+def deployed(agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Deployed:
+    monkeypatch.syspath_prepend(str(CALC.parent))
+    return Deployed(agl)
+
+
+@pytest.fixture
+def users(deployed: Deployed) -> Iterator[Any]:
+    """Until they are cancelled."""
+    with start_blocking_portal() as portal:
+        using = portal.start_task_soon(deployed.use)
+        yield using
+        using.cancel()
 
 
 @pytest.mark.storm
-def test_a_policy_that_is_used_gets_better_though_each_of_its_processes_is_killed(deployed: Deployed) -> None:
+def test_a_policy_that_is_used_gets_better_though_its_processes_are_killed(deployed: Deployed, users: Any) -> None:
     first = deployed.learn()
     first.until(lambda: deployed.steps >= 1)
     engines = psutil.Process(first.process.pid).children()
@@ -129,12 +185,10 @@ def test_a_policy_that_is_used_gets_better_though_each_of_its_processes_is_kille
     first.kill()
 
     again = deployed.learn()
-    assert deployed.users is not None
     again.until(lambda: deployed.became("stable") and deployed.steps >= 10)
     known = len(deployed.talks)
     again.until(lambda: len(deployed.talks) >= known + 200)
-    deployed.users.kill()
-    deployed.users.wait()
+    users.cancel()
     again.process.send_signal(signal.SIGINT)
     assert again.wait() == 130, again.output()
     assert "agl learn" in again.output().splitlines()[-1]

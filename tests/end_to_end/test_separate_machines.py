@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import subprocess
@@ -14,64 +13,20 @@ from typing import Any
 
 import pytest
 
-from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Attempt, Ending, RolloutState
+from agl_core.types import Ending, RolloutState
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
-from .conftest import Agl
-
-CALC = Path(__file__).parents[2] / "examples" / "calc"
-
-SLOW_AGENT = """
-import os, time
-import httpx
-
-def solve(task_input):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    body = {"model": "m", "messages": [{"role": "user", "content": task_input["question"]}]}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    answer = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).raise_for_status().json()
-    time.sleep(0.5)
-    return answer["choices"][0]["message"]["content"]
-"""
+from .conftest import CALC, Agl, recorded
 
 SETTINGS = {
     "train.steps": 3, "train.groups_per_step": 2, "train.group_size": 6, "train.checkpoint_every": 10,
-    "eval.tasks": 2, "eval.every": 10, "eval.modes": ["eval-greedy"], "sampling.max_tokens": 8,
-    "workers.embedded": False, "workers.attempts": 5, "server.lease": 2.0,
+    "eval.tasks": 2, "eval.every": 10, "eval.modes": ["eval-greedy"],
+    "workers.embedded": False, "workers.attempts": 5, "server.lease": 2.0, "server.host": "0.0.0.0",
 }  # fmt: skip
-
-
 KEY = {WORKER_KEY: "the-workers-key"}
 PORT, STEPS = 8123, 3
 ROLLOUTS = 1 + STEPS * 12 + 2 * 2 * 2
 """The first look, those of training, and of two held-out sets before and after."""
-
-
-def all_attempts(store: Path) -> list[Attempt]:
-    """Every attempt of a run, after checking that each rollout is done by one of its attempts."""
-
-    async def read() -> list[Attempt]:
-        found = []
-        async with SqliteStore(store, read_only=True) as opened:
-            for rollout in await opened.rollouts(run="calc"):
-                attempts = await opened.attempts(rollout.id)
-                assert rollout.state is RolloutState.DONE
-                assert rollout.ending is Ending.FINISHED
-                assert [each.attempt for each in attempts if each.attempt == rollout.counted_attempt] != []
-                found += attempts
-        return found
-
-    return asyncio.run(read())
-
-
-def slow_run(agl: Any, **changes: Any) -> list[str]:
-    """The arguments to train a slow, sync agent without a worker; the configuration is slow.toml."""
-    (agl.folder / "slow_agent.py").write_text(SLOW_AGENT)
-    config = (CALC / "train.toml").read_text()
-    config = config.replace('"agent:solve"', '"slow_agent:solve"').replace('"tasks.py"', f'"{CALC / "tasks.py"}"')
-    (agl.folder / "slow.toml").write_text(config.replace('"policy"', f'"{CALC / "policy"}"'))
-    return ["slow.toml", *(f"--set={key}={json.dumps(value)}" for key, value in {**SETTINGS, **changes}.items())]
 
 
 def ip(*arguments: str) -> None:
@@ -117,15 +72,13 @@ def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -
     for each in (WORKER_KEY, OPERATOR_KEY):
         monkeypatch.delenv(each, raising=False)
     trainer, *others = (machine(role) for role in ("trainer", "worker", "worker"))
-    for each in (trainer, *others):
-        config, *settings = slow_run(each)
     workers = [
-        each.start("worker", config, f"--server=http://10.77.{number}.1:{PORT}", "--concurrency=6")
+        each.start("worker", CALC, f"--server=http://10.77.{number}.1:{PORT}", "--concurrency=6")
         for number, each in enumerate(others, 1)
     ]
     workers[0].until(lambda: all("working for" in worker.output() for worker in workers))
-    store = trainer.folder / "runs" / "calc" / "store.sqlite"
-    training = trainer.start("train", config, *settings, "--set=server.host=0.0.0.0", f"--set=server.port={PORT}")
+    settings = {**SETTINGS, "server.port": PORT}
+    training = trainer.start("train", CALC, *(f"--set={key}={json.dumps(value)}" for key, value in settings.items()))
 
     training.until(lambda: f"step   1/{STEPS}  reward" in training.output())
     workers[0].kill()
@@ -133,6 +86,10 @@ def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -
     assert workers[1].wait(60) == 0, workers[1].output()
 
     assert trainer.summary("calc")["steps"] == STEPS
-    endings = Counter(each.ending for each in all_attempts(store))
+    records = recorded(trainer.folder / "runs" / "calc")
+    for rollout in records.rollouts.values():
+        assert (rollout.state, rollout.ending) == (RolloutState.DONE, Ending.FINISHED)
+        assert rollout.counted_attempt in {attempt.attempt for attempt in records.attempts[rollout.id]}
+    endings = Counter(attempt.ending for tried in records.attempts.values() for attempt in tried)
     assert endings[Ending.FINISHED] == ROLLOUTS
     assert set(endings) <= {Ending.FINISHED, Ending.LOST}

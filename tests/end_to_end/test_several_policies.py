@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Call, Mode, Rollout, TrainingRecord
+from agl_core.types import Mode
 from agl_core.wire.headers import HEADER_AGENT
 
-from .engine_stack import make_policy
+from .conftest import recorded, write_run
 
 AGENT = f'''
 import openai
@@ -37,85 +33,13 @@ async def solve(task_input, context):
     opinion = await ask("critic-1", draft or "nothing")
     return await ask("writer", opinion or "nothing")
 '''
-REWARDS = '''
-import agl_core
-
-@agl_core.reward_rule
-def brevity(episode):
-    """The shorter, the better; seldom the same for two answers."""
-    return 1 / (1 + len(episode.result or ""))
-'''
 POLICY = {"writer": "writer", "critic-1": "critic"}
 """Whose calls which policy answers."""
 STEPS = 3
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An agent, a reward, tasks and a policy that babbles."""
-    (tmp_path / "writing_agent.py").write_text(AGENT)
-    (tmp_path / "writing_rewards.py").write_text(REWARDS)
-    (tmp_path / "tasks.jsonl").write_text('{"input": "Hello, how are you?"}\n{"input": "The weather today"}\n')
-    make_policy(tmp_path / "policy")
-    return tmp_path
-
-
-def configuration(folder: Path, name: str, train: Mapping[str, Any], **policies: Mapping[str, Any]) -> Path:
-    """A file for a short run in which Adam and weight decay would move whatever they touch."""
-    optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1}
-    file = folder / f"{name}.toml"
-    file.write_text(
-        tomli_w.dumps(
-            {
-                "config_version": 1,
-                "name": name,
-                "plugins": ["writing_rewards.py"],
-                "agent": {"entry": "writing_agent:solve", "attach": False},
-                "tasks": {"train": {"source": "jsonl", "path": "tasks.jsonl"}},
-                "policies": {policy: {"optimizer": optimizer, **table} for policy, table in policies.items()},
-                "sampling": {"max_tokens": 24},
-                "train": {
-                    "steps": STEPS,
-                    "groups_per_step": 2,
-                    "group_size": 4,
-                    "checkpoint_every": 1,
-                    "keep_checkpoints": 10,
-                    **train,
-                },
-                "rewards": {"brevity": {}},
-                "engine": {"name": "torch", "torch": {"cache_mib": 32, "threads": 1}},
-                "trackers": {"tensorboard": False},
-            }
-        )
-    )
-    return file
-
-
-def recorded(run: Path) -> tuple[dict[str, Rollout], list[Call], dict[str, TrainingRecord], dict[str, float]]:
-    """Training rollouts by id, their calls, what was made of each call, and the terminal rewards."""
-
-    async def read() -> Any:
-        async with SqliteStore(run / "store.sqlite", read_only=True) as store:
-            rollouts = {each.id: each for each in await store.rollouts(mode=Mode.TRAIN)}
-            keys = [AttemptKey(each.id, each.counted_attempt or 0) for each in rollouts.values()]
-            calls, training_records, rewards = (
-                await store.calls(keys),
-                await store.training_records(keys),
-                await store.rewards(keys),
-            )
-            return (
-                rollouts,
-                calls,
-                {record.call: record for record in training_records},
-                {each.rollout: each.value for each in rewards},
-            )
-
-    found: tuple[dict[str, Rollout], list[Call], dict[str, TrainingRecord], dict[str, float]] = asyncio.run(read())
-    return found
-
-
-def weights(run: Path, step: int, policy: str, file: str = "model.safetensors") -> Path:
-    return run / "checkpoints" / f"step-{step:06d}" / policy / "model" / file
+def weights(run: Path, step: int, policy: str) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}" / policy / "model" / "model.safetensors"
 
 
 def trainer_state(run: Path, step: int, policy: str) -> dict[str, Any]:
@@ -130,34 +54,31 @@ def moved(before: Path, after: Path) -> bool:
     return any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_frozen_policy_stays_byte_identical_while_another_is_trained(agl: Any, folder: Path) -> None:
-    policy = {"model": {"path": "policy"}}
-    file = configuration(
-        folder,
-        "frozen",
-        {"agents": ["writer"]},
-        writer={**policy, "agents": ["writer"], "algorithm": {"name": "ppo"}},
-        critic={**policy, "agents": ["critic-*"]},
-    )
-    agl.run("train", file)
-    run = folder / "runs" / "frozen"
+def test_a_frozen_policy_stays_byte_identical_while_another_is_trained(agl: Any, tmp_path: Path) -> None:
+    # Adam and weight decay would move whatever they touch.
+    policy = {"model": {"path": "policy"}, "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1}}
+    policies = {
+        "writer": {**policy, "agents": ["writer"], "algorithm": {"name": "ppo"}},
+        "critic": {**policy, "agents": ["critic-*"]},
+    }
+    agl.run("train", write_run(tmp_path, AGENT, STEPS, train={"agents": ["writer"]}, policies=policies))
+    run = tmp_path / "runs" / "run"
 
-    start = (folder / "policy" / "model.safetensors").read_bytes()
+    start = tmp_path / "policy" / "model.safetensors"
     for step in range(1, STEPS + 1):
-        assert weights(run, step, "critic").read_bytes() == start
-        assert moved(
-            weights(run, step - 1, "writer") if step > 1 else folder / "policy" / "model.safetensors",
-            weights(run, step, "writer"),
-        )
+        assert weights(run, step, "critic").read_bytes() == start.read_bytes()
+        assert moved(weights(run, step - 1, "writer") if step > 1 else start, weights(run, step, "writer"))
         assert trainer_state(run, step, "critic")["version"] == 0
         assert trainer_state(run, step, "writer")["version"] == step
-    rollouts, calls, training_records, rewards = recorded(run)
-    assert len(calls) == 3 * len(rollouts) == 3 * 8 * STEPS
-    for call in calls:
-        assert call.policy == POLICY[call.agent or ""]
-        assert call.version == (rollouts[call.rollout].step - 1 if call.policy == "writer" else 0)
-        record = training_records[call.id]
-        # Untrained, the critic's calls still have their share of the return, as the run's rule gives it.
-        assert record.credit == pytest.approx(rewards[call.rollout])
-        assert (record.dropped == "untrained_agent") == (call.policy == "critic")
-    assert sum(record.weight for record in training_records.values()) > 0
+    records = recorded(run, Mode.TRAIN)
+    training = {record.call: record for found in records.training.values() for record in found}
+    assert len(records.rollouts) == 8 * STEPS
+    for rollout in records.rollouts.values():
+        assert len(records.calls[rollout.id]) == 3
+        for call in records.calls[rollout.id]:
+            assert call.policy == POLICY[call.agent or ""]
+            assert call.version == (rollout.step - 1 if call.policy == "writer" else 0)
+            # Untrained, the critic's calls still have their share of the return, as the run's rule gives it.
+            assert training[call.id].credit == pytest.approx(records.rewards[rollout.id])
+            assert (training[call.id].dropped == "untrained_agent") == (call.policy == "critic")
+    assert sum(record.weight for record in training.values()) > 0

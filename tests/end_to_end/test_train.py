@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,30 +12,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Call, Mode
+from agl_core.types import Mode
+
+from .conftest import Records, recorded
 
 
-def second_turn_reuse(path: Path) -> float:
+def second_turn_reuse(records: Records) -> float:
     """The share of the first turn's tokens that were in the cache when the second turn was asked for."""
-
-    async def read() -> tuple[int, int]:
-        async with SqliteStore(path, read_only=True) as store:
-            rollouts = await store.rollouts(mode=Mode.TRAIN)
-            calls = await store.calls(AttemptKey(r.id, r.counted_attempt or 0) for r in rollouts)
-        by_rollout: dict[str, list[Call]] = {}
-        for call in calls:
-            by_rollout.setdefault(call.rollout, []).append(call)
-        prefix = reused = 0
-        for first, second, *_ in (turns for turns in by_rollout.values() if len(turns) > 1):
-            assert first.prompt_ids is not None
-            assert first.choices[0].response_ids is not None
-            prefix += len(first.prompt_ids) + len(first.choices[0].response_ids)
-            reused += second.reused
-        return reused, prefix
-
-    reused, prefix = asyncio.run(read())
-    assert prefix > 0
+    prefix = reused = 0
+    for first, second, *_ in (calls for calls in records.calls.values() if len(calls) > 1):
+        assert first.prompt_ids is not None
+        assert first.choices[0].response_ids is not None
+        prefix += len(first.prompt_ids) + len(first.choices[0].response_ids)
+        reused += second.reused
     return reused / prefix
 
 
@@ -59,7 +46,8 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     lines = agl.metrics("calc")
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 4]
-    assert second_turn_reuse(folder / "store.sqlite") >= 0.9
+    records = recorded(folder, Mode.TRAIN)
+    assert second_turn_reuse(records) >= 0.9
     step_line = r"(?m)^step +(\d)/4  reward [\d.]+  \d+ \+ \d+ tokens  rollouts .* s  update .* s$"
     assert re.findall(step_line, output) == ["1", "2", "3", "4"]
     assert re.search(r"(?m)^the engine, after \d+ s: loading the weights$", output)
@@ -72,7 +60,8 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for promised in ("turn 0", "tokens", "terminal reward", "advantage" if "advantage" in shown else "dropped"):
         assert promised in shown
 
-    explained = agl.look("show", folder, with_an_advantage(folder / "store.sqlite"))
+    unequal = next(id for id, training in records.training.items() if any(record.advantage for record in training))
+    explained = agl.look("show", folder, unequal)
     [(mean, std)] = re.findall(r"mean credit (\S+), standard deviation (\S+), over", explained)
     for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
         assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)
@@ -90,15 +79,3 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     assert saved
     assert all(torch.equal(weights, loaded[name]) for name, weights in saved.items())
-
-
-def with_an_advantage(path: Path) -> str:
-    """A rollout of a group whose rewards differ."""
-
-    async def read() -> str:
-        async with SqliteStore(path, read_only=True) as store:
-            rollouts = await store.rollouts(mode=Mode.TRAIN)
-            training_records = await store.training_records(AttemptKey(r.id, r.counted_attempt or 0) for r in rollouts)
-        return next(record.rollout for record in training_records if record.advantage)
-
-    return asyncio.run(read())

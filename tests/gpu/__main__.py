@@ -23,26 +23,25 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import httpx
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import agl_algorithms.plugin
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.sections import OptimizerSection
-from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, Upstream
-from agl_core.testing.engines import Row, batch_of
+from agl_core.protocols import Engine, EngineContext, PolicySpec
+from agl_core.testing.engines import EngineCase, Row, batch_of
 from agl_core.types import Batch
 from agl_torch.engine import TorchEngine
 from agl_torch.loading import LoadedModel, load_model
@@ -89,8 +88,7 @@ class Model:
     """
 
     name: str
-    shape: Mapping[str, int] | None = None
-    qwen: bool = False
+    shape: Mapping[str, Any] | None = None
 
     def folder(self, below: Path) -> Path:
         """The folder of its weights; random ones are made there, in bfloat16, with the calc example's tokenizer."""
@@ -98,12 +96,11 @@ class Model:
             return POLICY
         folder = below / self.name.replace(" ", "-")
         if not folder.exists():
-            config = (Qwen2Config if self.qwen else LlamaConfig)(
+            config = AutoConfig.for_model(
                 **self.shape, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0
             )
             torch.manual_seed(0)
-            model = (Qwen2ForCausalLM if self.qwen else LlamaForCausalLM)(config)
-            model.to(torch.bfloat16).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
             for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copy(POLICY / name, folder)
         return folder
@@ -112,56 +109,33 @@ class Model:
 CALC = Model("calc policy, 0.9M")
 SMOLLM_SHAPED = Model(
     "Llama, 135M",
-    {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
      "num_attention_heads": 9, "num_key_value_heads": 3},
 )  # fmt: skip
 QWEN_SHAPED = Model(
     "Qwen2, 0.5B",
-    {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-     "num_attention_heads": 14, "num_key_value_heads": 2},
-    qwen=True,
+    {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
 )  # fmt: skip
 STAND_IN = Model(
     "Llama, 0.3M",
-    {"vocab_size": 2048, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2,
+    {"model_type": "llama", "vocab_size": 2048, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2,
      "num_attention_heads": 3, "num_key_value_heads": 1},
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Running:
-    """A started engine with one policy."""
+async def replies(engine: EngineCase, questions: int, tokens: int) -> list[Row]:
+    """Sampled replies of at most so many tokens to questions asked at the same time, each with its own seed."""
+    asked = (f"What is {number + 11} plus {7 * number + 5}? " * 6 for number in range(questions))
+    answers = await asyncio.gather(
+        *(engine.ask(question, max_tokens=tokens, seed=number) for number, question in enumerate(asked))
+    )
+    return [Row.of_reply(answer.raise_for_status().json(), float(i % 2)) for i, answer in enumerate(answers)]
 
-    engine: Engine
-    upstream: Upstream
 
-    async def rows(self, questions: int, tokens: int) -> list[Row]:
-        """Sampled replies of at most so many tokens to questions asked at the same time, each with its own seed."""
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=600, trust_env=False, limits=limits) as client:
-            return list(await asyncio.gather(*(self._row(client, number, tokens) for number in range(questions))))
-
-    async def _row(self, client: httpx.AsyncClient, number: int, tokens: int) -> Row:
-        body = {
-            "model": self.upstream.models["default"],
-            "messages": [{"role": "user", "content": f"What is {number + 11} plus {7 * number + 5}? " * 6}],
-            "max_tokens": tokens,
-            "temperature": 1.0,
-            "seed": number,
-            "logprobs": True,
-            "return_token_ids": True,
-        }
-        headers = {"authorization": f"Bearer {self.upstream.api_key}"}
-        reply = await client.post(f"{self.upstream.urls[0]}/chat/completions", json=body, headers=headers)
-        reply.raise_for_status()
-        return Row.of_reply(reply.json(), float(number % 2))
-
-    async def batch(self, questions: int, tokens: int) -> Batch:
-        """Replies of the version that is served, as one group."""
-        return batch_of(await self.rows(questions, tokens), version=(await self.engine.versions())["default"])
-
-    async def update(self, batch: Batch) -> UpdateResult:
-        return await self.engine.update("default", batch, ALGORITHM, OPTIONS)
+async def sampled(engine: EngineCase, questions: int, tokens: int) -> Batch:
+    """Replies of the version that is served, as one group."""
+    return batch_of(await replies(engine, questions, tokens), version=await engine.version())
 
 
 def spec_of(model: Path, dtype: str, lora: dict[str, Any] | None = None, rate: float = 1e-3) -> PolicySpec:
@@ -171,7 +145,7 @@ def spec_of(model: Path, dtype: str, lora: dict[str, Any] | None = None, rate: f
 
 
 @asynccontextmanager
-async def started(make: Make, run: Path, spec: PolicySpec) -> AsyncIterator[Running]:
+async def started(make: Make, run: Path, spec: PolicySpec) -> AsyncIterator[EngineCase]:
     """The engine, until the block ends."""
     try:
         importlib.metadata.distribution("agl-algorithms")
@@ -189,7 +163,7 @@ async def started(make: Make, run: Path, spec: PolicySpec) -> AsyncIterator[Runn
     )
     engine = make(context)
     try:
-        yield Running(engine, await engine.start())
+        yield EngineCase(engine, await engine.start(), context, run)
     finally:
         await engine.stop()
 
@@ -226,38 +200,33 @@ BOUNDS = {"float32": Bounds(1e-4, 0.999), "bfloat16": Bounds(0.05, 0.5)}
 """The calc policy in bfloat16 on a CPU: 0.007 and 0.91 (one epoch). An unrelated change has a cosine of about 0."""
 
 
-def agreement(setup: Setup, seconds: float) -> Table:
+async def agreement(setup: Setup) -> Table:
     """Log-probabilities, one update, and replies, against the CPU in float32; a line is one device in one dtype."""
     transformers_logging.disable_progress_bar()
-
-    async def measured() -> Table:
-        async with asyncio.timeout(seconds):
-            models = (CALC,) if setup.stand_in else (CALC, SMOLLM_SHAPED)
-            tables = [await compare(model, setup) for model in models]
-            torch.cuda.empty_cache()  # The parts that follow start engines on the same GPU.
-        rows, beyond = ([*chain(*parts)] for parts in zip(*((made.rows, made.beyond) for made in tables), strict=True))
-        return Table(tables[0].columns, rows, beyond)
-
-    return asyncio.run(measured())
+    models = (CALC,) if setup.stand_in else (CALC, SMOLLM_SHAPED)
+    tables = [await compare(model, setup) for model in models]
+    torch.cuda.empty_cache()  # The parts that follow start engines on the same GPU.
+    rows, beyond = ([*chain(*parts)] for parts in zip(*((made.rows, made.beyond) for made in tables), strict=True))
+    return Table(tables[0].columns, rows, beyond)
 
 
 async def compare(model: Model, setup: Setup) -> Table:
     """One model on both devices, in both dtypes, on the replies that the CPU sampled in float32."""
     folder, tokens = model.folder(setup.folder), 24 if setup.stand_in else 64
 
-    async def replies(device: str, dtype: str) -> tuple[list[Row], int]:
+    async def replies_twice(device: str, dtype: str) -> tuple[list[Row], int]:
         """Replies of an engine, and how many of them are the same when it is asked once more."""
         run = setup.folder / f"{model.name}-{device}-{dtype}"
-        async with started(torch_engine(device), run, spec_of(folder, dtype)) as running:
-            first, again = await running.rows(8, tokens), await running.rows(8, tokens)
+        async with started(torch_engine(device), run, spec_of(folder, dtype)) as engine:
+            first, again = await replies(engine, 8, tokens), await replies(engine, 8, tokens)
         return first, sum(list(one.response) == list(other.response) for one, other in zip(first, again, strict=True))
 
-    common = batch_of((await replies("cpu", "float32"))[0])
+    common = batch_of((await replies_twice("cpu", "float32"))[0])
     reference = Updated.of(folder, "cpu", "float32", common)
     rows, beyond = [], []
     for device in dict.fromkeys(("cpu", setup.device)):
         for dtype, bounds in BOUNDS.items():
-            own_rows, same = await replies(device, dtype)
+            own_rows, same = await replies_twice(device, dtype)
             own = batch_of(own_rows)
             served = np.abs(trainer_of(load(folder, device, dtype)).logprobs(own) - own.behaviour_logprobs_R)
             updated = Updated.of(folder, device, dtype, common)
@@ -315,31 +284,21 @@ def weights_of(loaded: LoadedModel) -> torch.Tensor:
     return torch.cat([weights.detach().flatten().cpu().double() for weights in loaded.model.parameters()])
 
 
-def speed(setup: Setup, seconds: float) -> Table:
+async def speed(setup: Setup) -> Table:
     """Tokens per second of decoding and of updates, and memory, of the torch engine's process."""
-    rows: list[tuple[str, ...]] = []
     models = [(CALC, "float32"), (STAND_IN, "bfloat16")]
     if not setup.stand_in:
         models = [(CALC, "float32"), (SMOLLM_SHAPED, "bfloat16"), (QWEN_SHAPED, "bfloat16")]
-    beyond: list[str] = []
-
-    async def measured() -> None:
-        async with asyncio.timeout(seconds):
-            for model, dtype in models:
-                for trained in ("all weights", "LoRA"):
-                    rows.append((model.name, trained, dtype, *await speed_of(setup, model, dtype, trained == "LoRA")))
-
-    try:
-        asyncio.run(measured())
-    except TimeoutError:
-        if not rows:
-            raise
-        beyond.append("The time was over before the others were measured.")
+    rows = [
+        (model.name, "LoRA" if lora else "all weights", dtype, *await speed_of(setup, model, dtype, lora))
+        for model, dtype in models
+        for lora in (False, True)
+    ]
     columns = (
         "model", "trained", "dtype", "start, s", "decoded, tokens/s", "updated, tokens/s", "memory, GiB",
         "served and trained: largest difference",
     )  # fmt: skip
-    return Table(columns, rows, beyond)
+    return Table(columns, rows)
 
 
 async def speed_of(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[str, ...]:
@@ -347,15 +306,16 @@ async def speed_of(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[
     adapter = {"rank": 16, "alpha": 32.0} if lora else None
     began = time.perf_counter()
     spec = spec_of(model.folder(setup.folder), dtype, adapter)
-    async with started(torch_engine(setup.device), setup.folder / f"{model.name}-{lora}", spec) as running:
-        ready = time.perf_counter() - began
-        await running.rows(8, 16)
-        before, began = await running.engine.stats(), time.perf_counter()
-        batch = await running.batch(*((8, 16) if setup.stand_in else (128, 128)))
-        seconds, after = time.perf_counter() - began, await running.engine.stats()
-        first, second = await running.update(batch), await running.update(batch)
-        stats = await running.engine.stats()
-    memory = stats["peak_rss_bytes" if setup.stand_in else "peak_gpu_bytes"]
+    run = setup.folder / f"{model.name}-{lora}"
+    async with started(torch_engine(setup.device), run, spec) as engine:
+        ready, stats = time.perf_counter() - began, engine.engine.stats
+        await replies(engine, 8, 16)
+        before, began = await stats(), time.perf_counter()
+        batch = await sampled(engine, *((8, 16) if setup.stand_in else (128, 128)))
+        seconds, after = time.perf_counter() - began, await stats()
+        first, second = await engine.update(batch), await engine.update(batch)
+        at_last = await stats()
+    memory = at_last["peak_rss_bytes" if setup.stand_in else "peak_gpu_bytes"]
     return (
         f"{ready:.1f}",
         f"{(after['tokens_decoded'] - before['tokens_decoded']) / seconds:,.0f}",
@@ -365,7 +325,7 @@ async def speed_of(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[
     )
 
 
-def verl_steps(setup: Setup, seconds: float) -> Table:
+async def verl_steps(setup: Setup) -> Table:
     """Three steps of the veRL engine with vLLM on one GPU: a merged LoRA adapter, offloading, a restart."""
     from agl_verl.engine import VerlEngine
     from agl_verl.plugin import VerlOptions
@@ -375,12 +335,7 @@ def verl_steps(setup: Setup, seconds: float) -> Table:
     options = VerlOptions.model_validate(
         {"device": setup.device, "attention": "sdpa", "offload": True, "serving_memory": 0.3, "max_context": 1024}
     )
-
-    async def measured() -> Table:
-        async with asyncio.timeout(seconds):
-            return await three_steps(lambda context: VerlEngine(options, context), setup, "bfloat16", (16, 64))
-
-    return asyncio.run(measured())
+    return await three_steps(lambda context: VerlEngine(options, context), setup, "bfloat16", (16, 64))
 
 
 LARGEST_MEAN = 0.02
@@ -388,7 +343,7 @@ LARGEST_MEAN = 0.02
 it many times as much."""
 
 
-async def three_steps(make: Make, setup: Setup, dtype: str, replies: tuple[int, int]) -> Table:
+async def three_steps(make: Make, setup: Setup, dtype: str, asked: tuple[int, int]) -> Table:
     """Two updates, a checkpoint, another process that goes on from it, and a third update.
 
     At its learning rate two updates change a tiny policy so much that serving its base would be noticed.
@@ -396,13 +351,13 @@ async def three_steps(make: Make, setup: Setup, dtype: str, replies: tuple[int, 
     spec = spec_of(CALC.folder(setup.folder), dtype, {"rank": 8, "alpha": 16.0}, 4e-3)
     rows, beyond, checkpoint = [], [], setup.folder / "checkpoint"
     for steps in ((1, 2), (3,)):
-        async with started(make, setup.folder / f"run-{steps[0]}", spec) as running:
+        async with started(make, setup.folder / f"run-{steps[0]}", spec) as engine:
             if checkpoint.exists():
-                await running.engine.load(checkpoint)
+                await engine.engine.load(checkpoint)
             for step in steps:
-                batch = await running.batch(*replies)
+                batch = await sampled(engine, *asked)
                 began = time.perf_counter()
-                result = await running.update(batch)
+                result = await engine.update(batch)
                 seconds, metrics = time.perf_counter() - began, result.metrics
                 largest, mean = metrics.get("rollout_probs_diff_max"), metrics["prob_gap_mean"]
                 name, gap = f"{step}, resumed" if step == 3 else str(step), "-" if largest is None else f"{largest:.1e}"
@@ -416,7 +371,7 @@ async def three_steps(make: Make, setup: Setup, dtype: str, replies: tuple[int, 
                         f"may be at most {LARGEST_MEAN:g}."
                     )
             if not checkpoint.exists():
-                await running.engine.save(checkpoint)
+                await engine.engine.save(checkpoint)
     columns = (
         "step", "tokens trained", "gradient norm", "served and trained, probabilities: largest difference", "mean",
         "update, s",
@@ -432,8 +387,7 @@ class Part:
     """One table."""
 
     title: str
-    play: Callable[[Setup, float], Table]
-    """In so many seconds, or it raises TimeoutError."""
+    play: Callable[[Setup], Awaitable[Table]]
     needs: Sequence[str] = ()
     """Modules that have to be installed."""
 
@@ -447,6 +401,11 @@ PARTS: Mapping[str, Part] = {
 }
 
 
+async def in_time(playing: Awaitable[Table], seconds: float) -> Table:
+    async with asyncio.timeout(seconds):
+        return await playing
+
+
 def play(part: Part, device: str, folder: Path, deadline: float) -> tuple[str, bool]:
     """Play a part: its text in Markdown, and whether it went well. It stops no other part."""
     remaining = deadline - time.monotonic()
@@ -457,7 +416,7 @@ def play(part: Part, device: str, folder: Path, deadline: float) -> tuple[str, b
     folder.mkdir()
     began = time.monotonic()
     try:
-        table = part.play(Setup(device, folder), remaining)
+        table = asyncio.run(in_time(part.play(Setup(device, folder)), remaining))
     except Exception as error:
         traceback.print_exc()
         return f"**It failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}**", False

@@ -15,11 +15,11 @@ from .__main__ import BOUNDS, CALC, Part, Setup, Table, compare, play, three_ste
 ROOT = Path(__file__).parents[2]
 
 
-def broken(setup: Setup, seconds: float) -> Table:
+async def broken(setup: Setup) -> Table:
     raise ValueError("no such luck\nand more")
 
 
-def far(setup: Setup, seconds: float) -> Table:
+async def far(setup: Setup) -> Table:
     return Table(("one", "two"), [("1", "2")], ["It is too far."])
 
 

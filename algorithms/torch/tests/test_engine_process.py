@@ -17,15 +17,18 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+import torch
 
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
 from agl_core.types import Batch
+from agl_core.wire.headers import HEADER_POLICY
 from agl_torch.engine import TorchEngine
+from agl_torch.loading import load_model
 from agl_torch.plugin import TorchOptions
 
-from .conftest import LORA, Shape, make_batch, make_checkpoint
+from .conftest import LORA, Shape, make_batch, make_checkpoint, plain_logprobs, saved
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
@@ -123,6 +126,20 @@ async def test_sample_train_sample(case: EngineCase) -> None:
 
 
 @in_one_loop
+async def test_a_reply_that_was_begun_before_an_update_is_finished_by_its_version(case: EngineCase) -> None:
+    long = {"n": 64, "max_tokens": 200}
+    alone, batch, stats = await case.ask(**long), await case.sampled(), await case.engine.stats()
+    asking = asyncio.create_task(case.ask(**long))
+    while (await case.engine.stats())["tokens_decoded"] == stats["tokens_decoded"]:
+        assert not asking.done()
+    result = await case.update(batch)
+    replies = [await asking, await case.ask(**long)]
+    assert [reply.headers[HEADER_POLICY] for reply in replies] == [str(result.version - 1), str(result.version)]
+    ids = [[choice["token_ids"] for choice in reply.json()["choices"]] for reply in (alone, *replies)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+@in_one_loop
 async def test_an_algorithm_of_fifteen_lines_trains(case: EngineCase) -> None:
     assert len([line for line in RLOO.splitlines() if line]) <= 15
     engine, upstream = case.engine, case.upstream
@@ -175,6 +192,51 @@ async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str
     await engine.stop()
     with pytest.raises(EngineError, match="not running"):
         await engine.versions()
+
+
+async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path: Path, checkpoint: Path) -> None:
+    lora = PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA)
+    one, two = (saved(tmp_path / str(updates), lora, updates)[1] for updates in (1, 2))
+    _, full = saved(tmp_path / "full", PolicySpec(str(checkpoint), optimizer=OPTIMIZER))
+    specs = {
+        "run@1": PolicySpec(str(checkpoint), adapter=str(one)),
+        "run@2": PolicySpec(str(checkpoint), adapter=str(two)),
+        "full@1": PolicySpec(str(full)),
+        "run@0": PolicySpec(str(checkpoint)),
+    }
+    async with running(context(tmp_path, checkpoint, policies={})) as (engine, upstream):
+        assert (dict(upstream.models), upstream.context_length) == ({}, None)
+        upstream = replace(upstream, models={name: name for name in specs})
+
+        async def ask(name: str) -> Row:
+            return Row.of_reply((await chat(upstream, "Tom has 5 apples", name, seed=1)).model_dump(), 0.0)
+
+        for name, spec in specs.items():
+            await engine.publish(name, spec)
+        answers = dict(zip(specs, await asyncio.gather(*map(ask, specs)), strict=True))
+        for name, row in answers.items():
+            model = load_model(specs[name], torch.device("cpu"), 0).model
+            with torch.no_grad():
+                expected = plain_logprobs(model, batch_of([row]), 0)
+            np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
+        assert len({tuple(row.logprobs) for row in answers.values()}) == len(specs)
+
+        asked = [asyncio.ensure_future(ask("run@2")) for _ in range(20)]
+        await asyncio.sleep(0)
+        await engine.withdraw("run@1")
+        await asyncio.gather(*asked)
+        with pytest.raises(openai.NotFoundError, match="no model 'run@1'"):
+            await ask("run@1")
+        await engine.publish("run@1", specs["run@1"])
+        assert (await ask("run@1")).logprobs == pytest.approx(answers["run@1"].logprobs, abs=1e-4)
+
+        with pytest.raises(EngineError, match="'run@1' is served already"):
+            await engine.publish("run@1", specs["run@0"])
+        with pytest.raises(EngineError, match="trained on other weights"):
+            await engine.publish("other", PolicySpec(str(full), adapter=str(one)))
+        with pytest.raises(EngineError, match="Did you mean 'run@"):
+            await engine.withdraw("runs@1")
+        assert (await ask("run@0")).response
 
 
 def test_the_run_needs_no_torch(tmp_path: Path) -> None:
