@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -68,9 +67,6 @@ CHANGES: dict[str, list[Change]] = {
     "ppo": [*ACROSS_CALLS, ({}, {"gamma": 0.5}), ({}, {"lam": 0.5}), ({"across_calls": True}, {"lam": 0.5})],
 }
 """Settings of each algorithm, and a change of them, beside those that all have."""
-each_kind = pytest.mark.parametrize(
-    "algorithm", EVERY_KIND, ids=[f"{type(a).__name__}{i}" for i, a in enumerate(EVERY_KIND)]
-)
 
 
 def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
@@ -130,22 +126,6 @@ def test_importance_weights_worked_by_hand(level: str, expected: list[float]) ->
     (gradient,) = torch.autograd.grad(loss, current)
     assert gradient.tolist() == pytest.approx([-0.25 * weight for weight in expected])
     assert metrics["importance_mean"].item() == pytest.approx(sum(expected) / 4)
-
-
-@each_kind
-def test_gradient_equals_finite_differences(ragged: Samples, algorithm: Algorithm) -> None:
-    logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
-    (gradient,) = torch.autograd.grad(whole_loss(algorithm, ragged, logprobs), logprobs.current_R)
-    step = 1e-6
-    for i in range(ragged.mask_R.numel()):
-        nudge = torch.zeros_like(logprobs.current_R)
-        nudge[i] = step
-        up, down = (
-            whole_loss(algorithm, ragged, dataclasses.replace(logprobs, current_R=logprobs.current_R.detach() + d))
-            for d in (nudge, -nudge)
-        )
-        assert gradient[i].item() == pytest.approx((up - down).item() / (2 * step), abs=1e-8)
-    assert gradient.abs().max() > 1e-3
 
 
 @given(batches(), st.sampled_from(EVERY_KIND))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from agl_algorithms import PolicyGradient, PolicyGradientOptions, Samples, plugin
+from agl_algorithms import PolicyGradient, PolicyGradientOptions, group_statistics, plugin
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_algorithms.ppo import Ppo
@@ -19,36 +18,22 @@ from agl_core import Capability, CreditKind, kinds
 from agl_core.plugins import Plugins
 
 from .conftest import Row, make_logprobs, make_samples
-from .rloo_plugin import Rloo
 
 
-def samples_of(*groups: list[float]) -> Samples:
-    """One transition of two tokens, the second one masked, for each value."""
-    numbered = [(group, value) for group, values in enumerate(groups) for value in values]
-    return make_samples([Row(group, i, value, (True, False)) for i, (group, value) in enumerate(numbered)])
-
-
-def at_first_tokens(algorithm: PolicyGradient, samples: Samples) -> list[float]:
-    advantages_R = algorithm.advantages(samples)
-    assert not advantages_R[~samples.mask_R].any()
-    return advantages_R[samples.mask_R].tolist()
-
-
-OPTIONS = PolicyGradientOptions()
-
-
-def test_rloo_is_each_reward_minus_the_mean_of_the_others() -> None:
-    """The formula as TRL and veRL have it: (r·G − Σ r) / (G − 1) = r·G/(G−1) − mean·G/(G−1)."""
-    rewards = torch.randn(8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected = (rewards * 8 - rewards.sum()) / 7
-    assert at_first_tokens(Rloo(OPTIONS), samples_of(rewards.tolist())) == pytest.approx(expected.tolist())
+class Mine(PolicyGradient):
+    def advantages(self, samples, values_R=None):
+        group = group_statistics(samples)
+        return samples.at_tokens(group.deviation_N)
 
 
 def test_the_rest_is_what_grpo_does() -> None:
     """Weights, what is kept, and the loss with every setting that they share."""
-    samples = samples_of([1.0, 0.0, 0.5], [2.0, 2.0])
+    values = {0: [1.0, 0.0, 0.5], 1: [2.0, 2.0]}
+    samples = make_samples(
+        [Row(group, 9 * group + i, value, (True, False)) for group in values for i, value in enumerate(values[group])]
+    )
     shared = {"beta": 0.1, "clip": 0.1, "clip_high": 0.3, "importance_cap": 1.1, "aggregation": "token-mean"}
-    mine, grpo = Rloo(PolicyGradientOptions(**shared)), Grpo(GrpoOptions(**shared))
+    mine, grpo = Mine(PolicyGradientOptions(**shared)), Grpo(GrpoOptions(**shared))
     logprobs = make_logprobs(len(samples.mask_R), seed=1)
     advantages_R, weights_R = mine.advantages(samples), mine.weights(samples)
     assert torch.equal(weights_R, grpo.weights(samples))
@@ -58,12 +43,7 @@ def test_the_rest_is_what_grpo_does() -> None:
     expected, expected_metrics = grpo.loss(samples, logprobs, advantages_R, weights_R)
     assert loss == expected
     assert metrics == expected_metrics
-    assert Rloo(OPTIONS).keep(samples, advantages_R).tolist() == [True, True, False, False, False]
-
-
-def test_the_page_on_plugins_shows_the_plugin_that_is_tested() -> None:
-    file = Path(__file__).parent / "rloo_plugin.py"
-    assert file.read_text() in (file.parents[3] / "docs" / "plugins.md").read_text()
+    assert Mine(PolicyGradientOptions()).keep(samples, advantages_R).tolist() == [True, True, False, False, False]
 
 
 ALWAYS = {Capability.TOKEN_IDS}

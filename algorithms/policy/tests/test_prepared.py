@@ -13,32 +13,16 @@ from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.interface import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.learning.batch import filter_trainable
-from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
+from agl_core.testing.engines import Row, batch_of
+from agl_core.types import Batch, DropReason
 
 GRPO = Grpo(GrpoOptions(beta=0.0))
 
 
-def batch_of(values: list[float], rollouts: list[int] | None = None) -> Batch:
+def rows_of(values: list[float], rollouts: list[int] | None = None) -> Batch:
     """Transitions of one group, prompt and response of two tokens each."""
-    count = len(values)
-    rollouts = list(range(count)) if rollouts is None else rollouts
-    return Batch(
-        tokens_T=np.arange(4 * count, dtype=np.int32),
-        offsets=np.arange(count + 1, dtype=np.int64) * 4,
-        prompt_lengths_N=np.full(count, 2, np.int64),
-        response_offsets=np.arange(count + 1, dtype=np.int64) * 2,
-        behaviour_logprobs_R=np.full(2 * count, -1.0, np.float32),
-        mask_R=np.ones(2 * count, np.bool_),
-        temperature_N=np.ones(count, np.float32),
-        values_N=np.array(values),
-        kind=CreditKind.RETURN,
-        group_N=np.zeros(count, np.int64),
-        rollout_N=np.array(rollouts, np.int64),
-        turn_N=np.zeros(count, np.int64),
-        version_N=np.zeros(count, np.int64),
-        scores_N=np.array(values),
-        keys=tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
-    )
+    batch = batch_of([Row((0, 1), (2, 3), (-1.0, -1.0), value) for value in values])
+    return batch if rollouts is None else replace(batch, rollout_N=np.array(rollouts))
 
 
 def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> Prepared:
@@ -47,7 +31,7 @@ def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> Prepared:
 
 
 def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> None:
-    batch = replace(batch_of([0.0, 1.0, 9.0]), temperature_N=np.array([1, 1, np.nan], np.float32))
+    batch = replace(rows_of([0.0, 1.0, 9.0]), temperature_N=np.array([1, 1, np.nan], np.float32))
     prepared = prepared_of(batch)
     result = prepared.result(5, {"loss": 0.5})
     assert (result.version, result.metrics) == (5, {"loss": 0.5})
@@ -65,7 +49,7 @@ def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
             advantages_R = super().advantages(samples, values_R)
             return advantages_R.masked_fill(samples.transition_R == 1, torch.nan)
 
-    prepared = prepared_of(batch_of([0.0, 1.0, 1.0]), Broken(GrpoOptions(beta=0.0)))
+    prepared = prepared_of(rows_of([0.0, 1.0, 1.0]), Broken(GrpoOptions(beta=0.0)))
     assert prepared.dropped == (None, DropReason.NON_FINITE, None)
     assert torch.isfinite(prepared.advantages_R).all()
     assert prepared.weights_R[2:4].tolist() == [0, 0]
@@ -73,7 +57,7 @@ def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
 
 
 def test_optimizer_steps_are_split_between_rollouts() -> None:
-    batch = batch_of([0.0] * 9, rollouts=[0, 0, 0, 1, 1, 2, 2, 3, 3])
+    batch = rows_of([0.0] * 9, rollouts=[0, 0, 0, 1, 1, 2, 2, 3, 3])
     chosen = np.array([0, 2, 3, 4, 5, 7, 8])
     split = list(minibatches(batch, chosen, 2, [5, 1]))
     assert len(split) == 2
@@ -85,11 +69,11 @@ def test_optimizer_steps_are_split_between_rollouts() -> None:
 
 
 def by_transition(weights_R: Tensor) -> list[float]:
-    return samples_of(batch_of([0.0] * (len(weights_R) // 2))).sums(weights_R).tolist()
+    return samples_of(rows_of([0.0] * (len(weights_R) // 2))).sums(weights_R).tolist()
 
 
 def test_each_step_weighs_as_much_as_the_whole() -> None:
-    prepared = prepared_of(batch_of([0.0, 1.0, 1.0], rollouts=[0, 0, 1]))
+    prepared = prepared_of(rows_of([0.0, 1.0, 1.0], rollouts=[0, 0, 1]))
     steps = [np.array([0, 2]), np.array([1])]
     weights_R = prepared.step_weights(prepared.weights_R, steps)
     assert by_transition(weights_R) == pytest.approx([1 / 3, 1.0, 2 / 3]), "the first two share a rollout's half"
@@ -99,7 +83,7 @@ def test_each_step_weighs_as_much_as_the_whole() -> None:
 
 
 def test_a_correction_multiplies_what_a_transition_counts_in_its_step_and_nothing_else() -> None:
-    plain = batch_of([0.0, 1.0, 0.0, 1.0])
+    plain = rows_of([0.0, 1.0, 0.0, 1.0])
     corrections = np.array([1.0, 0.02, 3.0, 0.5])
     corrected = replace(plain, weight_N=corrections)
     for steps in ([np.arange(4)], [np.array([0, 1]), np.array([2, 3])], [np.array([i]) for i in range(4)]):

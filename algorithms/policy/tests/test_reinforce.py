@@ -1,4 +1,4 @@
-"""REINFORCE++ against numbers worked by hand and against plain loops; its options and invariances."""
+"""REINFORCE++ against numbers worked by hand, and its invariances. tests/oracles compares it with veRL."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from agl_algorithms.interface import Logprobs, Samples
@@ -47,31 +45,6 @@ def test_choices_of_a_call_stand_side_by_side() -> None:
     returns = torch.tensor([16.0, 18.0, 10.0, 20.0], dtype=torch.float64)
     expected = (returns - returns.mean()) / returns.std()
     torch.testing.assert_close(advantages(samples, across_calls=True), expected, rtol=1e-6, atol=1e-6)
-
-
-def padded_loop(samples: Samples) -> Tensor:
-    """veRL's definition on padded rows with the reward at the last token, for rows without a gap in their mask."""
-    count = samples.values_N.numel()
-    width = int(torch.bincount(samples.transition_R).max())
-    rewards, mask = torch.zeros(count, width).double(), torch.zeros(count, width).double()
-    for row in range(count):
-        length = int(samples.mask_R[samples.transition_R == row].sum())
-        mask[row, :length] = 1
-        rewards[row, length - 1] = samples.values_N[row]
-    returns, running = torch.zeros_like(rewards), torch.zeros(count).double()
-    for column in reversed(range(width)):
-        running = rewards[:, column] + running
-        returns[:, column] = running
-        running = running * mask[:, column]
-    mean = (returns * mask).sum() / mask.sum()
-    variance = ((returns - mean) ** 2 * mask).sum() / mask.sum() * mask.sum() / (mask.sum() - 1)
-    return ((returns - mean) * torch.rsqrt(variance + 1e-8))[mask.bool()]
-
-
-@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5)), min_size=2, max_size=6))
-def test_equals_the_padded_definition(transitions: list[tuple[float, int]]) -> None:
-    samples = make_samples([Row(i, i, value, (True,) * length) for i, (value, length) in enumerate(transitions)])
-    torch.testing.assert_close(advantages(samples), padded_loop(samples), rtol=1e-7, atol=1e-7)
 
 
 def test_equal_returns_have_exactly_zero_advantage_and_are_not_computed() -> None:

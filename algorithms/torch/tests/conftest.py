@@ -17,45 +17,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.sections import OptimizerSection
-from agl_core.protocols import PolicySpec
-from agl_core.types import Batch, CreditKind, FinishReason, TransitionKey
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.testing.engines import Row, batch_of
+from agl_core.training.child import UpdateRequest
+from agl_core.types import Batch, FinishReason
 from agl_torch import attention
 from agl_torch.loading import LoadedModel, load_model
+from agl_torch.plugin import TorchOptions
+from agl_torch.process import Policies
 from agl_torch.serving.api import ChatRequest, ModelServer, parse_request
 from agl_torch.serving.requests import Generated, Request, Response
 from agl_torch.serving.sampler import Sampler
 from agl_torch.training.trainer import PolicyTrainer
 
-CHATML = """\
-{%- if tools %}<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content }}
-
-{% endif %}Tools:
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Call them as <tool_call>
-{"name": NAME, "arguments": OBJECT}
-</tool_call><|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) or
-   (message.role == 'assistant' and not message.tool_calls) %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% elif message.role == 'assistant' %}<|im_start|>assistant
-{%- if message.content %}{{ '\n' + message.content }}{% endif %}
-{%- for call in message.tool_calls %}{{ '\n<tool_call>' }}
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% elif message.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+CHATML = (Path(__file__).parents[3] / "examples" / "imitation.jinja").read_text()
 
 LLAMA = """\
 {{- bos_token }}
@@ -297,42 +272,29 @@ def make_batch(
 ) -> Batch:
     """Ragged random transitions, 1 to 3 turns each; behaviour as the model computes it, plus noise."""
     rng = np.random.default_rng(seed)
-    prompts, responses, masks, groups_N, rollouts, turns, values = [], [], [], [], [], [], []
+    rows, masks, rollouts, turns = [], [], [], []
     for rollout in range(groups * members):
         value = float(rng.choice([0.0, 1.0, 0.3]))
         for turn in range(1 + rollout % 3):
-            prompts.append(rng.integers(3, 300, int(rng.integers(1, 40))))
-            responses.append(rng.integers(3, 300, int(rng.integers(1, 12))))
-            mask = rng.random(len(responses[-1])) < 0.8
-            mask[0] = True
-            masks.append(mask)
-            groups_N.append(rollout // members)
+            prompt = rng.integers(3, 300, int(rng.integers(1, 40)))
+            response = rng.integers(3, 300, int(rng.integers(1, 12)))
+            rows.append(Row(prompt, response, [-1.0] * len(response), value))
+            masks.append(rng.random(len(response)) < 0.8)
+            masks[-1][0] = True
             rollouts.append(rollout)
             turns.append(turn)
-            values.append(value)
-    count = len(prompts)
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    batch = Batch(
-        tokens_T=np.concatenate([t for pair in zip(prompts, responses, strict=True) for t in pair]).astype(np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        prompt_lengths_N=np.array([len(p) for p in prompts], dtype=np.int64),
-        response_offsets=np.concatenate([[0], np.cumsum([len(r) for r in responses])]).astype(np.int64),
-        behaviour_logprobs_R=np.full(sum(len(r) for r in responses), -1.0, dtype=np.float32),
+    batch = replace(
+        batch_of(rows),
         mask_R=np.concatenate(masks),
-        temperature_N=rng.choice([0.7, 1.0, 1.3], count).astype(np.float32),
-        values_N=np.array(values),
-        kind=CreditKind.RETURN,
-        group_N=np.array(groups_N, dtype=np.int64),
-        rollout_N=np.array(rollouts, dtype=np.int64),
-        turn_N=np.array(turns, dtype=np.int64),
-        version_N=np.zeros(count, dtype=np.int64),
-        scores_N=np.array(values),
-        keys=tuple(TransitionKey(f"r{r}", 0, f"c{r}-{t}", 0) for r, t in zip(rollouts, turns, strict=True)),
+        temperature_N=rng.choice([0.7, 1.0, 1.3], len(rows)).astype(np.float32),
+        group_N=np.array(rollouts) // members,
+        rollout_N=np.array(rollouts),
+        turn_N=np.array(turns),
     )
     if loaded is None:
         return batch
     with torch.no_grad():
-        behaviour = np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(count)])
+        behaviour = np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(len(rows))])
     behaviour = behaviour + noise * rng.standard_normal(len(behaviour))
     return replace(batch, behaviour_logprobs_R=behaviour.astype(np.float32))
 
@@ -351,3 +313,18 @@ def trainer_of(loaded: LoadedModel, settings: OptimizerSection = RATE, **more: A
 
 def grpo(**options: Any) -> Grpo:
     return Grpo(GrpoOptions(**({"beta": 0.0} | options)))
+
+
+def start_policies(**policies: PolicySpec) -> Policies:
+    context = EngineContext(Path("run"), 0, policies, False, (), "key")
+    return Policies(TorchOptions(cache_mib=16, device="cpu"), context)
+
+
+def saved(folder: Path, policy: PolicySpec, updates: int = 1) -> tuple[LoadedModel, Path]:
+    """A policy after some updates, and the folder with its weights."""
+    policies = start_policies(default=policy)
+    for seed in range(updates):
+        request = UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None, seed=seed))
+        policies.update(request, lambda _: None)
+    policies.save(folder)
+    return policies.policies["default"].loaded, folder / "default" / "model"

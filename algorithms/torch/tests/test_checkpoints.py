@@ -1,9 +1,9 @@
-"""Saving and loading: exact continuation, formats others can read, nothing half-written."""
+"""Saved policies: training goes on bit for bit, others load them as models of their own, and what does not fit is
+refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,143 +12,127 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Algorithm
-from agl_algorithms.plugin import GrpoOptions, PpoOptions
-from agl_algorithms.ppo import Ppo
-from agl_core.config.sections import OptimizerSection
-from agl_core.errors import CheckpointError
+from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
-from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
-from agl_torch.training.trainer import PolicyTrainer
+from agl_core.training.child import UpdateRequest
+from agl_torch.loading import fingerprint, load_model
+from agl_torch.process import Policies
 
-from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, weights_of
+from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
 
 CPU = torch.device("cpu")
-SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=5)
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "lora": {"lora": LORA},
-    "bfloat16-lora": {"dtype": "bfloat16", "lora": LORA},
+ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 5}
+GRPO: tuple[str, dict[str, Any]] = ("grpo", {"beta": 0.1, "epochs": 2, "minibatches": 2})
+PPO: tuple[str, dict[str, Any]] = ("ppo", {"critic_learning_rate": 1e-2, "minibatches": 2, "critic_epochs": 2})
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
+    "float32": ({}, GRPO),
+    "bfloat16": ({"dtype": "bfloat16"}, ("reinforce++", {})),
+    "lora": ({"lora": LORA}, GRPO),
+    "bfloat16-lora": ({"dtype": "bfloat16", "lora": LORA}, PPO),
+    "critic": ({}, PPO),
 }
+"""Policies, and what they are trained by."""
 
 
-def start(checkpoint: Path, seed: int = 0, **settings: Any) -> tuple[LoadedModel, PolicyTrainer]:
-    loaded = load_model(PolicySpec(str(checkpoint), **settings), CPU, seed)
-    initial = PolicySpec(str(checkpoint), **settings)
-    trainer = PolicyTrainer(
-        loaded, SETTINGS, tokens_per_micro_batch=200, initial=lambda: load_model(initial, CPU, seed)
-    )
-    return loaded, trainer
+def spec(checkpoint: Path, **more: Any) -> PolicySpec:
+    return PolicySpec(str(checkpoint), optimizer=ADAM, **more)
 
 
-def flattened(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value.detach().clone()]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in flattened(item)]
-    return [torch.tensor(float(value))] if isinstance(value, int | float) else []
+def train(policies: Policies, seed: int) -> list[dict[str, float]]:
+    """One update of each policy; its metrics without seconds."""
+    found = []
+    for name in policies.policies:
+        algorithm, options = KINDS[name][1]
+        request = UpdateRequest(name, algorithm, options, make_batch(None, seed=seed))
+        metrics = policies.update(request, lambda _: None).metrics
+        found.append({key: value for key, value in metrics.items() if "seconds" not in key})
+    return found
 
 
-def everything(loaded: LoadedModel, trainer: PolicyTrainer) -> list[torch.Tensor]:
-    return flattened([weights_of(loaded.model), trainer.state_dict()])
+def everything(policies: Policies) -> list[torch.Tensor]:
+    """Of weights, optimizers and random states."""
+
+    def flattened(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value.detach().clone()]
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            return [tensor for item in value for tensor in flattened(item)]
+        return [torch.tensor(float(value))] if isinstance(value, int | float) else []
+
+    return flattened([[weights_of(p.loaded.model), p.trainer.state_dict()] for p in policies.policies.values()])
 
 
-def without_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if "seconds" not in name}
+def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
+    specs = {name: spec(checkpoint, **settings) for name, (settings, _) in KINDS.items()}
+    policies = start_policies(**specs)
+    train(policies, seed=0)
+    policies.save(tmp_path)
+    metrics = train(policies, seed=1)
 
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Grpo(GrpoOptions(beta=0.1, epochs=2, minibatches=2)),
-    "ppo": Ppo(PpoOptions(critic_learning_rate=1e-2, epochs=2, minibatches=2, critic_epochs=2)),
-}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "kind"), [*(("grpo", kind) for kind in KINDS), ("ppo", "float32"), ("ppo", "bfloat16-lora")]
-)
-def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path, algorithm: str, kind: str) -> None:
-    batches = [make_batch(None, seed=i) for i in range(3)]
-    torch.manual_seed(1)
-    loaded, trainer = start(checkpoint, **KINDS[kind])
-    trainer.update(batches[0], ALGORITHMS[algorithm])
-    save_policy(tmp_path / "p", loaded, trainer)
-    metrics = trainer.update(batches[1], ALGORITHMS[algorithm]).metrics
-    expected = everything(loaded, trainer)
-
-    torch.manual_seed(2)
-    again, resumed = start(checkpoint, seed=99, **KINDS[kind])
-    resumed.update(batches[2], ALGORITHMS[algorithm])  # What it did before must not show.
-    load_policy(tmp_path / "p", again, resumed)
-    assert resumed.version == 1
-    found = resumed.update(batches[1], ALGORITHMS[algorithm]).metrics
-    assert without_seconds(found) == without_seconds(metrics)
-    state = everything(again, resumed)
-    assert len(state) == len(expected) > 20
-    assert all(torch.equal(one, other) for one, other in zip(state, expected, strict=True))
+    again = start_policies(**specs)
+    train(again, seed=2)  # What it did before must not show.
+    again.restore(tmp_path)
+    assert again.versions == dict.fromkeys(KINDS, 1)
+    assert train(again, seed=1) == metrics
+    expected, found = everything(policies), everything(again)
+    assert len(expected) == len(found) > 200
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape("llama", tied=False, eos=("<|eot_id|>",))], ids=["qwen2", "llama"])
 def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path, shape: Shape) -> None:
-    source = make_checkpoint(tmp_path / "source", shape)
-    loaded, trainer = start(source)
-    trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
-    save_policy(tmp_path / "p", loaded, trainer)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "p" / "model")
+    loaded, folder = saved(tmp_path, spec(make_checkpoint(tmp_path / "source", shape)))
     ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(plain(ids).logits, loaded.model(ids).logits)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, loaded.model(ids).logits)
     # And a policy to start from, that encodes as the first one did.
-    again = load_model(PolicySpec(str(tmp_path / "p" / "model")), CPU, seed=0)
+    again = load_model(PolicySpec(str(folder)), CPU, seed=0)
     assert again.eos_ids == loaded.eos_ids
-    for text in TEXTS:
-        assert again.tokenizer.encode(text) == loaded.tokenizer.encode(text)
     messages = [{"role": "user", "content": text} for text in TEXTS]
-    render = {"tokenize": False, "add_generation_prompt": True}
-    assert again.tokenizer.apply_chat_template(messages, **render) == loaded.tokenizer.apply_chat_template(
-        messages, **render
+    one, other = (
+        (tokenizer(TEXTS)["input_ids"], tokenizer.apply_chat_template(messages, tokenize=False))
+        for tokenizer in (again.tokenizer, loaded.tokenizer)
     )
-
-
-def test_a_lora_checkpoint_is_a_peft_adapter(checkpoint: Path, tmp_path: Path) -> None:
-    loaded, trainer = start(checkpoint, lora=LORA)
-    trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
-    save_policy(tmp_path / "p", loaded, trainer)
-    base = AutoModelForCausalLM.from_pretrained(checkpoint)
-    ids = torch.tensor([[5, 6, 7]])
-    plain = base(ids).logits
-    adapted = PeftModel.from_pretrained(base, tmp_path / "p" / "model")(ids).logits
-    assert torch.equal(adapted, loaded.model(ids).logits)
-    assert not torch.equal(adapted, plain)
-    assert not (tmp_path / "p" / "model" / "model.safetensors").exists()
+    assert one == other
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # peft warns when it cannot look the base up, which it need not.
-def test_an_adapter_names_its_base_as_the_configuration_does(checkpoint: Path, tmp_path: Path) -> None:
-    bases, names = Bases(), ("someone/a-base", "weights/mine")
-    policies = [load_model(PolicySpec(str(checkpoint), lora=LORA, name=name), CPU, 0, bases) for name in names]
-    for number, (loaded, name) in enumerate(zip(policies, names, strict=True)):
-        _, trainer = start(checkpoint, lora=LORA)
-        save_policy(tmp_path / str(number), loaded, trainer)
-        model = tmp_path / str(number) / "model"
-        assert json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"] == name
-        assert [file.name for file in model.iterdir() if str(checkpoint).encode() in file.read_bytes()] == []
+def test_a_lora_checkpoint_is_a_peft_adapter_that_names_its_base_as_the_configuration_does(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    loaded, folder = saved(tmp_path, spec(checkpoint, lora=LORA, name="someone/a-base"))
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "someone/a-base"
+    assert [file.name for file in folder.iterdir() if str(checkpoint).encode() in file.read_bytes()] == []
+    assert not (folder / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = torch.tensor([[5, 6, 7]])
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, folder)(ids).logits
+    assert torch.equal(adapted, loaded.model(ids).logits)
+    assert not torch.equal(adapted, plain)
 
 
-@pytest.mark.parametrize("other", [{"lora": LORA}, {"dtype": "bfloat16"}], ids=str)
-def test_a_checkpoint_of_other_settings_is_refused(checkpoint: Path, tmp_path: Path, other: dict[str, Any]) -> None:
-    save_policy(tmp_path / "p", *start(checkpoint, **other))
-    with pytest.raises(CheckpointError, match="dtype and lora settings that it was saved with"):
-        load_policy(tmp_path / "p", *start(checkpoint))
+def test_adapters_know_the_weights_they_belong_to(checkpoint: Path, tmp_path: Path) -> None:
+    _, adapter = saved(tmp_path / "adapter", spec(checkpoint, lora=LORA))
+    _, full = saved(tmp_path / "full", spec(checkpoint))
+    of_base = [{}, {"lora": LORA}, {"adapter": str(adapter)}, {"dtype": "bfloat16"}]
+    prints = {fingerprint(load_model(PolicySpec(str(checkpoint), **more), CPU, 0).model) for more in of_base}
+    assert len(prints) == 1, "of the weights below an adapter alone, in any dtype"
+    assert fingerprint(load_model(PolicySpec(str(full)), CPU, 0).model) not in prints
+
+    other = PolicySpec(str(full), adapter=str(adapter), name="full")
+    with pytest.raises(EngineError, match=r"trained on other weights than those of 'full'.*fingerprints differ"):
+        load_model(other, CPU, 0)
+    with pytest.raises(CheckpointError, match="was trained on other weights"):
+        start_policies(default=PolicySpec(str(full), lora=LORA)).restore(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("file", ["trainer.pt", "model/model.safetensors"])
-def test_a_truncated_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, file: str) -> None:
-    loaded, trainer = start(checkpoint)
-    save_policy(tmp_path / "p", loaded, trainer)
-    path = tmp_path / "p" / file
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="cannot be restored"):
-        load_policy(tmp_path / "p", loaded, trainer)
+def test_a_checkpoint_of_other_settings_and_a_truncated_one_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    for name, other in (("lora", {"lora": LORA}), ("bfloat16", {"dtype": "bfloat16"}), ("cut", {}), ("short", {})):
+        saved(tmp_path / name, spec(checkpoint, **other))
+    for file in (tmp_path / "cut/default/trainer.pt", tmp_path / "short/default/model/model.safetensors"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for name in ("lora", "bfloat16", "cut", "short"):
+        with pytest.raises(CheckpointError, match="dtype and lora settings that it was saved with"):
+            start_policies(default=spec(checkpoint)).restore(tmp_path / name)

@@ -19,7 +19,7 @@ from agl_core.types import Batch
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
 
-from .conftest import make_batch, weights_of
+from .conftest import make_batch, trainer_of, weights_of
 
 CPU = torch.device("cpu")
 SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
@@ -29,22 +29,15 @@ def ppo(**options: Any) -> Ppo:
     return Ppo(PpoOptions(**({"critic_learning_rate": 1e-2} | options)))
 
 
-class Started:
-    """A policy, its trainer, and every copy of the initial weights that was asked for."""
+def start(checkpoint: Path, budget: int = 200, dtype: torch.dtype = torch.float32) -> tuple[LoadedModel, PolicyTrainer]:
+    """A policy, and its trainer, which gets copies of the initial weights."""
 
-    def __init__(self, checkpoint: Path, *, budget: int = 200, double: bool = False, **spec: Any) -> None:
-        self.copies: list[LoadedModel] = []
+    def load() -> LoadedModel:
+        loaded = load_model(PolicySpec(str(checkpoint)), CPU, seed=0)
+        return replace(loaded, model=loaded.model.to(dtype), dtype=dtype)
 
-        def load() -> LoadedModel:
-            loaded = load_model(PolicySpec(str(checkpoint), **spec), CPU, seed=0)
-            return replace(loaded, model=loaded.model.double(), dtype=torch.float64) if double else loaded
-
-        def initial() -> LoadedModel:
-            self.copies.append(load())
-            return self.copies[-1]
-
-        self.loaded = load()
-        self.trainer = PolicyTrainer(self.loaded, SETTINGS, tokens_per_micro_batch=budget, initial=initial)
+    loaded = load()
+    return loaded, trainer_of(loaded, SETTINGS, tokens_per_micro_batch=budget, initial=load)
 
 
 class PlainCritic:
@@ -85,11 +78,11 @@ class PlainCritic:
 
 @pytest.mark.parametrize("budget", [1, 10_000])
 def test_an_update_equals_a_plain_adamw_loop(checkpoint: Path, budget: int) -> None:
-    started = Started(checkpoint, budget=budget, double=True)
-    batch = make_batch(started.loaded)
+    loaded, trainer = start(checkpoint, budget, torch.float64)
+    batch = make_batch(loaded)
     plain = PlainCritic(checkpoint)
     for update in range(3):
-        metrics = started.trainer.update(batch, ppo(critic_learning_rate=3e-3)).metrics
+        metrics = trainer.update(batch, ppo(critic_learning_rate=3e-3)).metrics
         rate = 3e-3 * min(1.0, (update + 1) / 2)
         loss, norm = plain.step(batch, rate)
         assert metrics["value_loss"] == pytest.approx(loss, abs=1e-9)
@@ -100,9 +93,9 @@ def test_an_update_equals_a_plain_adamw_loop(checkpoint: Path, budget: int) -> N
 
 
 def test_policy_and_critic_do_not_move_each_other(checkpoint: Path) -> None:
-    one, other = Started(checkpoint), Started(checkpoint)
-    batch = make_batch(one.loaded)
-    one.trainer.update(batch, ppo(critic_learning_rate=1e-9))
-    other.trainer.update(batch, ppo(critic_learning_rate=1e-2, critic_epochs=3))
-    expected = weights_of(other.loaded.model)
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(one.loaded.model).items())
+    (one, trainer), (other, other_trainer) = start(checkpoint), start(checkpoint)
+    batch = make_batch(one)
+    trainer.update(batch, ppo(critic_learning_rate=1e-9))
+    other_trainer.update(batch, ppo(critic_learning_rate=1e-2, critic_epochs=3))
+    expected = weights_of(other.model)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(one.model).items())

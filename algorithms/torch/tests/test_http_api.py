@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
-import torch
 import uvicorn
 
 from agl_torch.serving.api import ModelServer, create_app
@@ -22,7 +20,6 @@ from agl_torch.serving.sampler import Sampler
 from .conftest import Loaded
 
 USER = {"role": "user", "content": "What is 12 plus 30?"}
-EXTRAS = {"return_token_ids": True}
 
 
 @asynccontextmanager
@@ -37,7 +34,6 @@ async def serving(loaded: Loaded) -> AsyncIterator[tuple[str, EngineLoop]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
         server.should_exit = True
         await running
-    await loop.stop()
 
 
 @pytest.fixture
@@ -50,31 +46,6 @@ async def url(qwen: Loaded) -> AsyncIterator[str]:
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made:
         yield made
-
-
-async def test_a_chat_of_two_turns(client: openai.AsyncOpenAI, qwen: Loaded) -> None:
-    messages = [{"role": "system", "content": "You are a math agent. " * 4}, USER]
-    header = {"x-agl-rollout": "r1/0"}
-    asked = {"model": "policy", "extra_body": EXTRAS, "extra_headers": header, "logprobs": True, "temperature": 1.3}
-    first = await client.chat.completions.create(messages=messages, max_tokens=12, seed=1, **asked)
-    choice, extra = first.choices[0], first.model_extra
-    sampled = choice.model_extra["token_ids"]
-    assert extra["agl"]["version"] == 0
-    assert first.usage.completion_tokens == len(sampled) == len(choice.logprobs.content)
-    ids = torch.tensor(extra["prompt_token_ids"] + sampled)
-    with torch.inference_mode():
-        logits = qwen.model(input_ids=ids[None]).logits[0, len(extra["prompt_token_ids"]) - 1 : -1]
-    expected = torch.log_softmax(logits / 1.3, -1).gather(1, ids[-len(sampled) :, None])[:, 0]
-    np.testing.assert_allclose([t.logprob for t in choice.logprobs.content], expected, atol=1e-4)
-
-    messages += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "hello"}]
-    second = await client.chat.completions.create(messages=messages, max_tokens=4, **asked)
-    extra = second.model_extra
-    prefix = first.model_extra["prompt_token_ids"] + sampled
-    assert not extra["agl"]["prefix_broken"]
-    assert extra["prompt_token_ids"][: len(prefix)] == prefix
-    assert extra["agl"]["reused"] == len(prefix) - 1 == second.usage.prompt_tokens_details.cached_tokens
-    assert extra["agl"]["prefilled"] == len(extra["prompt_token_ids"]) - extra["agl"]["reused"]
 
 
 async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpenAI, url: str) -> None:
@@ -125,7 +96,7 @@ async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
 
         headers = {"authorization": "Bearer secret"}
         async with httpx.AsyncClient(base_url=f"{url}/v1", headers=headers, timeout=60) as plain:
-            asking = asyncio.create_task(plain.post("/chat/completions", json=chat(200, n=24)))
+            asking = asyncio.create_task(plain.post("/chat/completions", json=chat(200, n=8)))
             await begun(after=0)
             beside = asyncio.create_task(plain.post("/chat/completions", json=chat(100, n=1)))
             await begun(after=loop.counters()["reused"])
@@ -133,4 +104,4 @@ async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
             for reply in (await beside, await plain.post("/chat/completions", json=chat(1, n=1))):
                 assert reply.status_code == 200
         await asyncio.wrap_future(loop.run_exclusive(lambda: None))
-        assert loop.counters()["decoded"] < 24 * 200
+        assert loop.counters()["decoded"] < 8 * 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CohereConfig, CohereForCausalLM
 
-from agl_core.types import Batch, TransitionKey
+from agl_core.testing.engines import Row, batch_of
+from agl_core.types import Batch
 from agl_torch.loading import LoadedModel
 from agl_torch.training import batching
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
@@ -39,35 +39,20 @@ def make_shared(seed: int, *, groups: int = 2, members: int = 4, turns: int = 3,
             for _ in range(int(rng.integers(1, turns + 1))):
                 pairs.append((prompt, some(8)))
                 prompt = prompt + pairs[-1][1] + some(10)
-    return batch_of([pairs[i] for i in rng.permutation(len(pairs))], rng)
+    return batch_at([pairs[i] for i in rng.permutation(len(pairs))], rng)
 
 
 def make_long() -> Batch:
     """Two long rollouts of a prompt, and two that go on from the first turn of a third."""
     rng = np.random.default_rng(0)
     task, turn, *rest = (rng.integers(3, 303, length).tolist() for length in (90, 50, 70, 80, 90, 60))
-    return batch_of([(task, rest[0]), (task, rest[1]), (task + turn, rest[2]), (task + turn, rest[3])], rng)
+    return batch_at([(task, rest[0]), (task, rest[1]), (task + turn, rest[2]), (task + turn, rest[3])], rng)
 
 
-def batch_of(pairs: list[tuple[list[int], list[int]]], rng: np.random.Generator) -> Batch:
-    count, responses = len(pairs), [len(response) for _, response in pairs]
-    return replace(
-        make_batch(None),
-        tokens_T=np.array([token for prompt, response in pairs for token in prompt + response], np.int32),
-        offsets=np.array([0, *accumulate(len(prompt) + len(response) for prompt, response in pairs)], np.int64),
-        prompt_lengths_N=np.array([len(prompt) for prompt, _ in pairs], np.int64),
-        response_offsets=np.array([0, *accumulate(responses)], np.int64),
-        behaviour_logprobs_R=np.zeros(sum(responses), np.float32),
-        mask_R=np.ones(sum(responses), np.bool_),
-        temperature_N=rng.choice([0.7, 1.0, 1.3], count).astype(np.float32),
-        values_N=np.zeros(count),
-        group_N=np.zeros(count, np.int64),
-        rollout_N=np.arange(count),
-        turn_N=np.zeros(count, np.int64),
-        version_N=np.zeros(count, np.int64),
-        scores_N=np.zeros(count),
-        keys=tuple(TransitionKey(f"r{i}", 0, "c", 0) for i in range(count)),
-    )
+def batch_at(pairs: list[tuple[list[int], list[int]]], rng: np.random.Generator) -> Batch:
+    """Prompts and responses at several temperatures."""
+    batch = batch_of([Row(prompt, response, [0.0] * len(response), 0.0) for prompt, response in pairs])
+    return replace(batch, temperature_N=rng.choice([0.7, 1.0, 1.3], len(pairs)).astype(np.float32))
 
 
 def sequence(batch: Batch, i: int) -> tuple[int, ...]:
@@ -107,7 +92,7 @@ def test_a_prefix_is_shared_where_that_pays() -> None:
 
     def rows(prompt: int, hidden_size: int | None) -> list[int]:
         task = rng.integers(10, 300, prompt).tolist()
-        batch = batch_of([(task, [7, *rng.integers(10, 300, 30).tolist(), end]) for end in (7, 8)], rng)
+        batch = batch_at([(task, [7, *rng.integers(10, 300, 30).tolist(), end]) for end in (7, 8)], rng)
         return [len(micro.input_ids) for micro in laid_out(batch, replace(WIDE, hidden_size=hidden_size))]
 
     assert rows(10, 4096) == rows(300, 4096) == rows(300, 64) == [1]

@@ -1,4 +1,4 @@
-"""The settings of an engine process, applied without one."""
+"""The policies of an engine process, without the process: their settings, what they share, and what an update moves."""
 
 from __future__ import annotations
 
@@ -8,37 +8,52 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.training.child import UpdateRequest
+from agl_torch.loading import LoadedModel
 from agl_torch.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.plugin import TorchOptions
-from agl_torch.process import Policies
+from agl_torch.process import Policies, Policy
 from agl_torch.serving.requests import Request
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 
+ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1}
 
-def load(checkpoint: Path, **options: Any) -> Policies:
-    context = EngineContext(checkpoint.parent, 0, {"default": PolicySpec(str(checkpoint))}, False, (), "key")
-    return Policies(TorchOptions(**({"cache_mib": 16} | options)), context)
+
+def load(policies: dict[str, PolicySpec], **options: Any) -> Policies:
+    context = EngineContext(Path("run"), 0, policies, False, (), "key")
+    return Policies(TorchOptions(**({"cache_mib": 16, "device": "cpu"} | options)), context)
+
+
+def load_one(checkpoint: Path, **options: Any) -> Policies:
+    return load({"default": PolicySpec(str(checkpoint))}, **options)
+
+
+def update(
+    policies: Policies, name: str = "default", seed: int = 0, algorithm: str = "grpo", **options: Any
+) -> dict[str, float]:
+    request = UpdateRequest(name, algorithm, options, make_batch(None, seed=seed))
+    return dict(policies.update(request, lambda _: None).metrics)
 
 
 def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        policies = load(checkpoint)
+        policies = load_one(checkpoint)
         assert torch.get_num_threads() == 1
         seen: set[int] = set()
         model = policies.policies["default"].loaded.model
         model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
-        policies.update(UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None)), lambda _: None)
+        update(policies, beta=0.0)
         assert seen == {3}
         assert torch.get_num_threads() == 1
-        load(checkpoint, threads=2)
+        load_one(checkpoint, threads=2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -46,7 +61,7 @@ def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) 
 
 def test_a_pass_has_as_many_tokens_as_its_memory_allows(tmp_path: Path) -> None:
     """Checked against what torch itself keeps: the bytes that a backward pass frees."""
-    model: Any = load(make_checkpoint(tmp_path / "four", Shape(layers=4))).policies["default"].loaded.model
+    model: Any = load_one(make_checkpoint(tmp_path / "four", Shape(layers=4))).policies["default"].loaded.model
     device = torch.device("cpu")
     ids = torch.randint(3, 300, (4, 64))
 
@@ -66,18 +81,18 @@ def test_a_pass_has_as_many_tokens_as_its_memory_allows(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp_path: Path) -> None:
-    # 48 layers of 256 tokens of 2 x 256 floats: 25 MB for one reply.
-    wide = make_checkpoint(tmp_path / "wide", Shape(layers=48, hidden=256))
+    # 8 layers of 256 tokens of 2 x 128 floats: 2 MB for one reply.
+    wide = make_checkpoint(tmp_path / "wide", Shape(layers=8, hidden=256))
     with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib, or lower engine\.torch\.max_context"):
-        load(wide, cache_mib=1)
+        load_one(wide, cache_mib=1)
 
 
 def test_an_update_has_the_memory_of_the_cache(checkpoint: Path) -> None:
-    policies = load(checkpoint)
+    policies = load_one(checkpoint)
     sampler = policies.policies["default"].sampler
     held = {sampler.cache_nbytes}
     policies.policies["default"].loaded.model.register_forward_pre_hook(lambda *_: held.add(sampler.cache_nbytes))
-    policies.update(UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None)), lambda _: None)
+    update(policies, beta=0.0)
     assert 0 in held
     assert sampler.cache_nbytes == max(held) > 0
     sampler.submit(Request("a", np.array([5, 6, 7], dtype=np.int32), max_tokens=4))
@@ -86,7 +101,7 @@ def test_an_update_has_the_memory_of_the_cache(checkpoint: Path) -> None:
 
 
 def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = load(checkpoint)
+    policies = load_one(checkpoint)
     policy = policies.policies["default"]
     before = weights_of(policy.loaded.model)
     step = policy.trainer.optimizer.step
@@ -96,9 +111,8 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
         raise MemoryError("too little")
 
     monkeypatch.setattr(policy.trainer.optimizer, "step", fail_after)
-    request = UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None))
     with pytest.raises(MemoryError):
-        policies.update(request, lambda _: None)
+        update(policies, beta=0.0)
     after = weights_of(policy.loaded.model)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert policies.versions == {"default": 1}
@@ -108,7 +122,74 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
 def test_a_step_size_that_is_left_out_follows_from_the_model(
     checkpoint: Path, lora: dict[str, Any] | None, times: int
 ) -> None:
-    spec = PolicySpec(str(checkpoint), lora=lora)
-    context = EngineContext(checkpoint.parent, 0, {"default": spec}, False, (), "key")
-    trainer = Policies(TorchOptions(cache_mib=16), context).policies["default"].trainer
+    trainer = load({"default": PolicySpec(str(checkpoint), lora=lora)}).policies["default"].trainer
     assert trainer.optimizer.learning_rate == pytest.approx(times * LARGEST)  # a toy's is the largest there is
+
+
+def base_tensors(loaded: LoadedModel) -> dict[str, int]:
+    """Where each tensor of the base lies in memory."""
+    return {
+        name.replace("base_layer.", ""): parameter.data_ptr()
+        for name, parameter in loaded.model.get_base_model().named_parameters()
+        if "lora" not in name
+    }
+
+
+def adapters(loaded: LoadedModel) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in loaded.model.named_parameters() if "lora" in name}
+
+
+@torch.no_grad()
+def logits(policy: Policy) -> torch.Tensor:
+    found: torch.Tensor = policy.loaded.model(torch.tensor([[5, 6, 7, 8]])).logits
+    return found
+
+
+def test_adapters_on_one_base_share_its_tensors_and_nothing_else_their_critics_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, **more: loads.append(name) or from_pretrained(name, **more),
+    )
+    specs = {
+        "writer": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA),
+        "critic": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA | {"rank": 2}),
+    }
+    policies = load(specs)
+    writer, critic = (policies.policies[name].loaded for name in specs)
+    assert len(base_tensors(writer)) > 20
+    assert base_tensors(writer) == base_tensors(critic)
+    assert set(adapters(writer).values()).isdisjoint(adapters(critic).values())
+    for name, weight in (*writer.model.named_parameters(), *critic.model.named_parameters()):
+        assert weight.requires_grad == ("lora" in name)
+
+    update(policies, "writer", algorithm="ppo")
+    update(policies, "critic", beta=0.1)
+    assert loads == [str(checkpoint)]
+    plain = from_pretrained(checkpoint)(torch.tensor([[5, 6, 7, 8]])).logits
+    for policy in policies.policies.values():
+        assert not torch.equal(logits(policy), plain)
+        with policy.loaded.model.disable_adapter():
+            assert torch.equal(logits(policy), plain)
+
+
+@pytest.mark.parametrize("kind", [{"dtype": "bfloat16"}, {"lora": LORA}], ids=["bfloat16", "lora"])
+def test_a_policy_that_is_not_updated_stays_bit_identical_with_adam_and_weight_decay(
+    checkpoint: Path, kind: dict[str, Any]
+) -> None:
+    policies = load({name: PolicySpec(str(checkpoint), optimizer=ADAM, **kind) for name in ("writer", "critic")})
+    for name in ("writer", "critic"):
+        update(policies, name, beta=0.1)  # From now on both have momentum, which would move them without a gradient.
+    before = {name: weights_of(policy.loaded.model) for name, policy in policies.policies.items()}
+    for seed in (1, 2, 3):
+        update(policies, "writer", seed, beta=0.1)
+    after = {name: weights_of(policy.loaded.model) for name, policy in policies.policies.items()}
+
+    assert all(torch.equal(before["critic"][name], after["critic"][name]) for name in before["critic"])
+    moved = [name for name in before["writer"] if not torch.equal(before["writer"][name], after["writer"][name])]
+    assert len(moved) > 10
+    assert policies.versions == {"writer": 4, "critic": 1}

@@ -136,9 +136,7 @@ def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -
 
 def test_a_template_that_rewrites_history_breaks(qwen: Loaded) -> None:
     tokenizer = type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
-    tokenizer.chat_template = CHATML.replace(
-        "{{ message.content }}<|im_end|>", "{{ message.content | upper }}<|im_end|>"
-    )
+    tokenizer.chat_template = CHATML.replace("(message.content or '')", "(message.content or '') | upper")
     chat = ScriptedChat(replace(qwen, tokenizer=tokenizer))
     first = chat.ask([USER], "the answer")
     assert broken(chat, [USER, echo(first), {"role": "user", "content": "hello"}])

@@ -37,22 +37,32 @@ def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]])
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("tool_format", "text", "error"),
     [
-        ('<tool_call>{"name": "f", "arguments": {}}', "not closed"),
-        ('{"name": "f", "arguments": {}}</tool_call>', "without"),
-        ("<tool_call>{broken</tool_call>", "no JSON"),
-        ("<tool_call></tool_call>", "no JSON"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
-        ('<tool_call>{"name": "f"}</tool_call>', "'arguments'"),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'arguments'"),
-        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
-        ('<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "unexpected text"),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>', "no JSON"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "not closed"),
+        (HERMES, '{"name": "f", "arguments": {}}</tool_call>', "without"),
+        (HERMES, "<tool_call>{broken</tool_call>", "no JSON"),
+        (HERMES, "<tool_call></tool_call>", "no JSON"),
+        (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "no name"),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', "'arguments'"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'arguments'"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "unexpected text"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>', "no JSON"),
+        (LLAMA_JSON, '{"name": "f", "parameters": {', "no JSON"),
+        (LLAMA_JSON, "<|python_tag|>f(x=1)", "no JSON"),
+        (LLAMA_JSON, '{"name": "f"}', "'parameters'"),
+        (PLAIN, "Action: f", "no JSON"),
+        (PLAIN, "Action: f {", "no JSON"),
+        (PLAIN, "Action: f [1]", "'arguments'"),
+        (PLAIN, 'Action: {"x": 1}', "a tool's name"),
+        (PLAIN, "Action: f {} and more", "unexpected text"),
+        (PLAIN, "Action: f {}; {}", "more than one"),
+        (PLAIN, "Action: f {}\nAction: g", "no JSON"),
     ],
 )
-def test_a_malformed_hermes_call_is_content_with_an_error(text: str, error: str) -> None:
-    parsed = HERMES.parse(text)
+def test_a_malformed_call_is_content_with_an_error(tool_format: ToolFormat, text: str, error: str) -> None:
+    parsed = tool_format.parse(text)
     assert (parsed.content, parsed.calls) == (text, ())
     assert parsed.error is not None
     assert error in parsed.error
@@ -78,13 +88,6 @@ def test_llama_parallel_calls() -> None:
     assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {}), ("g", {"y": "; }"})]
 
 
-@pytest.mark.parametrize("text", ['{"name": "f", "parameters": {', "<|python_tag|>f(x=1)", '{"name": "f"}'])
-def test_a_malformed_llama_call_is_content_with_an_error(text: str) -> None:
-    parsed = LLAMA_JSON.parse(text)
-    assert (parsed.content, parsed.calls) == (text, ())
-    assert parsed.error
-
-
 @given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
 def test_plain_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
     functions = [{"function": {"name": name, "arguments": args}} for name, args in calls]
@@ -92,25 +95,6 @@ def test_plain_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) 
     parsed = PLAIN.parse(written["content"])
     assert (parsed.content, parsed.error) == ("Let me see.", None)
     assert [(call.name, call.arguments) for call in parsed.calls] == calls
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("Action: f", "no JSON"),
-        ("Action: f {", "no JSON"),
-        ("Action: f [1]", "'arguments'"),
-        ('Action: {"x": 1}', "a tool's name"),
-        ("Action: f {} and more", "unexpected text"),
-        ("Action: f {}; {}", "more than one"),
-        ("Action: f {}\nAction: g", "no JSON"),
-    ],
-)
-def test_a_malformed_plain_call_is_content_with_an_error(text: str, error: str) -> None:
-    parsed = PLAIN.parse(text)
-    assert (parsed.content, parsed.calls) == (text, ())
-    assert parsed.error is not None
-    assert error in parsed.error
 
 
 def test_tools_in_plain_text_join_the_system_message() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Logprobs, Samples
@@ -211,43 +210,6 @@ def test_probabilities_of_serving_are_compared_where_the_weights_are_the_same(lo
     assert "prob_gap_mean" not in trainer_of(loaded).update(older, Recorder()).metrics, "they may differ"
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("count", [4])
-def test_a_replayed_group_counts_its_weight_with_any_number_of_minibatches(
-    in_float64: LoadedModel, kind: str, count: int
-) -> None:
-    # Parts of equal size, and weights that stand still: the parts' gradients have the whole's as their mean.
-    batch = make_batch(in_float64, groups=6, members=2)
-    batch = replace(
-        batch,
-        values_N=(batch.rollout_N % 2).astype(np.float64),
-        weight_N=np.where(batch.group_N < 3, 0.02, 1.0),
-    )
-    settings = OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9)
-
-    def gradients(minibatches: int) -> list[Tensor]:
-        """Of each optimizer step; those of the critic follow those of the policy."""
-        algorithm = Ppo(PpoOptions(critic_learning_rate=1e-12, minibatches=minibatches))
-        trainer = trainer_of(in_float64, settings, initial=lambda: copy.deepcopy(in_float64))
-        taken: list[Tensor] = []
-
-        def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            taken.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
-
-        hook = register_optimizer_step_pre_hook(take)
-        try:
-            trainer.update(batch, algorithm if kind == "critic" else grpo(minibatches=minibatches))
-        finally:
-            hook.remove()
-        return taken[minibatches:] if kind == "critic" else taken
-
-    (whole,) = gradients(1)
-    parts = gradients(count)
-    assert len(parts) == count
-    torch.testing.assert_close(sum(parts) / count, whole, rtol=1e-6, atol=1e-7 * float(whole.norm()))
-
-
 def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
     loaded = load_model(PolicySpec(str(checkpoint), dtype="bfloat16"), torch.device("cpu"), seed=0)
     before = weights_of(loaded.model)
@@ -262,14 +224,3 @@ def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
     # Such steps do add up, in the master.
     assert not torch.equal(weights_of(loaded.model)[norm], before[norm])
     assert loaded.model.get_input_embeddings().weight.dtype == torch.bfloat16
-
-
-def test_progress_rises_to_one(loaded: LoadedModel) -> None:
-    seen: list[float] = []
-    trainer_of(loaded, initial=lambda: loaded).update(
-        make_batch(loaded), grpo(epochs=2, minibatches=2, beta=0.1), seen.append
-    )
-    assert seen == sorted(seen)
-    assert len(seen) > 5
-    assert seen[-1] == 1.0
-    assert 0 < seen[0] < 0.5

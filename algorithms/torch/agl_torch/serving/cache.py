@@ -272,14 +272,15 @@ def cache_layers(loaded: LoadedModel) -> tuple[list[LayerShape], torch.dtype]:
                 f"set engine.torch.max_context to at most {window}."
             )
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=loaded.device), past_key_values=cache, use_cache=True)
-    shapes = []
-    for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
-            raise EngineError(f"{refused}: a layer cached nothing.")
-        shapes.append(LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
-        dtype = layer.keys.dtype
-    if not shapes:
-        raise EngineError(f"{refused}: it cached nothing in a forward pass.")
+    filled = [
+        (layer.keys, layer.values)
+        for layer in cache.layers
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+    ]
+    if not filled or len(filled) < len(cache.layers):
+        raise EngineError(f"{refused}: a layer cached nothing in a forward pass.")
+    shapes = [LayerShape(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in filled]
+    dtype = filled[0][0].dtype
     _try_out(loaded, shapes, dtype, refused)
     return shapes, dtype
 

@@ -22,7 +22,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from agl_core.errors import EngineError, ServerError
+from agl_core.errors import ServerError
 from agl_core.types import RecordedReply, TokenizedReply, Tokens
 from agl_torch.serving.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
 
@@ -137,13 +137,7 @@ class ChatText:
     """Renders, encodes and decodes for one model."""
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
-        try:
-            self.template = str(tokenizer.get_chat_template())
-        except ValueError:
-            raise EngineError(
-                f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so chat requests cannot be "
-                "rendered: use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer."
-            ) from None
+        self.template = str(tokenizer.get_chat_template())
         self.tool_format: ToolFormat | None = detect_format(self.template)
         self._in_plain_text = isinstance(self.tool_format, PlainText)
         self.takes_tools = "tools" in self.template or self._in_plain_text

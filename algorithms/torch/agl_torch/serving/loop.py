@@ -43,14 +43,13 @@ class EngineLoop:
         loop.start()
         generated = await loop.generate("default", request)
         metrics = await asyncio.wrap_future(loop.run_exclusive(lambda: trainer.update(batch)))
-        await loop.stop()
     """
 
     def __init__(self, samplers: Mapping[str, Sampler], lost: Callable[[str], object]) -> None:
         self._samplers, self._lost = dict(samplers), lost
         self._inbox: deque[_Submit | _Exclusive] = deque()
         self._wake = threading.Condition()
-        self._closing = False
+        self._ended = False
         self._futures: dict[tuple[str, str], Future[Generated]] = {}
         """Of what is being sampled, by model and request id."""
         self._leaving: set[str] = set()
@@ -59,14 +58,6 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
-
-    async def stop(self) -> None:
-        """End the thread after its current step; what is unanswered fails with EngineError. May be called again."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
 
     async def generate(self, model: str, request: Request) -> Generated:
         """Answer a request; its id must be unique among those in flight. Cancelling it frees its place at once."""
@@ -103,17 +94,17 @@ class EngineLoop:
 
     def _post(self, message: _Submit | _Exclusive) -> None:
         with self._wake:
-            if not self._closing:
+            if not self._ended:
                 self._inbox.append(message)
                 self._wake.notify()
                 return
-        message.future.set_exception(EngineError("The engine is stopping."))
+        message.future.set_exception(EngineError("The engine has stopped."))
 
     # What follows runs on the thread.
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while True:
                 while (message := self._next_message()) is not None:
                     self._submit(message) if isinstance(message, _Submit) else _run_job(message)
                 for name, sampler in self._samplers.items():
@@ -131,14 +122,13 @@ class EngineLoop:
         Waits while there is nothing to do.
         """
         with self._wake:
-            while not self._closing:
+            while True:
                 busy = not all(sampler.idle for sampler in self._samplers.values())
                 if self._inbox and (isinstance(self._inbox[0], _Submit) or not busy):
                     return self._inbox.popleft()
                 if busy or self._leaving:
                     return None
                 self._wake.wait()
-        return None
 
     def _submit(self, message: _Submit) -> None:
         try:
@@ -175,7 +165,7 @@ class EngineLoop:
     def _fail_all(self) -> None:
         error = EngineError("The engine stopped before it could answer.")
         with self._wake:
-            self._closing = True
+            self._ended = True
             unanswered = [*(message.future for message in self._inbox), *self._futures.values()]
             self._inbox.clear()
             self._futures.clear()

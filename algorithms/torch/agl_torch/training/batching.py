@@ -46,6 +46,11 @@ class Limits:
     hidden_size: int | None
     """The model's: from it follows when sharing a prefix pays. None: its attention cannot follow branches."""
 
+    @property
+    def responses(self) -> int:
+        """Response tokens of one pass."""
+        return max(1, LOGITS_PER_MICRO_BATCH // self.vocabulary)
+
     @classmethod
     def of(cls, model: Any, tokens: int) -> Limits:
         """Of a causal LM that sees all earlier tokens, as the sampler makes sure, for passes of so many tokens."""
@@ -96,25 +101,19 @@ def micro_batches(
     batch: Batch, chosen: NDArray[np.int64], limits: Limits, device: torch.device
 ) -> Iterator[MicroBatch]:
     """Forward passes that cover each of the `chosen` transitions once, largest trees first."""
-    logits = max(1, LOGITS_PER_MICRO_BATCH // limits.vocabulary)
-    trees = [
-        grow(batch, transitions)
-        for transitions in plan_trees(
-            batch, chosen, token_budget=limits.tokens, response_budget=logits, hidden_size=limits.hidden_size
-        )
-    ]
+    trees = [grow(batch, transitions) for transitions in plan_trees(batch, chosen, limits)]
     trees.sort(key=lambda tree: (tree.is_path, len(tree)), reverse=True)
     responses = [int(batch.response_lengths_N[tree.transitions_n].sum()) for tree in trees]
     start = 0
     for end in range(1, len(trees) + 1):
-        if end == len(trees) or not _fit(trees[start : end + 1], sum(responses[start : end + 1]), limits, logits):
+        if end == len(trees) or not _fit(trees[start : end + 1], sum(responses[start : end + 1]), limits):
             yield _lay_out(batch, trees[start:end], device)
             start = end
 
 
-def _fit(trees: Sequence[Tree], responses: int, limits: Limits, logits: int) -> bool:
+def _fit(trees: Sequence[Tree], responses: int, limits: Limits) -> bool:
     """Whether these trees, largest first, go into one pass: all are paths, or none is."""
-    if responses > logits or trees[0].is_path != trees[-1].is_path:
+    if responses > limits.responses or trees[0].is_path != trees[-1].is_path:
         return False
     if not trees[0].is_path:
         return sum(map(len, trees)) <= limits.tokens
@@ -261,14 +260,10 @@ class Tree:
         return len(self.branches) == 1
 
 
-def plan_trees(
-    batch: Batch, chosen: NDArray[np.int64], *, token_budget: int, response_budget: int, hidden_size: int | None
-) -> list[NDArray[np.int64]]:
+def plan_trees(batch: Batch, chosen: NDArray[np.int64], limits: Limits) -> list[NDArray[np.int64]]:
     """Which of the `chosen` transitions make one tree, each in the order of its paths.
 
-    A tree has at most `token_budget` tokens and its transitions at most `response_budget` response tokens together,
-    unless it is one transition. `hidden_size` is the model's: from it follows what attention costs. None: no tree may
-    branch.
+    A tree is within the limits of a pass, unless it is one transition.
 
     Transitions that continue each other are a chain, which costs what its last one does. A chain branches off the tree
     before it if that costs less than computing the whole chain apart.
@@ -285,9 +280,9 @@ def plan_trees(
     for place, row in enumerate(order):
         new = int(lengths[row]) - shared[place]
         if place > start and (
-            tokens + new > token_budget
-            or response_tokens + int(responses[row]) > response_budget
-            or not (continues[place] or _pays(shared[place], int(chain_lengths[place]), hidden_size))
+            tokens + new > limits.tokens
+            or response_tokens + int(responses[row]) > limits.responses
+            or not (continues[place] or _pays(shared[place], int(chain_lengths[place]), limits.hidden_size))
         ):
             trees.append(order[start:place])
             start, tokens, response_tokens = place, 0, 0

@@ -46,7 +46,7 @@ class PolicyOptimizer:
         self.steps = 0
         self.training_step = 0
         """The run's, from 1: what the schedule goes by, whether or not every step had a batch."""
-        self._training_steps = training_steps
+        self.training_steps = training_steps
         self._weights = list(weights)
         self._masters: list[Tensor] = [_master(weight) for weight in self._weights]
         for weight, master in self._pairs():
@@ -89,7 +89,7 @@ class PolicyOptimizer:
         warm = min(1.0, (self.steps + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
         if settings.schedule == "constant":
             return self._full_rate * warm
-        done = min(1.0, max(0, self.training_step - 1) / max(1, self._training_steps))
+        done = min(1.0, max(0, self.training_step - 1) / max(1, self.training_steps))
         return self._full_rate * warm * (1 + math.cos(math.pi * done)) / 2
 
     def state_dict(self) -> dict[str, Any]:

@@ -51,12 +51,11 @@ class PolicyTrainer:
             rate = usual_learning_rate(loaded.size, adapter=loaded.has_adapter)
             settings = settings.model_copy(update={"learning_rate": rate})
         self.optimizer = PolicyOptimizer(trained, settings, training_steps=steps)
-        self._steps = steps
         self._loaded = loaded
         self._limits = Limits.of(loaded.model, tokens_per_micro_batch)
         self._precision = torch.promote_types(loaded.dtype, torch.float32)
-        self._seed = seed
-        self._gradient_checkpointing = gradient_checkpointing
+        self.seed = seed
+        self.gradient_checkpointing = gradient_checkpointing
         self._initial = initial
         self._reference: Any = None
         self._critic: Critic | None = None
@@ -80,7 +79,7 @@ class PolicyTrainer:
         work.lap("prepare")
         values_R = None
         if algorithm.needs_critic:
-            self._critic = self._critic or self._make_critic()
+            self._critic = self._critic or Critic(self._load_initial(), self)
             values_R = self._critic.values(usable.batch, work)
         work.lap("values")
         prepared = prepare(usable, samples, algorithm, values_R)
@@ -110,7 +109,7 @@ class PolicyTrainer:
             loss, measured = algorithm.loss(_samples_of(micro, samples), logprobs, advantages_R, token_weights_R)
             return loss, {"loss": loss, "entropy": (token_weights_R * scores.entropy_R).sum(), **measured}
 
-        steps = _steps(prepared, algorithm.epochs, algorithm.minibatches, [self._seed, self.version])
+        steps = _steps(prepared, algorithm.epochs, algorithm.minibatches, [self.seed, self.version])
         metrics = train(model, self.optimizer, prepared, prepared.weights_R, steps, self._limits, loss_of, work)
         work.lap("train")
         metrics |= prepared.metrics() | prepared.serving_gap(old_R, self.version)
@@ -134,16 +133,6 @@ class PolicyTrainer:
         if self._reference is None:
             self._reference = self._load_initial().model
         return self._logprobs(self._reference, batch, trained, work)
-
-    def _make_critic(self) -> Critic:
-        return Critic(
-            self._load_initial(),
-            self.optimizer.settings,
-            steps=self._steps,
-            tokens_per_micro_batch=self.tokens_per_pass,
-            gradient_checkpointing=self._gradient_checkpointing,
-            seed=self._seed,
-        )
 
     def _load_initial(self) -> LoadedModel:
         if self._initial is None:
@@ -175,7 +164,7 @@ class PolicyTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self._critic = None
         if state["critic"] is not None:
-            self._critic = self._make_critic()
+            self._critic = Critic(self._load_initial(), self)
             self._critic.load_state_dict(state["critic"])
         self.version = state["version"]
         torch.set_rng_state(state["random"].cpu())
@@ -187,35 +176,27 @@ class Critic:
     """The policy's own architecture, from the initial weights, with a scalar head instead of the output layer.
 
     It is trained as the policy is: all its weights, or for a policy with a LoRA adapter an adapter of the same shape
-    on the same base. The head starts at zero, and so do all values. `loaded` is a fresh copy of the initial weights,
-    which the critic takes over.
+    on the same base, and with the settings of the policy's trainer. The head starts at zero, and so do all values.
+    `loaded` is a fresh copy of the initial weights, which the critic takes over.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        settings: OptimizerSection,
-        *,
-        steps: int,
-        tokens_per_micro_batch: int,
-        gradient_checkpointing: bool,
-        seed: int,
-    ) -> None:
-        self._device = loaded.device
-        self._seed = seed
+    def __init__(self, loaded: LoadedModel, policy: PolicyTrainer) -> None:
+        self._device, self._seed = loaded.device, policy.seed
         causal = loaded.model.get_base_model() if loaded.has_adapter else loaded.model
         self._backbone: Any = causal.base_model
-        self._limits = replace(Limits.of(causal, tokens_per_micro_batch), vocabulary=1)
+        self._limits = replace(Limits.of(causal, policy.tokens_per_pass), vocabulary=1)
         hidden = causal.get_output_embeddings().weight.shape[1]
         dtype = torch.promote_types(loaded.dtype, torch.float32)
         # Made on no device, because its usual random weights would advance the random state.
         self._head = nn.Linear(hidden, 1, device="meta", dtype=dtype).to_empty(device=loaded.device)
         for parameter in self._head.parameters():
             nn.init.zeros_(parameter)
-        if gradient_checkpointing:
+        if policy.gradient_checkpointing:
             self._backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._trained = [p for module in (self._backbone, self._head) for p in module.parameters() if p.requires_grad]
-        self._optimizer = PolicyOptimizer(self._trained, settings, training_steps=steps)
+        self._optimizer = PolicyOptimizer(
+            self._trained, policy.optimizer.settings, training_steps=policy.optimizer.training_steps
+        )
 
     def values(self, batch: Batch, work: Work) -> Tensor:
         """[R] the value of the state before each response token, without gradient."""
