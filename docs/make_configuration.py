@@ -119,7 +119,7 @@ def render() -> str:
     for name, section in plugins.components(kinds.SECTION).items():
         lines += tables(section.options, name)
     lines.append(PLUGINS_HEAD)
-    for kind in plugins.kinds:
+    for kind in kinds.KINDS:
         shown: dict[str, str] = {}
         for component in sorted(plugins.components(kind).values(), key=lambda component: component.name):
             if component.origin.startswith("agl-") and kind is not kinds.SECTION:

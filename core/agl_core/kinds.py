@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NewType
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,16 +34,9 @@ class Capability(StrEnum):
     """Tool results as part of the return. One component of a run may provide it, for a tool result counts once."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of component: its builder gets the settings, and makes one (`agl_core.protocols` has the interfaces)."""
-
-    word: str
-    """The word for it in configurations and messages."""
-
-    def __str__(self) -> str:
-        return self.word
-
+Kind = NewType("Kind", str)
+"""A kind of component, by its word in configurations and messages. Its builder gets the settings, and makes one
+(`agl_core.protocols` has the interfaces)."""
 
 ADAPTER = Kind("adapter")
 ALGORITHM = Kind("algorithm")
@@ -62,7 +55,6 @@ TRACKER = Kind("tracker")
 """Its builder also gets the run's folder."""
 
 KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, SECTION)
-"""agl's own. Plugins may have kinds of their own, which tables in a `SECTION` of theirs name."""
 
 
 class NoOptions(BaseModel):

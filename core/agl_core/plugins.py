@@ -19,7 +19,7 @@ import pluggy
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import KINDS, Component, Kind, Register
+from agl_core.kinds import Component, Kind, Register
 from agl_core.types import Attempt, DropReason, Episode, Rollout
 
 logger = logging.getLogger(__name__)
@@ -121,11 +121,6 @@ class Plugins:
                 self._decorated.add(bring)
                 bring(register)
         return register.components
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of components: agl's own, and those that plugins have beside them."""
-        return tuple(dict.fromkeys((*KINDS, *(component.kind for component in self._components))))
 
     def components(self, kind: Kind) -> dict[str, Component]:
         """What all plugins brought of one kind, by name."""

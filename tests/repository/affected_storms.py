@@ -20,17 +20,10 @@ STORMS: Mapping[str, tuple[str, ...]] = {
     "docs/tutorial/": ("tests/tutorial",),
     "examples/": ("examples", "tests/end_to_end", "tests/tutorial"),
     "rewards/": ("rewards", "examples", "tests/repository", "tests/settings"),
-    "tests/benchmarks/": ("tests/benchmarks",),
-    "tests/conformance/": ("tests/conformance",),
-    "tests/end_to_end/": ("tests/end_to_end",),
-    "tests/faults/": ("tests/faults",),
     "tests/faults_in_data/": (),
-    "tests/gpu/": ("tests/gpu",),
     "tests/oracles/": (),
-    "tests/settings/": ("tests/settings",),
-    "tests/tutorial/": ("tests/tutorial",),
 }
-"""By the beginning of a changed path, where storms are that it concerns."""
+"""By the beginning of a changed path, where storms are that it concerns; those of `tests/NAME/` are there."""
 PLAYED = "docs/tutorial/"
 """Pages that a storm plays; all others are text to the storms."""
 EVERYWHERE = ("adapters", "algorithms", "apps", "core/tests", "deploy", "examples", "rewards", "tests")
@@ -49,6 +42,9 @@ def affected(paths: Iterable[str]) -> list[str]:
         if path.endswith(".md") and not path.startswith(PLAYED):
             continue
         areas = [places for beginning, places in STORMS.items() if path.startswith(beginning)]
+        folder = "/".join(path.split("/")[:2])
+        if not areas and path.count("/") > 1 and folder.startswith("tests/") and folder != "tests/support":
+            areas = [(folder,)]
         if not areas:
             return list(EVERYWHERE)
         found.update(*areas)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agl_core import hooks
+from agl_core import hooks, kinds
 from agl_core.config import check, load
 from agl_core.plugins import Plugins
 
@@ -40,7 +40,7 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
     plugins, origins = Plugins.load(files), {str(file) for file in files}
     brought = {
         kind: {name for name, each in plugins.components(kind).items() if each.origin in origins}
-        for kind in plugins.kinds
+        for kind in kinds.KINDS
     }
     assert brought == PAGE.MADE
     other = {name for name in vars(hooks) if re.match(r"(rollout|episode|policy)_", name)}
@@ -125,7 +125,7 @@ def test_the_examples_work_as_an_installed_package(installed: str) -> None:
 def test_the_package_is_listed_with_its_settings_and_brings_its_command(installed: str) -> None:
     listed = json.loads(run("-c", AGL, "plugins", "--json", path=installed))
     mine = {(each["kind"], each["name"]): each for each in listed if each["origin"] == "my-agl-plugins 0.1"}
-    assert set(mine) == {(kind.word, name) for kind, names in PAGE.MADE.items() for name in names}
+    assert set(mine) == {(kind, name) for kind, names in PAGE.MADE.items() for name in names}
     brevity = mine["reward", "brevity"]
     assert brevity["doc"] == "1 if the answer is short."
     assert brevity["settings"] == [{"name": "limit", "required": False, "default": 200, "description": ""}]

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 import agl_core
+from agl_core import kinds
 from agl_core.config import RunConfig
 from agl_core.plugins import Plugins
 
@@ -50,7 +51,7 @@ def test_every_setting_of_a_run_is_described() -> None:
 def test_every_component_of_ours_and_all_its_settings_are_described() -> None:
     plugins = Plugins.load()
     missing = []
-    for component in (each for kind in plugins.kinds for each in plugins.components(kind).values()):
+    for component in (each for kind in kinds.KINDS for each in plugins.components(kind).values()):
         if not component.origin.startswith("agl-"):
             continue
         place = f"{component.kind} {component.name}"

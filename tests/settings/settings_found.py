@@ -26,9 +26,9 @@ def every_setting(plugins: Plugins) -> list[str]:
     ['engine.deep.depth']
     """
     found = list(settings_of(RunConfig))
-    for kind in plugins.kinds:
+    for kind in kinds.KINDS:
         for name, component in plugins.components(kind).items():
-            above = name if kind is kinds.SECTION else f"{kind.word.replace(' ', '_')}.{name}"
+            above = name if kind is kinds.SECTION else f"{kind.replace(' ', '_')}.{name}"
             found += settings_of(component.options, above)
     return found
 

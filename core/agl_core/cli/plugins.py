@@ -20,7 +20,7 @@ Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files,
 
 OfKind = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help=f"Only components of this kind: {', '.join(map(str, kinds.KINDS))}."),
+    typer.Option(metavar="KIND", help=f"Only components of this kind: {', '.join(kinds.KINDS)}."),
 ]
 
 
@@ -30,12 +30,11 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
     Installed plugins that cannot be used are listed as broken, with the error.
     """
     plugins = Plugins.load(files or ())
-    by_word = {each.word: each for each in plugins.kinds}
-    if kind is not None and kind not in by_word:
-        raise typer.BadParameter(f"There is no kind '{kind}'. {nearest(kind, by_word)}")
+    if kind is not None and kind not in kinds.KINDS:
+        raise typer.BadParameter(f"There is no kind '{kind}'. {nearest(kind, kinds.KINDS)}")
     described = [
         describe(component)
-        for listed in ([by_word[kind]] if kind else plugins.kinds)
+        for listed in ([kinds.Kind(kind)] if kind else kinds.KINDS)
         for _, component in sorted(plugins.components(listed).items())
     ]
     nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
@@ -74,7 +73,7 @@ def describe(component: Component) -> dict[str, Any]:
         needs, takes = sorted(component.needs(defaults)), component.takes(defaults)
     schema = component.options.model_json_schema()
     return {
-        "kind": component.kind.word,
+        "kind": component.kind,
         "name": component.name,
         "origin": component.origin,
         "doc": component.doc,

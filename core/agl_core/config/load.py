@@ -72,9 +72,9 @@ class LoadedConfig:
         return self._one(kinds.BUFFER)
 
     def _one(self, kind: Kind) -> Chosen:
-        chosen = self.single[kind.word]
+        chosen = self.single[kind]
         if chosen is None:
-            raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind.word).name)}")
+            raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind).name)}")
         return chosen
 
     def weights(self, policy: str) -> str:

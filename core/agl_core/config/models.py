@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from agl_core.config.sections import FOLDER_NAME, PluginChoice, PluginTable, PolicySection, Section, is_among
-from agl_core.kinds import REWARD, TASK_SOURCE, Kind
+from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, PolicySection, Section, is_among
 from agl_core.types import AlarmName, Ending, Mode
 
 
@@ -39,11 +38,8 @@ class AgentSection(Section):
         return self
 
 
-class TaskSection(PluginTable):
+class TaskSection(OpenSection):
     """One set of tasks: the plugin that makes them, and its settings."""
-
-    kind: ClassVar[Kind] = TASK_SOURCE
-    named_by: ClassVar[str] = "source"
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
 
@@ -226,11 +222,8 @@ class GatewaySection(Section):
     passthrough: PassthroughSection = PassthroughSection()
 
 
-class RewardSection(PluginTable):
+class RewardSection(OpenSection):
     """One reward rule; its settings are beside these keys."""
-
-    kind: ClassVar[Kind] = REWARD
-    named_by: ClassVar[str] = "rule"
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")

@@ -14,14 +14,14 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import RunConfig
-from agl_core.config.sections import PluginChoice, PluginTable, PolicySection
+from agl_core.config.sections import OpenSection, PluginChoice, PolicySection
 from agl_core.errors import ConfigError, nearest
 from agl_core.kinds import Capability, Component, Kind
 from agl_core.plugins import Plugins
 from agl_core.types import CreditKind
 
 Model = TypeVar("Model", bound=BaseModel)
-Named = TypeVar("Named", bound=PluginTable)
+Named = TypeVar("Named", bound=OpenSection)
 
 Place: TypeAlias = tuple[str | int, ...]
 """Where a value stands: keys of tables, and indices of lists."""
@@ -88,12 +88,12 @@ def resolve(
     """
     find = _Resolver(plugins, folder, report, needs)
     single = {
-        kind.word: find.choice(kind, (kind.word,), getattr(config, kind.word))
+        kind: find.choice(kind, (kind,), getattr(config, kind))
         for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.ENGINE, kinds.STORE, kinds.BUFFER)
     }
-    policies, plans = find.policies(config.policies, single["algorithm"][1], single["credit"][1])
-    tasks, chosen_tasks = find.tables(("tasks",), config.tasks)
-    rewards, chosen_rewards = find.tables(("rewards",), config.rewards)
+    policies, plans = find.policies(config.policies, single[kinds.ALGORITHM][1], single[kinds.CREDIT][1])
+    tasks, chosen_tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
+    rewards, chosen_rewards = find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards)
     trackers, chosen_trackers = find.trackers(config.trackers)
     sections = find.sections(config.tables_of_plugins)
     tables = {"policies": policies, "tasks": tasks, "rewards": rewards, "trackers": trackers}
@@ -123,8 +123,7 @@ class _Resolver:
 
     def _report(self, kind: Kind) -> Report:
         """Where problems with components of a kind go: nowhere, if none is needed."""
-        is_needed = kind in self._needs or (kind not in kinds.KINDS and kinds.SECTION in self._needs)
-        return self._needed if is_needed else Report(Path())
+        return self._needed if kind in self._needs else Report(Path())
 
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
@@ -152,23 +151,24 @@ class _Resolver:
             own: dict[str, PluginChoice] = {}
             chosen = {"algorithm": algorithm, "credit": credit}
             for kind in (kinds.ALGORITHM, kinds.CREDIT):
-                if (choice := getattr(section, kind.word)) is not None:
-                    own[kind.word], chosen[kind.word] = self.choice(kind, (*place, kind.word), choice)
+                if (choice := getattr(section, kind)) is not None:
+                    own[kind], chosen[kind] = self.choice(kind, (*place, kind), choice)
             resolved[name] = section.model_copy(update=own)
             if chosen["algorithm"] is not None and chosen["credit"] is not None:
                 plans[name] = PolicyPlan(chosen["algorithm"], chosen["credit"])
         return resolved, plans
 
-    def tables(self, place: Place, tables: Mapping[str, Named]) -> tuple[dict[str, Named], dict[str, Chosen]]:
-        """Tables of which each names its plugin."""
+    def tables(
+        self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, Named]
+    ) -> tuple[dict[str, Named], dict[str, Chosen]]:
+        """Tables of which each names its plugin by the key `named_by`, or else by its own name."""
         resolved, found = {}, {}
         for name, table in tables.items():
             model = type(table)
             own = {key: getattr(table, key) for key in model.model_fields}
-            written = own[model.named_by] if model.named_by else None
             chosen = self._chosen(
-                *(model.kind, written or name, table.settings, (*place, name)),
-                named_by=model.named_by if written else None,
+                *(kind, own[named_by] or name, table.settings, (*place, name)),
+                named_by=named_by if own[named_by] else None,
                 reserved=model,
             )
             resolved[name] = model(**own, **(chosen.settings if chosen else {}))

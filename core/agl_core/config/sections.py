@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from agl_core.kinds import Kind
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A model's name on the Hugging Face hub, as a whole match."""
@@ -42,14 +40,6 @@ class OpenSection(BaseModel):
     @property
     def settings(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
-
-
-class PluginTable(OpenSection):
-    """A table that names a component by its own name, or by one of its keys; the settings are beside that."""
-
-    kind: ClassVar[Kind]
-    named_by: ClassVar[str | None] = None
-    """The key that can name the component instead of the table's own name."""
 
 
 class PluginChoice(OpenSection):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import (
     Attempt,
     Call,
@@ -31,6 +33,8 @@ from agl_core.types import (
     ToolStatus,
     TrainingRecord,
 )
+
+from .run_stack import Bench
 
 RULES = '''
 import agl_core
@@ -121,6 +125,13 @@ class RecordedRun:
         from agl_core.cli import app
 
         return CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Bench]:
+    """`agl` as a user runs it: real processes in a folder of their own, in front of a scripted upstream."""
+    with ScriptedUpstream() as upstream:
+        yield Bench(tmp_path, upstream)
 
 
 @pytest.fixture

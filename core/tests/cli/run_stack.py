@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +69,3 @@ class Bench:
                 return rollout, attempt, episode
 
         return asyncio.run(read())
-
-
-@contextmanager
-def bench(folder: Path) -> Iterator[Bench]:
-    """The upstream serves from a thread until the end."""
-    with ScriptedUpstream() as upstream:
-        yield Bench(folder, upstream)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.types import AttemptKey, Ending, Mode
 
-from .run_stack import Bench, bench
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Bench]:
-    with bench(tmp_path) as found:
-        yield found
-
+from .run_stack import Bench
 
 PARENT = """
 import subprocess, sys, agl_core, sitecustomize

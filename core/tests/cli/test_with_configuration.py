@@ -1,22 +1,27 @@
-"""`agl doctor CONFIG` and `agl run --config CONFIG`, with an engine from the user's own plugin file."""
+"""`agl doctor`, `agl run --config`, and starts that fail, with engines from the user's own plugin file."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core import capture
+from agl_core.cli import SERVER_MODULES
+from agl_core.cli.upstreams import missing_ids
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
+from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
-from .run_stack import Bench, bench
+from .run_stack import Bench
 
 PLUGIN = """
     import os
@@ -33,7 +38,7 @@ PLUGIN = """
             self._models = {name: "served" for name in context.policies}
 
         def note(self, what):
-            with open("engine.log", "a") as log:
+            with open("starts.txt", "a") as log:
                 print(what, file=log)
 
         async def start(self):
@@ -52,6 +57,15 @@ PLUGIN = """
 
         update = save = load = stats = None
 
+    class Broken(Elsewhere):
+        def __init__(self, context, log=None):
+            self._log = log and context.run_dir / log
+
+        async def start(self):
+            if self._log is not None:
+                self._log.write_text("what the engine had to say")
+            raise agl_core.errors.EngineError("The engine cannot start: it is broken.")
+
     class Mine:
         framework = "my_framework"
 
@@ -62,6 +76,9 @@ PLUGIN = """
     def register_components(register):
         provided = {agl_core.Capability.TOKEN_IDS}
         register(agl_core.kinds.ENGINE, "elsewhere", lambda options, context: Elsewhere(context), provides=provided)
+        register(agl_core.kinds.ENGINE, "broken", lambda options, context: Broken(context), provides=provided)
+        log = "engine.log"
+        register(agl_core.kinds.ENGINE, "telling", lambda options, context: Broken(context, log), provides=provided)
         register(agl_core.kinds.ALGORITHM, "plain", lambda options: None)
         register(agl_core.kinds.ADAPTER, "mine", lambda options: Mine(), doc="Mine.")
 """
@@ -121,17 +138,20 @@ Doctor: TypeAlias = Callable[[str], subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def running(working_folder: Path) -> Iterator[Bench]:
+def running(running: Bench, working_folder: Path) -> Bench:
     """A folder with a configuration in front of the upstream."""
     (working_folder / "weights").mkdir()
     (working_folder / "tasks.jsonl").write_text('{"input": "1 + 2?"}\n')
-    with bench(working_folder) as found:
-        found.script("elsewhere.py", PLUGIN)
-        found.script("train.toml", CONFIG)
-        found.script("agent.py", AGENT)
-        found.script("my_framework.py", "")
-        found.script("program.py", PROGRAM)
-        yield found
+    files = {
+        "elsewhere.py": PLUGIN,
+        "train.toml": CONFIG,
+        "agent.py": AGENT,
+        "my_framework.py": "",
+        "program.py": PROGRAM,
+    }
+    for name, text in files.items():
+        running.script(name, text)
+    return running
 
 
 @pytest.fixture
@@ -143,7 +163,7 @@ def doctor(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Doctor:
 
 
 def log(running: Bench) -> list[str]:
-    return (running.folder / "engine.log").read_text().split()
+    return (running.folder / "starts.txt").read_text().split()
 
 
 def test_doctor_finds_nothing_wrong(running: Bench) -> None:
@@ -188,7 +208,7 @@ def test_doctor_finds_what_keeps_a_run_from_its_start(
     found = doctor("train.toml")
     [broken] = [line for line in found.stdout.splitlines() if line.startswith("FAIL")]
     assert (found.returncode, told in broken) == (1, True), found.stdout
-    assert not (running.folder / "engine.log").exists()
+    assert not (running.folder / "starts.txt").exists()
 
 
 BROKEN = {
@@ -246,3 +266,145 @@ def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Be
 
     listed = running.agl("rollouts", "runs/mine", COLUMNS="160")
     assert rollout.id in listed.stdout, listed.stderr
+
+
+def completion() -> dict[str, Any]:
+    """What a server that returns ids answers."""
+    choice = {"token_ids": [5, 6, 7], "logprobs": {"content": [{"logprob": -0.5}] * 3}}
+    return {"prompt_token_ids": [1, 2], "choices": [choice]}
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "token_ids", "logprobs"])
+def test_what_is_missing_is_named(field: str) -> None:
+    whole = completion()
+    whole.pop(field, None)
+    whole["choices"][0].pop(field, None)
+    assert missing_ids(whole) == f"its replies lack {field}"
+
+
+def test_what_only_limits_is_a_note(running: Bench) -> None:
+    running.upstream.returns_ids = False
+    found = running.agl("doctor", "--upstream", running.upstream.url)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"ok    model server: {running.upstream.url} answers, with served" in found.stdout
+    assert "note  token ids: its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
+
+
+def test_what_is_broken_is_an_error_with_a_remedy(agl: Agl) -> None:
+    found = agl("doctor", "no-such.toml")
+    assert found.returncode == 1
+    assert "FAIL  configuration: The configuration no-such.toml does not exist" in found.stdout
+    listed = json.loads(agl("doctor", "no-such.toml", "--json").stdout)
+    assert [each["what"] for each in listed if each["mark"] == "FAIL"] == ["configuration"]
+
+
+def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Agl, tmp_path: Path) -> None:
+    def doctor() -> tuple[int, str]:
+        result = agl("doctor", str(tmp_path))
+        return result.returncode, result.stdout
+
+    (tmp_path / "config.toml").write_text("config_version = 1\n[train]\nsteps = 3\n")
+    assert doctor() == (0, f"ok    run: {tmp_path}: stopped, 0 steps made\nok    alarms: no step was made yet\n")
+    alarm = '{"name": "truncated", "seen": "0.4 are cut", "remedy": "Raise it."}'
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "kind": "train", "alarm/truncated": 1.0, "alarms": [{alarm}]}}\n'
+    )
+    status, said = doctor()
+    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → Raise it.\n" in said) == (
+        0,
+        True,
+    )
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
+    status, said = doctor()
+    assert (status, "FAIL  metrics: line 2 of " in said) == (1, True)
+    assert "truncated, step 1: " in said, "it holds no more"
+
+
+@pytest.fixture
+def refused(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a command with an engine that cannot start, and returns what it says."""
+    running.script("train.toml", CONFIG.replace('[engine]\n    name = "elsewhere"', '[engine]\n    name = "broken"'))
+    for name in (WORKER_KEY, OPERATOR_KEY):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> str:
+        ended = agl(*arguments)
+        assert ended.returncode == 2
+        return ended.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["train", "train.toml", "--set=agent.entry=no_agent:solve"], "'no_agent' cannot be imported"),
+        (["train", "train.toml"], "it is broken"),
+        (["eval", "train.toml"], "it is broken"),
+        (["run", "--config", "train.toml", "--", sys.executable, "-c", ""], "it is broken"),
+    ],
+    ids=["an agent", "an engine", "eval", "run"],
+)
+def test_a_start_that_fails_leaves_no_folder(
+    refused: Callable[..., str], working_folder: Path, command: list[str], told: str
+) -> None:
+    assert told in refused(*command)
+    assert list((working_folder / "runs").iterdir()) == []
+
+
+def test_what_an_engine_said_stays_until_the_name_is_taken(refused: Callable[..., str], working_folder: Path) -> None:
+    for _ in range(2):
+        refused("train", "train.toml", "--set=engine.name=telling")
+        [folder] = (working_folder / "runs").iterdir()
+        assert (folder / "engine.log").read_text() == "what the engine had to say"
+
+
+@pytest.mark.parametrize("command", [["train", "train.toml"], ["run", "--config", "train.toml", "--", "true"]])
+def test_a_folder_that_cannot_be_made_is_named(
+    refused: Callable[..., str], working_folder: Path, command: list[str]
+) -> None:
+    (working_folder / "runs").write_text("a file")
+    said = refused(*command)
+    assert "The run's folder" in said
+    assert "cannot be made or written (Not a directory: " in said
+    assert "--set runs=FOLDER" in said
+
+
+READ_ONLY = 'mount --bind . . && mount -o remount,bind,ro . && cd .. && cd mine && exec "$@"'
+"""For root, whom permissions do not stop: a shell command in a mount namespace of its own."""
+
+
+def test_a_read_only_run_is_not_resumed(running: Bench) -> None:
+    """Before anything opens a file in it, a tracker for instance."""
+    run = running.folder / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(f"folder = '{running.folder}'\n{textwrap.dedent(CONFIG)}")
+    run.chmod(0o500)
+    command = running.command("train", "--resume", str(run))
+    if os.geteuid() == 0:
+        command = ["unshare", "--mount", "sh", "-c", READ_ONLY, "sh", *command]
+    done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=120)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this root may not mount")
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0), done.stderr
+    assert f"Error: The run's folder {run} cannot be written, so that the run cannot go on." in done.stderr
+
+
+def test_run_without_the_servers_packages_makes_no_folder(running: Bench) -> None:
+    absent = f"import sys; sys.modules.update(dict.fromkeys({SERVER_MODULES})); from agl_core.cli import main; main()"
+    command = [sys.executable, "-c", absent, "run", "--upstream", "http://127.0.0.1:9/v1", "--", "true"]
+    done = subprocess.run(command, cwd=running.folder, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+    assert "pip install 'agl-core[server]'" in done.stderr
+    assert not (running.folder / "runs").exists()
+
+
+@pytest.mark.usefixtures("refused")
+def test_a_file_with_the_name_of_a_standard_module_does_no_harm(running: Bench) -> None:
+    for name in ("glob", "queue", "types", "logging"):
+        running.script(f"{name}.py", "raise RuntimeError('imported instead of the standard module')")
+    command = [str(Path(sys.executable).with_name("agl")), "train", "train.toml"]
+    done = subprocess.run(command, cwd=running.folder, capture_output=True, text=True, check=False)
+    assert "it is broken" in done.stderr  # The engine, which is the last to be started.
+    assert "imported instead" not in done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,69 +119,6 @@ def test_what_a_kind_cannot_declare_or_has_to_is_said(kind: kinds.Kind, declared
         bringing(Bringing(kind, "mine", build_engine, **declared))
 
 
-def test_a_plugin_for_another_api_version_is_refused() -> None:
-    class Future:
-        AGL_API_VERSION = 99
-
-    with pytest.raises(PluginError, match="plugin from tomorrow was written for plugin API 99, this agl has 1"):
-        Plugins().register(Future(), "tomorrow")
-
-
-INSTALLED = {
-    "gone": "import nowhere_to_be_found\n",
-    "future": "AGL_API_VERSION = 99\n",
-    "late": """
-        import agl_core
-
-        @agl_core.hookimpl
-        def register_components(register):
-            register(agl_core.kinds.ENGINE, "early", lambda options, context: None)
-            import nowhere_either
-            register(agl_core.kinds.ENGINE, "late", lambda options, context: None)
-    """,
-    "whole": """
-        import agl_core
-
-        @agl_core.hookimpl
-        def register_components(register):
-            register(agl_core.kinds.ENGINE, "whole", lambda options, context: None)
-    """,
-}
-
-
-@pytest.fixture
-def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four installed plugins, three of them broken; how pip leaves packages."""
-    for name, code in INSTALLED.items():
-        (tmp_path / f"{name}_plugin.py").write_text(textwrap.dedent(code))
-        info = tmp_path / f"agl_{name}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agl-{name}\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text(f"[agl]\n{name} = {name}_plugin\n")
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("_installed")
-def test_a_broken_installed_plugin_is_named_and_stops_nothing() -> None:
-    plugins = Plugins.load()
-    engines = plugins.components(kinds.ENGINE)
-
-    assert "whole" in engines
-    assert {"early", "late"}.isdisjoint(engines)
-    broken = {plugin.name: (plugin.origin, plugin.error) for plugin in plugins.broken}
-    assert broken == {
-        "gone": ("agl-gone 1.2", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-        "future": (
-            "agl-future 1.2",
-            "The plugin from agl-future 1.2 was written for plugin API 99, this agl has 1. Install a version of it "
-            "that fits.",
-        ),
-        "late": ("agl-late 1.2", "ModuleNotFoundError: No module named 'nowhere_either'"),
-    }
-    with pytest.raises(PluginError, match=r"there is no engine 'late'\. .*'late' of agl-late 1\.2 cannot be used"):
-        plugins.component(kinds.ENGINE, "late", "[engine]")
-
-
 def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
     class Misspelt:
         @agl_core.hookimpl
@@ -195,23 +131,20 @@ def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError")],
+    ("name", "text", "said"),
+    [
+        ("broken.py", "1 / 0", "broken.py cannot be imported: ZeroDivisionError"),
+        ("broken.py", "def (", "broken.py cannot be imported: SyntaxError"),
+        ("gone.py", None, r"no Python file .*gone\.py\. Paths are relative to the configuration file"),
+        ("notes.txt", "", r"no Python file .*notes\.txt"),
+    ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text(text)
-
-    with pytest.raises(PluginError, match=f"{file} cannot be imported: {said}"):
-        Plugins.load([file])
-    assert "broken" not in sys.modules
-
-
-@pytest.mark.parametrize("name", ["gone.py", "notes.txt"])
-def test_a_file_that_is_not_there_or_no_python(tmp_path: Path, name: str) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(PluginError, match=rf"no Python file .*{name}\. Paths are relative to the configuration file"):
+def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, name: str, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(PluginError, match=said):
         Plugins.load([tmp_path / name])
+    assert "broken" not in sys.modules
 
 
 async def test_an_engine_says_by_name_what_it_does_not_support() -> None:
