@@ -48,6 +48,7 @@ def _rules_of_adapters() -> list[StatusRule]:
     [
         ("Error executing task with agent 'geographer'. Error: no city", "error", "crewai"),
         ("Error executing task with agent 'geographer'. Error: the request timed out", "timeout", "crewai"),
+        ("Error executing tool: no answer in 5 seconds, timed out", "timeout", "crewai"),
         ("\nError executing tool. coworker mentioned not found, it must be one of …", "error", "crewai"),
         ("I encountered an error while trying to use the tool. This was the error: no city.", "error", "crewai"),
         ("Tool not found", "error", "crewai"),

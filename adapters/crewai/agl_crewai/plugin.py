@@ -9,11 +9,12 @@ from agl_core.types import ToolStatus
 _RULES = (
     StatusRule(
         "crewai",
-        "`Error executing task with agent 'look'. Error: …`, `I encountered an error: …`, `Error executing tool. …`, "
-        "`Tool not found`",
+        "`Error executing task with agent 'look'. Error: …`, `I encountered an error: …`, `Error executing tool: …`, "
+        "`Error executing tool. …`, `Tool not found`",
         ToolStatus.ERROR,
         begins(r"""
             (?: Error\ executing\ task\ with\ agent\ '[^'\n]{1,200}'\.\ Error
+              | Error\ executing\ tool
               | I\ encountered\ an\ error (?: \ while\ trying\ to\ use\ the\ tool\.\ This\ was\ the\ error )? )
             :\s (?P<error> [^\n]* )
           | Error\ executing\ tool\.\s

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_aids import NO_TELEMETRY, only_this_machine, tools_by_call
+
+os.environ.update(NO_TELEMETRY)
+
 from crewai import LLM, Agent, Crew, Process, Task
 from crewai.tools import BaseTool, tool
-from testing_aids import tools_by_call
 
+from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack, attached_stack
 from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_crewai import plugin
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A test fails if a name of another machine is looked up; what CrewAI stores is not in the user's home."""
+    monkeypatch.setenv("CREWAI_STORAGE_DIR", str(tmp_path))
+    with only_this_machine():
+        yield
 
 
 @tool("add")

@@ -3,41 +3,79 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from haystack import Pipeline, tracing
-from haystack.dataclasses import ChatMessage
-from haystack.tracing.tracer import NullTracer, Span, Tracer
-from testing_aids import blocks, run_snippets, weather
+from testing_aids import NO_TELEMETRY, blocks, run_snippets, weather
 
+os.environ.update(NO_TELEMETRY)
+
+from haystack import Pipeline, tracing
+from haystack.components.agents import Agent
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.tools import create_tool_from_function
+from haystack.tracing.tracer import NullTracer, Span, Tracer
+from haystack.utils import Secret
+
+from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.worker.agent import PLACEHOLDER_KEY
+from agl_haystack import plugin
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-async def test_a_tool_that_does_not_exist(world: Any, attempt: Any, agent: Any, run: Any) -> None:
-    world.stack.upstream.script(CallTools([("climate", {}, "c1")]), Say("Sorry."))
+@pytest.fixture(name="stack")
+async def a_stack() -> AsyncIterator[Stack]:
+    async with attached_stack(plugin.haystack) as running:
+        yield running
+
+
+@pytest.fixture
+async def attempt(stack: Stack) -> RunningAttempt:
+    return await stack.attempt()
+
+
+def generator(stack: Stack) -> OpenAIChatGenerator:
+    """A model client with the server's URL alone: which attempt calls, its headers must tell."""
+    key = Secret.from_token(PLACEHOLDER_KEY)
+    return OpenAIChatGenerator(api_key=key, model="default", api_base_url=stack.url(), max_retries=0)
+
+
+async def solve(stack: Stack) -> None:
+    """An agent with a tool, in a pipeline that names it."""
+    pipeline = Pipeline()
+    tools = [create_tool_from_function(weather)]
+    pipeline.add_component("solver", Agent(chat_generator=generator(stack), system_prompt="solver", tools=tools))
+    await pipeline.run_async({"solver": {"messages": [ChatMessage.from_user("How warm is it?")]}})
+
+
+async def test_a_tool_that_does_not_exist(stack: Stack, attempt: RunningAttempt) -> None:
+    stack.upstream.script(CallTools([("climate", {}, "c1")]), Say("Sorry."))
     with attempt.running():
-        await run("solver", agent("solver", [weather]))
+        await solve(stack)
     (result,) = (await attempt.close()).transitions[0].tool_results
     assert (result.tool, str(result.status), result.tool_call_id) == ("climate", "error", "c1")
     assert "Tool 'climate' not found. Available tools: weather" in result.error
 
 
-async def test_components_of_a_pipeline_are_known_by_their_names(world: Any, attempt: Any) -> None:
+async def test_components_of_a_pipeline_are_known_by_their_names(stack: Stack, attempt: RunningAttempt) -> None:
     pipeline = Pipeline()
-    pipeline.add_component("writer", world.generator())
-    pipeline.add_component("critic", world.generator())
+    pipeline.add_component("writer", generator(stack))
+    pipeline.add_component("critic", generator(stack))
     pipeline.connect("writer.replies", "critic.messages")
-    world.stack.upstream.answer = lambda _: Say("Well.")
+    stack.upstream.answer = lambda _: Say("Well.")
     with attempt.running():
         await asyncio.to_thread(pipeline.run, {"writer": {"messages": [ChatMessage.from_user("Write.")]}})
     assert await attempt.agents() == ["writer", "critic"]
 
 
-async def test_a_tracer_of_the_users_own_stays(world: Any, attempt: Any, agent: Any, run: Any) -> None:
+async def test_a_tracer_of_the_users_own_stays(stack: Stack, attempt: RunningAttempt) -> None:
     class Noting(NullTracer):
         def __init__(self) -> None:
             self.seen: list[str] = []
@@ -47,21 +85,21 @@ async def test_a_tracer_of_the_users_own_stays(world: Any, attempt: Any, agent: 
             return super().trace(operation_name, tags, parent_span)
 
     noting: Tracer = Noting()
-    world.stack.upstream.script(Say("Warm."))
+    stack.upstream.script(Say("Warm."))
     tracing.enable_tracing(noting)
     try:
         with attempt.running():
-            await run("solver", agent("solver", [weather]))
+            await solve(stack)
     finally:
         tracing.disable_tracing()
     assert {"haystack.pipeline.run", "haystack.component.run", "haystack.agent.run"} <= set(noting.seen)
     assert await attempt.agents() == ["solver"]
 
 
-async def test_the_snippets(world: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", world.stack.url(attempt.key))
-    monkeypatch.setenv("OPENAI_API_KEY", world.stack.key(attempt.key))
-    world.stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+async def test_the_snippets(stack: Stack, attempt: RunningAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", stack.url(attempt.key))
+    monkeypatch.setenv("OPENAI_API_KEY", stack.key(attempt.key))
+    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
     assert len(blocks(README, "python")) == 2
 
     def run() -> None:

@@ -1,10 +1,12 @@
 """What is particular to LlamaIndex: who calls and what the tools did, in agents, workflows and tools of the user's."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import (
     Context,
@@ -16,12 +18,39 @@ from llama_index.core.workflow import (
     Workflow,
     step,
 )
+from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 from testing_aids import blocks, run_snippets, weather
 
+from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.worker.agent import PLACEHOLDER_KEY
+from agl_llama_index import plugin
 
 README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture(name="stack")
+async def a_stack() -> AsyncIterator[Stack]:
+    async with attached_stack(plugin.llama_index) as running:
+        yield running
+
+
+@pytest.fixture
+async def attempt(stack: Stack) -> RunningAttempt:
+    return await stack.attempt()
+
+
+def llm_of(stack: Stack) -> OpenAILike:
+    """A model client with the server's URL alone: which attempt calls, its headers must tell."""
+    given: dict[str, Any] = {"is_chat_model": True, "is_function_calling_model": True, "max_retries": 0}
+    return OpenAILike(model="default", api_base=stack.url(), api_key=PLACEHOLDER_KEY, **given)
+
+
+def agent_of(stack: Stack, name: str, tools: Any = (), **options: Any) -> FunctionAgent:
+    about = {"name": name, "description": name, "system_prompt": name}
+    return FunctionAgent(tools=list(tools), llm=llm_of(stack), **about, **options)
 
 
 class Town(BaseModel):
@@ -30,10 +59,10 @@ class Town(BaseModel):
     name: str
 
 
-async def test_structured_output_is_one_more_call_of_the_agent(world: Any, attempt: Any, agent: Any) -> None:
-    world.stack.upstream.script(Say("It is Bern."), CallTools([("Town", {"name": "Bern"}, "c1")]))
+async def test_structured_output_is_one_more_call_of_the_agent(stack: Stack, attempt: RunningAttempt) -> None:
+    stack.upstream.script(Say("It is Bern."), CallTools([("Town", {"name": "Bern"}, "c1")]))
     with attempt.running():
-        answer = await agent("clerk", output_cls=Town).run("Which town?")
+        answer = await agent_of(stack, "clerk", output_cls=Town).run("Which town?")
     assert answer.structured_response == {"name": "Bern"}
     assert await attempt.agents() == ["clerk", "clerk"]
 
@@ -58,25 +87,25 @@ class Guide(Workflow):
         return StopEvent(result=str(await self._tool.acall(city=event.city)))
 
 
-async def test_a_workflow_of_the_users_own_is_known_by_its_class(world: Any, attempt: Any) -> None:
-    world.stack.upstream.answer = lambda _: Say("Bern")
+async def test_a_workflow_of_the_users_own_is_known_by_its_class(stack: Stack, attempt: RunningAttempt) -> None:
+    stack.upstream.answer = lambda _: Say("Bern")
     with attempt.running():
-        await Guide(world.llm(), FunctionTool.from_defaults(weather)).run()
+        await Guide(llm_of(stack), FunctionTool.from_defaults(weather)).run()
     episode = await attempt.close()
     assert [each.agent for each in episode.transitions] == ["Guide"]
     (result,) = episode.transitions[0].tool_results
     assert (result.tool, str(result.status), result.arguments) == ("weather", "ok", {"city": "Bern"})
 
 
-async def test_a_tool_that_waits_for_a_person_has_one_result(world: Any, attempt: Any, agent: Any) -> None:
+async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attempt: RunningAttempt) -> None:
     async def delete(ctx: Context) -> str:
         """Delete everything."""
         said = await ctx.wait_for_event(HumanResponseEvent, waiter_event=InputRequiredEvent(prefix="Sure?"))
         return f"said {said.response}"
 
-    world.stack.upstream.script(CallTools([("delete", {}, "c1")]), Say("Done."))
+    stack.upstream.script(CallTools([("delete", {}, "c1")]), Say("Done."))
     with attempt.running():
-        handler = agent("solver", [delete]).run("Delete it.")
+        handler = agent_of(stack, "solver", [delete]).run("Delete it.")
         async for event in handler.stream_events():
             if isinstance(event, InputRequiredEvent):
                 handler.ctx.send_event(HumanResponseEvent(response="no"))
@@ -84,10 +113,10 @@ async def test_a_tool_that_waits_for_a_person_has_one_result(world: Any, attempt
     assert [(each.result, each.tool_call_id) for each in attempt.tool_results] == [("said no", "c1")]
 
 
-async def test_the_snippets(world: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_BASE", world.stack.url(attempt.key))
-    monkeypatch.setenv("OPENAI_API_KEY", world.stack.key(attempt.key))
-    world.stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+async def test_the_snippets(stack: Stack, attempt: RunningAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_BASE", stack.url(attempt.key))
+    monkeypatch.setenv("OPENAI_API_KEY", stack.key(attempt.key))
+    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
     assert len(blocks(README, "python")) == 2
 
     def run() -> None:
