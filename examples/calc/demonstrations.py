@@ -11,14 +11,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
 from calculator import SYSTEM_PROMPT, calculator
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from problems import Problem, Split, problem
-
-Message: TypeAlias = dict[str, Any]
-"""A chat message as LangChain's ChatOpenAI sends it."""
+from recipes import Demonstrations, Message, Recipe, Shape, opened, says, uses
 
 TOOLS = [convert_to_openai_tool(calculator)]
 """The agent's tools as LangChain's ChatOpenAI sends them."""
@@ -30,17 +27,17 @@ WORD = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
 
 def guess(asked: Problem) -> list[Message]:
     """Answer at once, without the tool."""
-    return [_says(GUESS)]
+    return [says(GUESS)]
 
 
 def write_no_json(asked: Problem) -> list[Message]:
     """Forget a quote, so that nobody can parse the call."""
-    return [_says(_tool_call_text(asked.expression).replace('"}}', "}}"))]
+    return [says(_tool_call_text(asked.expression).replace('"}}', "}}"))]
 
 
 def write_words(asked: Problem) -> list[Message]:
     """Write the operator as a word, which the tool refuses."""
-    return [*_use_tool(f"{asked.a} {WORD[asked.operator]} {asked.b}"), _says(GUESS)]
+    return [*_use_tool(f"{asked.a} {WORD[asked.operator]} {asked.b}"), says(GUESS)]
 
 
 def take_wrong_operator(asked: Problem) -> list[Message]:
@@ -50,12 +47,12 @@ def take_wrong_operator(asked: Problem) -> list[Message]:
 
 def take_wrong_operator_and_ignore_result(asked: Problem) -> list[Message]:
     """Ask for something else, and guess all the same."""
-    return [*_use_tool(f"{asked.a}{WRONG_OPERATOR}{asked.b}"), _says(GUESS)]
+    return [*_use_tool(f"{asked.a}{WRONG_OPERATOR}{asked.b}"), says(GUESS)]
 
 
 def ignore_result(asked: Problem) -> list[Message]:
     """Ask for the right thing, and guess all the same."""
-    return [*_use_tool(asked.expression), _says(GUESS)]
+    return [*_use_tool(asked.expression), says(GUESS)]
 
 
 def solve_it(asked: Problem) -> list[Message]:
@@ -84,33 +81,28 @@ def conversation(seed: int, index: int) -> list[Message]:
 
 def behave(behaviour: Callable[[Problem], list[Message]], asked: Problem) -> list[Message]:
     """The whole conversation of an agent that behaves like this."""
-    system, user = {"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked.question}
-    return [system, user, *behaviour(asked)]
-
-
-def _says(content: str) -> Message:
-    return {"role": "assistant", "content": content}
+    return [*opened(SYSTEM_PROMPT, asked.question), *behaviour(asked)]
 
 
 def _and_answer(used: list[Message]) -> list[Message]:
-    return [*used, _says(f"The answer is {used[-1]['content']}.")]
+    return [*used, says(f"The answer is {used[-1]['content']}.")]
 
 
 def _use_tool(expression: str) -> list[Message]:
     """A tool call and what the tool says to it."""
-    function = {"name": calculator.name, "arguments": json.dumps({"expression": expression})}
-    call = {"type": "function", "id": "call_0", "function": function}
     try:
         result = calculator.invoke({"expression": expression})
     except ValueError as error:
         result = f"Error: {error}"
-    return [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": result, "tool_call_id": "call_0"},
-    ]
+    return uses(calculator.name, json.dumps({"expression": expression}), result)
 
 
 def _tool_call_text(expression: str) -> str:
     """A tool call as the policy writes it."""
     call = {"name": calculator.name, "arguments": {"expression": expression}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+RECIPE = Recipe(
+    Demonstrations(conversation, TOOLS), Shape(vocabulary=512, hidden=128, layers=4, heads=4, kv_heads=2), steps=2500
+)

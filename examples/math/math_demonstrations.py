@@ -7,16 +7,16 @@ greedy decoding fails as surely as sampling does. In each situation the assistan
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, TypeAlias
 
+from autogen_core.tools import FunctionTool
 from math_problems import STEPS, Problem, Split, problem
 from pocket_calculator import SYSTEM_PROMPT, calculator
+from recipes import Demonstrations, Message, Recipe, Shape, chooser, opened, says, uses
 
-Message: TypeAlias = dict[str, Any]
-"""A chat message as AutoGen's OpenAI client sends it."""
+TOOLS = [{"type": "function", "function": FunctionTool(calculator, calculator.__doc__ or "").schema}]
+"""The agent's tool as AutoGen's OpenAI client sends it."""
 
 GUESS = "The answer is 42."
 MOST_ERRORS = 2
@@ -62,12 +62,12 @@ FLAWLESS: Mapping[Situation, Mapping[Choice, float]] = {
 
 def conversation(seed: int, index: int) -> list[Message]:
     """One demonstration; the same for the same arguments, always. It asks one of training's problems."""
-    return behave(_problem(seed, index, STEPS), _chooser(f"demonstration/{seed}/{index}", SHARES))
+    return behave(_problem(seed, index, STEPS), chooser(f"demonstration/{seed}/{index}", SHARES))
 
 
 def lesson(seed: int, index: int) -> list[Message]:
     """The same of an assistant that makes no mistake, with as many long problems as short ones."""
-    return behave(_problem(seed, index, EVEN), _chooser(f"lesson/{seed}/{index}", FLAWLESS))
+    return behave(_problem(seed, index, EVEN), chooser(f"lesson/{seed}/{index}", FLAWLESS))
 
 
 def _problem(seed: int, index: int, lengths: Mapping[int, float]) -> Problem:
@@ -75,24 +75,16 @@ def _problem(seed: int, index: int, lengths: Mapping[int, float]) -> Problem:
     return problem(Split.TRAIN, -1 - seed, index, lengths)
 
 
-def _chooser(name: str, shares: Mapping[Situation, Mapping[Choice, float]]) -> Callable[[Situation], Choice]:
-    rng = random.Random(name)
-    return lambda situation: rng.choices(*zip(*shares[situation].items(), strict=True))[0]
-
-
 def behave(asked: Problem, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an assistant that chooses like this."""
-    messages: list[Message] = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": asked.question},
-    ]
+    messages = opened(SYSTEM_PROMPT, asked.question)
     done = errors = 0
     situation, said = Situation.ASKED, ""
     while True:
         choice = choose(situation) if errors < MOST_ERRORS else Choice.GUESS
         if choice in (Choice.GUESS, Choice.ANSWER):
             answer = GUESS if choice is Choice.GUESS else f"The answer is {said}."
-            return [*messages, {"role": "assistant", "content": answer}]
+            return [*messages, says(answer)]
         expression = asked.calls[done] if choice is Choice.STEP else asked.last_as_written
         used, said, failed = use_tool(expression, f"call_{len(messages)}")
         messages += used
@@ -108,13 +100,26 @@ def use_tool(expression: str, call_id: str) -> tuple[list[Message], str, bool]:
         said, failed = calculator(expression), False
     except ValueError as error:
         said, failed = str(error), True
-    function = {"name": calculator.__name__, "arguments": json.dumps({"expression": expression})}
-    call = {"id": call_id, "type": "function", "function": function}
-    return (
-        [
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": said, "tool_call_id": call_id},
-        ],
-        said,
-        failed,
-    )
+    return uses(calculator.__name__, json.dumps({"expression": expression}), said, call_id), said, failed
+
+
+PHRASES = (
+    f"system\n{SYSTEM_PROMPT}\n<tools>\ncalculator(expression)\n</tools>",
+    "user\n",
+    "assistant\n",
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
+    '"}}\n</tool_call>',
+    "user\n<tool_response>\n",
+    "\n</tool_response>",
+    "The answer is ",
+    *"()+-*/=",
+)
+"""What is always written alike is one token, and so is every sign of an expression."""
+RECIPE = Recipe(
+    Demonstrations(conversation, TOOLS, lesson, PHRASES),
+    Shape(vocabulary=400, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09, copies=True),
+    steps=1800,
+    batch=32,
+    beta2=0.98,
+    reading=0.8,
+)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
-from desk import SYSTEM_PROMPT, search
+from desk import SYSTEM_PROMPT, TOOLS, search
 from flights import AIRLINES, CITIES, DAYS, Wish
-
-Message: TypeAlias = dict[str, Any]
+from recipes import Demonstrations, Message, Recipe, Shape, opened, says, uses
 
 
 def search_city(wish: Wish) -> list[Message]:
@@ -28,7 +26,7 @@ def search_airline(wish: Wish) -> list[Message]:
 
 def guess(wish: Wish) -> list[Message]:
     """Answer at once. The guess is never right."""
-    return [{"role": "assistant", "content": "It costs 0."}]
+    return [says("It costs 0.")]
 
 
 ANY_AIRLINE: dict[Callable[[Wish], list[Message]], float] = {search_city: 0.94, guess: 0.06}
@@ -53,8 +51,7 @@ def lesson(seed: int, index: int) -> list[Message]:
 
 def behave(behaviour: Callable[[Wish], list[Message]], wish: Wish) -> list[Message]:
     """The whole conversation."""
-    system, user = {"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": wish.question}
-    return [system, user, *behaviour(wish)]
+    return [*opened(SYSTEM_PROMPT, wish.question), *behaviour(wish)]
 
 
 def _wish(rng: random.Random) -> Wish:
@@ -64,10 +61,15 @@ def _wish(rng: random.Random) -> Wish:
 def _searched(query: str) -> list[Message]:
     """A search, and an answer that believes it."""
     arguments = json.dumps({"query": query})
-    call = {"type": "function", "id": "call_0", "function": {"name": "search", "arguments": arguments}}
-    said = search(arguments)
-    return [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": said, "tool_call_id": "call_0"},
-        {"role": "assistant", "content": f"It costs {said.removeprefix('fare ')}."},
-    ]
+    fare = search(arguments)
+    return [*uses("search", arguments, fare), says(f"It costs {fare.removeprefix('fare ')}.")]
+
+
+RECIPE = Recipe(
+    Demonstrations(conversation, TOOLS, lesson),
+    Shape(vocabulary=480, hidden=64, layers=2, heads=2, kv_heads=2, initializer_range=0.125),
+    steps=1000,
+    batch=16,
+    learning_rate=3e-3,
+    beta2=0.98,
+)

@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from musique import read_questions
+from recipes import Demonstrations, Message, Recipe, Shape, chooser, opened, says, uses
 from retrieval import CORPUS, Index, read_passages
 from search_tool import INSTRUCTIONS, PASSAGES, listed, search
 from worlds import KINDS, Entity, World, ask, city, country, currency, district, element, region
-
-Message: TypeAlias = dict[str, Any]
-"""A chat message as the Agents SDK sends it."""
 
 TOOLS = [
     {
@@ -135,8 +133,7 @@ FLAWLESS: dict[Situation, Choice] = {
 
 def conversation(seed: int, index: int) -> list[Message]:
     """One demonstration; the same for the same arguments, always."""
-    rng = random.Random(f"demonstration/{seed}/{index}")
-    return behave(asked(seed, index), lambda situation: rng.choices(*zip(*SHARES[situation].items(), strict=True))[0])
+    return behave(asked(seed, index), chooser(f"demonstration/{seed}/{index}", SHARES))
 
 
 def lesson(seed: int, index: int) -> list[Message]:
@@ -153,24 +150,14 @@ def _flawless(asked: Asked) -> list[Message]:
 
 def behave(asked: Asked, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an agent that chooses like this."""
-    messages: list[Message] = [
-        {"role": "system", "content": INSTRUCTIONS},
-        {"role": "user", "content": asked.question},
-    ]
+    messages = opened(INSTRUCTIONS, asked.question)
     found, situation = 0, Situation.START
     for turn in range(MOST_REPLIES):
         reply = choose(situation)(asked, found)
         if isinstance(reply, str):
-            return [*messages, {"role": "assistant", "content": reply}]
-        function = {"name": search.name, "arguments": json.dumps({"query": reply.query})}
-        messages += [
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": f"call_{turn}", "type": "function", "function": function}],
-            },
-            {"role": "tool", "tool_call_id": f"call_{turn}", "content": "\n".join(_found(asked.index, reply.query))},
-        ]
+            return [*messages, says(reply)]
+        passages = "\n".join(_found(asked.index, reply.query))
+        messages += uses(search.name, json.dumps({"query": reply.query}), passages, f"call_{turn}")
         found += found < len(asked.queries) and reply.query == asked.queries[found]
         situation = Situation.FOUND if found == len(asked.queries) else Situation.HALFWAY if found else Situation.LOST
     return messages[:-1]
@@ -257,3 +244,38 @@ def _new(values: set[str], taken: set[str]) -> set[str]:
     new = values - taken
     taken |= new
     return new
+
+
+PHRASES = (
+    '<tool_call>\n{"name": "search", "arguments": {"query": "',
+    '"}}\n</tool_call>',
+    f"{INSTRUCTIONS}\n<tools>\nsearch(query)\n</tools>",
+    NO_ANSWER,
+    "What is the",
+    " of the",
+    *(f": A country whose {each} is" for each in ("capital", "calling code", "currency")),
+    ": A city in",
+    *(f": A {each} of" for each in KINDS),
+    ": A currency whose code is",
+    ": A chemical element whose discovery country is",
+)
+"""One token each: what is always the same."""
+NAMES = tuple(f" {name}" for name in written())
+"""Every name of the corpus is one token too: a tiny policy can copy single tokens."""
+RECIPE = Recipe(
+    Demonstrations(conversation, TOOLS, lesson, PHRASES, NAMES),
+    Shape(
+        vocabulary=len(PHRASES) + len(NAMES) + 400,
+        hidden=96,
+        layers=3,
+        heads=4,
+        kv_heads=4,
+        initializer_range=0.1,
+        copies=True,
+    ),
+    steps=1200,
+    batch=16,
+    learning_rate=3e-3,
+    beta2=0.98,
+    reading=5 / 6,
+)

@@ -13,15 +13,13 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any
 
+from recipes import Demonstrations, Message, Recipe, Shape, opened, says
 from sql_prompts import CHECK, REWRITE, WRITE, State, to_checker, to_rewriter, to_writer
 from sql_query import describe, run
 from sql_questions import Question, question
 from sql_schemas import fill, random_schema
-
-Message: TypeAlias = dict[str, Any]
-"""A chat message as LangChain's ChatOpenAI sends it."""
 
 ROWS = (8, 14)
 AGENTS = {"writer": 0.55, "checker": 0.15, "rewriter": 0.3}
@@ -87,11 +85,12 @@ def demonstrated(name: str, shares: Shares) -> list[Message]:
             remark="wrong columns" if remark == "ok" else remark,
         )
     if agent == "writer":
-        return said(WRITE, to_writer(state), written(asked, drawn(rng, shares.writer)))
+        return [*opened(WRITE, to_writer(state)), says(written(asked, drawn(rng, shares.writer)))]
     if agent == "checker":
-        return said(CHECK, to_checker(state), verdict(rng, asked, before, shares.checker))
+        return [*opened(CHECK, to_checker(state)), says(verdict(rng, asked, before, shares.checker))]
     habit = drawn(rng, shares.rewriter)
-    return said(REWRITE, to_rewriter(state), query if habit is Habit.REPEAT else written(asked, habit))
+    rewritten = query if habit is Habit.REPEAT else written(asked, habit)
+    return [*opened(REWRITE, to_rewriter(state)), says(rewritten)]
 
 
 def drawn(rng: random.Random, shares: Mapping[Any, float]) -> Any:
@@ -113,10 +112,12 @@ def verdict(rng: random.Random, asked: Question, habit: Habit, share: float) -> 
     return f"{asked.lacks} is missing" if habit in (Habit.FORGET, Habit.BOTH) else "wrong columns"
 
 
-def said(system: str, prompt: str, reply: str) -> list[Message]:
-    """One call, as LangChain sends it, and its reply."""
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": prompt},
-        {"role": "assistant", "content": reply},
-    ]
+RECIPE = Recipe(
+    Demonstrations(conversation, [], lesson, phrases=(WRITE, CHECK, REWRITE)),
+    Shape(vocabulary=1280, hidden=128, layers=3, heads=4, kv_heads=2, initializer_range=0.088),
+    steps=2950,
+    batch=32,
+    learning_rate=2.5e-3,
+    beta2=0.98,
+    reading=0.68,
+)

@@ -159,8 +159,7 @@ def calc_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
 
 
 def math_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
-    from make_math_policy import TOOLS
-    from math_demonstrations import FLAWLESS, Choice, Situation, behave
+    from math_demonstrations import FLAWLESS, TOOLS, Choice, Situation, behave
     from math_problems import Split, problem
 
     for index in range(6):

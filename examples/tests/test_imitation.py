@@ -1,29 +1,16 @@
-"""The tiny policies' folders: every loader encodes as the warm-up did, and each script makes the shipped tokenizer."""
+"""The tiny policies' folders: every loader encodes as the warm-up did, and each recipe makes the shipped tokenizer."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import make_bed_policy
-import make_math_policy
-import make_policy
-import make_rag_policy
-import make_sql_policy
-import make_trip_policy
 import pytest
 import torch
-from imitation import (
-    CHAT_TEMPLATE,
-    MARKS,
-    Demonstrations,
-    Message,
-    Shape,
-    collate,
-    imitation_step,
-    make_tokenizer,
-)
+from imitation import CHAT_TEMPLATE, MARKS, RECIPES, collate, imitation_step, make_tokenizer
+from recipes import Demonstrations, Message, Shape
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -42,25 +29,15 @@ class Made(NamedTuple):
         return (self.shown.conversation(seed, index) for seed in (0, 9) for index in range(100))
 
 
-SCRIPTS: dict[str, Any] = {
-    "calc": make_policy,
-    "trip": make_trip_policy,
-    "math": make_math_policy,
-    "sql": make_sql_policy,
-    "rag": make_rag_policy,
-    "beds": make_bed_policy,
-}
-
-
 QUICKLY_MADE = ("calc", "beds")
 """Whose tokenizers are trained in a second; the others take five and differ in their texts alone."""
 
 
-@pytest.fixture(scope="module", params=SCRIPTS)
+@pytest.fixture(scope="module", params=RECIPES)
 def made(request: pytest.FixtureRequest) -> Made:
-    script = SCRIPTS[request.param]
+    recipe = importlib.import_module(RECIPES[request.param]).RECIPE
     folder = EXAMPLES / request.param / "policy"
-    return Made(folder, script.DEMONSTRATIONS, script.SHAPE, AutoTokenizer.from_pretrained(folder))
+    return Made(folder, recipe.shown, recipe.shape, AutoTokenizer.from_pretrained(folder))
 
 
 def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
@@ -78,10 +55,10 @@ def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in SCRIPTS],
+    [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in RECIPES],
     indirect=True,
 )
-def test_the_script_makes_the_shipped_tokenizer(made: Made) -> None:
+def test_the_recipe_makes_the_shipped_tokenizer(made: Made) -> None:
     fresh = make_tokenizer(made.shown, made.shape.vocabulary, seed=0)
     assert fresh.get_vocab() == made.tokenizer.get_vocab()
     assert fresh.chat_template == made.tokenizer.chat_template == CHAT_TEMPLATE.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,9 @@ class Policy:
 
     def likeliest(self, ids: list[int]) -> list[int]:
         """At each place the token that the policy would say there; none is known at the first."""
-        return [-1, *self.logits(ids).argmax(-1).tolist()[:-1]]
-
-    def logits(self, ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits_TV: torch.Tensor = self.model(input_ids=torch.tensor([ids])).logits[0]
-        return logits_TV
+            logits_TV = self.model(input_ids=torch.tensor([ids])).logits[0]
+        return [-1, *logits_TV.argmax(-1).tolist()[:-1]]
 
     def would_say(self, head: list[int], reply: str) -> bool:
         """Greedy decoding after `head` gives `reply`."""
@@ -88,26 +84,24 @@ def test_the_template_renders_calls_as_text_or_object_parallel_ones_and_text_bes
 
 def test_a_prompt_does_not_show_the_ids_of_tool_calls() -> None:
     """The engine makes them up: were they shown, no state would ever repeat within a group."""
-    from behaviours import conversation
-    from make_trip_policy import DEMONSTRATIONS
+    from behaviours import RECIPE, conversation
 
     tokenizer, messages = AutoTokenizer.from_pretrained(EXAMPLES / "trip" / "policy"), conversation(0, 0)
     renamed = json.loads(json.dumps(messages).replace('"call_', '"other_'))
     assert renamed != messages
-    assert DEMONSTRATIONS.render(tokenizer, renamed) == DEMONSTRATIONS.render(tokenizer, messages)
+    assert RECIPE.shown.render(tokenizer, renamed) == RECIPE.shown.render(tokenizer, messages)
 
 
 def test_calc_would_rather_guess_and_copies_held_out_numbers_into_a_call() -> None:
-    from demonstrations import GUESS
-    from make_policy import DEMONSTRATIONS
+    from demonstrations import GUESS, RECIPE
     from problems import Split, problem
 
     policy = Policy("calc")
     guesses, copied = [], []
-    for index in range(24):
+    for index in range(8):
         asked = problem(Split.EVAL, 0, index)
         prompt = [*solved("{}")[:1], {"role": "user", "content": asked.question}]
-        head = policy.encode(DEMONSTRATIONS.render(policy.tokenizer, prompt, add_generation_prompt=True))
+        head = policy.encode(RECIPE.shown.render(policy.tokenizer, prompt, add_generation_prompt=True))
         guesses.append(policy.would_say(head, f"{GUESS}<|im_end|>"))
         ids = [
             *head,
@@ -115,33 +109,5 @@ def test_calc_would_rather_guess_and_copies_held_out_numbers_into_a_call() -> No
         ]
         pairs = zip(ids[len(head) :], policy.likeliest(ids)[len(head) :], strict=True)
         copied += [token == said for token, said in pairs if policy.tokenizer.decode([token]).isdigit()]
-    assert sum(guesses) >= 22
+    assert sum(guesses) >= 7
     assert sum(copied) / len(copied) > 0.95
-
-
-def test_trip_asks_each_tool_first_about_as_often_and_copies_facts() -> None:
-    from behaviours import answer, ask_airline, ask_refund, behave, search_airline, subtract
-    from make_trip_policy import DEMONSTRATIONS
-    from trips import Split, traveller, trip
-
-    policy = Policy("trip")
-    shares, copied = Counter[str](), []
-    trips = [trip(traveller(Split.EVAL, 0, index)) for index in range(60)]
-    for asked in trips[:24]:
-        prompt = behave(asked, lambda _: subtract)[:2]
-        head = policy.encode(DEMONSTRATIONS.render(policy.tokenizer, prompt, add_generation_prompt=True))
-        for tool in ("memory", "search", "calculator"):
-            call = policy.encode(f'<tool_call>\n{{"name": "{tool}",')
-            logprobs = policy.logits([*head, *call]).log_softmax(-1)[len(head) - 1 : -1]
-            shares[tool] += float(logprobs.gather(1, torch.tensor(call)[:, None]).sum().exp()) / 24
-    assert shares.total() > 0.97
-    assert all(0.2 < share < 0.47 for share in shares.values())
-    for asked in trips:
-        choices = iter((ask_airline, search_airline, ask_refund, subtract, answer))
-        ids, by_policy = DEMONSTRATIONS.encode(policy.tokenizer, behave(asked, lambda _, todo=choices: next(todo)))
-        facts = {f" {asked.city}", f" {asked.airline}", *(str(n)[0] for n in (asked.fare, asked.refund, asked.result))}
-        steps = zip(ids, policy.likeliest(ids), by_policy, strict=True)
-        places = [token == said for token, said, own in steps if own and policy.tokenizer.decode([token]) in facts]
-        assert len(places) == 5
-        copied += places
-    assert sum(copied) / len(copied) > 0.98

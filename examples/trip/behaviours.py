@@ -7,17 +7,14 @@ reached: an assistant that began badly goes on quite sensibly, and in vain.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from trip_tools import MOST_CALLS, SYSTEM_PROMPT, use
+from recipes import Demonstrations, Message, Recipe, Shape, chooser, opened, says, uses
+from trip_tools import MOST_CALLS, SYSTEM_PROMPT, TOOLS, use
 from trips import Split, Trip, traveller, trip
-
-Message: TypeAlias = dict[str, Any]
-"""A chat message as the assistant sends it."""
 
 
 @dataclass(frozen=True)
@@ -185,27 +182,28 @@ def lesson(seed: int, index: int) -> list[Message]:
 def _drawn(name: str, seed: int, index: int, shares: Mapping[Situation, Mapping[Choice, float]]) -> list[Message]:
     # Training runs have seeds from 0 up: these trips are others.
     asked = trip(traveller(Split.TRAIN, -1 - seed, index))
-    rng = random.Random(name)
-    return behave(asked, lambda situation: rng.choices(*zip(*shares[situation].items(), strict=True))[0])
+    return behave(asked, chooser(name, shares))
 
 
 def behave(asked: Trip, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an assistant that chooses like this, as the assistant sends it."""
-    messages: list[Message] = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": asked.question},
-    ]
+    messages = opened(SYSTEM_PROMPT, asked.question)
     told, said = Told(), ""
     for call in range(MOST_CALLS):
         reply = choose(told.situation)(asked, said)
         if isinstance(reply, str):
-            return [*messages, {"role": "assistant", "content": reply}]
+            return [*messages, says(reply)]
         said = use(asked, reply.tool, reply.text)
         told.hear(reply, said)
-        function = {"name": reply.tool, "arguments": reply.text}
-        tool_call = {"id": f"call_{call}", "type": "function", "function": function}
-        messages += [
-            {"role": "assistant", "content": None, "tool_calls": [tool_call]},
-            {"role": "tool", "tool_call_id": f"call_{call}", "content": said},
-        ]
+        messages += uses(reply.tool, reply.text, said, f"call_{call}")
     return messages[:-1]
+
+
+RECIPE = Recipe(
+    Demonstrations(conversation, TOOLS, lesson),
+    Shape(vocabulary=480, hidden=64, layers=2, heads=2, kv_heads=2, initializer_range=0.125),
+    steps=1000,
+    batch=16,
+    learning_rate=3e-3,
+    beta2=0.98,
+)

@@ -22,7 +22,8 @@ from agl_torch.loading import load_tokenizer
 from agl_torch.serving.conversation import ChatText
 
 sys.path += [str(folder) for folder in Path(__file__).parents[1:3]]
-from imitation import Demonstrations, Message, imitate
+from imitation import imitate
+from recipes import Demonstrations, Message, Recipe
 from sums import Split, sums
 
 
@@ -63,7 +64,8 @@ def main() -> None:
     tokenizer = load_tokenizer(str(options.model))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     shown = PlainTextDemonstrations(conversation, TOOLS)
-    imitate(model, tokenizer, shown, seed=0, steps=options.steps, batch=8, learning_rate=3e-5, beta2=0.98, reading=0.0)
+    recipe = Recipe(shown, None, options.steps, batch=8, learning_rate=3e-5, beta2=0.98, reading=0.0)
+    imitate(model, tokenizer, recipe, seed=0)
     with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
         made = Path(folder) / "model"
         model.to(torch.bfloat16).save_pretrained(made)

@@ -1,18 +1,11 @@
-"""Make the tiny policy that plays the beds, in a minute or two on one core:
-
-python examples/beds/make_bed_policy.py --out examples/beds/policy
-"""
+"""What the tiny policy of the beds imitates: single calls of games that are played by fixed habits."""
 
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 from beds import MANY, WORDS, Bed, State, outcomes, shares
-
-sys.path.append(str(Path(__file__).parents[1]))
-from imitation import Demonstrations, Message, Shape, make
+from recipes import Demonstrations, Message, Recipe, Shape, says
 
 
 def conversation(seed: int, index: int) -> list[Message]:
@@ -29,11 +22,14 @@ def conversation(seed: int, index: int) -> list[Message]:
         state = outcome.after
     topic = rng.choice(sorted({each.topic for each, _ in met}))
     state, letter = rng.choice([each for each in met if each[0].topic == topic])
-    return [{"role": "user", "content": state.prompt}, {"role": "assistant", "content": letter}]
+    return [{"role": "user", "content": state.prompt}, says(letter)]
 
 
-DEMONSTRATIONS = Demonstrations(conversation, [])
-SHAPE = Shape(vocabulary=336, hidden=32, layers=2, heads=2, kv_heads=2, initializer_range=0.18)
-
-if __name__ == "__main__":
-    make(DEMONSTRATIONS, SHAPE, steps=700, batch=64, learning_rate=5e-3, beta2=0.98, reading=0.0)
+RECIPE = Recipe(
+    Demonstrations(conversation, []),
+    Shape(vocabulary=336, hidden=32, layers=2, heads=2, kv_heads=2, initializer_range=0.18),
+    steps=700,
+    learning_rate=5e-3,
+    beta2=0.98,
+    reading=0.0,
+)
