@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from testing_aids import fast_clients
 
-from agl_core.server import Keys, RolloutQueue
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack, running_stack
@@ -43,8 +42,3 @@ def store() -> MemoryStore:
 @pytest.fixture
 def hooks() -> Hooks:
     return Hooks()
-
-
-@pytest.fixture
-def queue(store: MemoryStore, hooks: Hooks) -> RolloutQueue:
-    return RolloutQueue(store, timeout=30, attempts=2, hook=hooks, keys=Keys())

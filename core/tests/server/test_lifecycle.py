@@ -18,7 +18,7 @@ from agl_core.testing.server import Hooks
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
 
-from ..clock import Clock
+from .clock import Clock
 
 ATTEMPTS = 3
 

@@ -21,7 +21,7 @@ from agl_core.server.errors import ApiError
 from agl_core.server.listening import MAX_AGENT_BODY
 from agl_core.types import AttemptKey, ToolStatus
 
-from ..otlp_intake import IntakeStack, exported
+from .otlp_intake import IntakeStack, exported
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PATIENCE = 120.0

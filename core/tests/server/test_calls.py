@@ -1,0 +1,435 @@
+"""One model call: which requests are one, what it may sample, who answers it, and whether its reply arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+import agl_core
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
+from agl_core.testing.server import RunningAttempt, Stack, running_stack, until
+from agl_core.types import Call, CreditKind, DropReason, Ending, Episode, Mode, Sampling
+from agl_core.wire.headers import HEADER_AGENT
+from agl_core.wire.workers import CloseRequest
+
+from .posting import clients_waiting, post
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+
+
+async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Fail(500), Drop(), Say("at last"))
+    reply = await stack.client(key, max_retries=2).chat.completions.create(**GOOD)
+    assert reply.choices[0].message.content == "at last"
+    (call,) = await stack.calls(key)
+    assert call.sequence == 0
+    assert len({received.body["seed"] for received in stack.upstream.received}) == 1
+    assert len(stack.upstream.received) == 3
+    await stack.client(key).chat.completions.create(**GOOD)
+    assert [call.sequence for call in await stack.calls(key)] == [0, 1]
+
+
+async def test_a_retry_of_a_call_in_flight_joins_it(stack: Stack) -> None:
+    """The client gave up waiting and asks again; the call it gave up was never cancelled."""
+    key = await stack.lease()
+    hold = Hold(Say("slow"))
+    stack.upstream.script(hold)
+    client = stack.client(key, max_retries=3, timeout=2)
+    asking = asyncio.ensure_future(client.chat.completions.create(**GOOD))
+    await hold.arrived.wait()
+    await until(lambda: clients_waiting(stack, key) > 1)
+    hold.release.set()
+    assert (await asking).choices[0].message.content == "slow"
+    assert len(stack.upstream.received) == 1
+    assert len(await stack.calls(key)) == 1
+
+
+async def test_a_retry_of_a_finished_call_gets_the_stored_reply(stack: Stack) -> None:
+    key = await stack.lease()
+    url, body = f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode()
+    first = await post(stack, url, body)
+    again = await post(stack, url, body, **{"x-stainless-retry-count": "1"})
+    assert again.json() == first.json()
+    assert len(await stack.calls(key)) == 1
+    other = await post(stack, url, body + b" ", **{"x-stainless-retry-count": "1"})
+    assert other.json()["id"] != first.json()["id"], "another body is another call"
+
+
+async def test_equal_requests_without_a_marker_are_two_calls(stack: Stack) -> None:
+    key = await stack.lease()
+    url, body = f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode()
+    replies = [await post(stack, url, body, **{"x-stainless-retry-count": "0"}) for _ in range(2)]
+    assert replies[0].json()["id"] != replies[1].json()["id"]
+    retried = [await post(stack, url, body, **{"x-stainless-retry-count": "1"}) for _ in range(2)]
+    assert [each.json()["id"] for each in retried] == [each.json()["id"] for each in replies]
+    assert len(await stack.calls(key)) == 2
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2500)])
+async def test_replies_are_kept_for_the_latest_calls(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(f"agl_core.server.answered.{limit}", value)
+    key = await stack.lease()
+    stack.upstream.script(*(Say(1000 * "x") for _ in range(10)))
+
+    async def ask(number: int, tries: int = 0) -> str:
+        body = json.dumps({**GOOD, "user": str(number)}).encode()
+        headers = {"x-stainless-retry-count": str(tries)}
+        reply = await post(stack, f"{stack.url(key)}/chat/completions", body, **headers)
+        return str(reply.json()["id"])
+
+    ids = [await ask(number) for number in range(6)]
+    assert await ask(5, tries=1) == ids[5]
+    assert await ask(0, tries=1) != ids[0], "asked so late it is a call of its own"
+
+
+async def test_a_call_that_could_not_be_recorded_is_made_again(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.store.failing = True
+    with pytest.raises(openai.InternalServerError):
+        await stack.client(key).chat.completions.create(**GOOD)
+    stack.store.failing = False
+    reply = await stack.client(key, max_retries=0).chat.completions.create(
+        **GOOD, extra_headers={"x-stainless-retry-count": "1"}
+    )
+    (call,) = await stack.calls(key)
+    assert (call.id, call.sequence) == (reply.id, 0)
+
+
+async def test_a_client_that_hangs_up_does_not_end_the_call(stack: Stack) -> None:
+    key = await stack.lease()
+    hold = Hold()
+    stack.upstream.script(hold)
+    asking = asyncio.ensure_future(stack.client(key).chat.completions.create(**GOOD))
+    await hold.arrived.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    hold.release.set()
+    await until(lambda: any(isinstance(record, Call) for record in stack.store.written))
+    assert [call.late for call in await stack.calls(key)] == [False]
+
+
+async def test_a_call_that_ends_after_its_attempt_is_late(stack: Stack) -> None:
+    key = await stack.lease()
+    hold = Hold()
+    await stack.client(key).chat.completions.create(**GOOD)
+    stack.upstream.script(hold)
+    asking = asyncio.ensure_future(stack.client(key).chat.completions.create(**GOOD))
+    await hold.arrived.wait()
+    assert (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.TIMED_OUT))).counted
+    hold.release.set()
+    with pytest.raises(openai.APIStatusError, match="is closed") as raised:
+        await asking
+    assert raised.value.status_code == 410
+    assert [call.late for call in await stack.calls(key)] == [False, True]
+    with pytest.raises(openai.APIStatusError, match="is closed"):
+        await stack.client(key).chat.completions.create(**GOOD)
+    assert len(stack.upstream.received) == 2
+
+
+async def test_closing_waits_for_the_call_that_is_being_written(stack: Stack) -> None:
+    """It completed, so the attempt counts and is not tried again."""
+    key = await stack.lease()
+    stack.store.writable.clear()
+    asking = asyncio.ensure_future(stack.client(key).chat.completions.create(**GOOD))
+    await stack.store.write_waits.wait()
+    closing = asyncio.ensure_future(
+        stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="x"))
+    )
+    await asyncio.sleep(0)
+    stack.store.writable.set()
+    await asking
+    assert (await closing).counted
+    assert [call.late for call in await stack.calls(key)] == [False]
+
+
+QUESTION: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def attempt(stack: Stack) -> AsyncIterator[RunningAttempt]:
+    attachment = agl_core.attach([])
+    yield await stack.attempt()
+    attachment.detach()
+
+
+async def ask(client: openai.AsyncOpenAI, **asked: Any) -> Any:
+    return await client.chat.completions.create(model="default", messages=QUESTION, **asked)
+
+
+async def recorded(attempt: RunningAttempt, *undelivered: bool) -> None:
+    """Wait until the calls are recorded like this, in the order of their starts."""
+    async with asyncio.timeout(20):
+        while [call.undelivered for call in await attempt.calls()] != list(undelivered):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def dropped(episode: Episode) -> list[tuple[str, str | None]]:
+    credit = {
+        "default": PolicyCredit(
+            "even", lambda episodes: [[1.0] * len(e.transitions) for e in episodes], CreditKind.RETURN
+        )
+    }
+    return [(each.call, each.dropped) for each in make_batches([[episode]], BatchPlan(credit)).dropped]
+
+
+async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: RunningAttempt) -> None:
+    hold = Hold(Say("too late"))
+    stack.upstream.script(hold, Say("in time"))
+    with attempt.running():
+        client = stack.client()
+        asked = asyncio.create_task(ask(client))
+        await until(hold.arrived.is_set)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asked, 0.01)
+        hold.release.set()
+        assert (await ask(client)).choices[0].message.content == "in time"
+    await recorded(attempt, True, False)
+    lost, got = await attempt.calls()
+    assert lost.choices[0].response_ids is not None
+    episode = await attempt.close()
+    assert [each.key.call for each in episode.transitions] == [got.id]
+    assert [each.response["content"] for each in episode.undelivered] == ["too late"]
+    assert (lost.id, DropReason.UNDELIVERED) in dropped(episode)
+
+
+async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: RunningAttempt) -> None:
+    hold = Hold()
+    stack.upstream.script(hold)
+    with attempt.running():
+        asking = asyncio.create_task(ask(stack.client(timeout=0.3, max_retries=9)))
+        await hold.arrived.wait()
+        await until(lambda: clients_waiting(stack, attempt.key) > 1)
+        hold.release.set()
+        reply = await asking
+    await recorded(attempt, False)
+    assert [each.key.call for each in (await attempt.close()).transitions] == [reply.id]
+
+
+async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, attempt: RunningAttempt) -> None:
+    hold = Hold()
+    stack.upstream.script(hold)
+    with attempt.running():
+        body: Any = {"model": "default", "messages": QUESTION}
+        async with httpx2.AsyncClient(trust_env=False) as client:
+            url, marked = f"{stack.url()}/chat/completions", {"x-stainless-retry-count": "0"}
+            with pytest.raises(httpx2.ReadTimeout):
+                await client.post(url, json=body, headers=marked, timeout=0.2)
+            hold.release.set()
+            await recorded(attempt, True)
+            again = await client.post(url, json=body, headers={"x-stainless-retry-count": "1"})
+    await recorded(attempt, False)
+    assert [call.id for call in await attempt.calls()] == [again.json()["id"]]
+
+
+async def test_a_client_that_is_closed_right_after_its_reply_got_it(stack: Stack, attempt: RunningAttempt) -> None:
+    with attempt.running():
+        for stream in (False, True) * 3:
+            async with openai.AsyncOpenAI(base_url=stack.url(), api_key="k", max_retries=0) as client:
+                reply = await ask(client, stream=stream)
+                if stream:
+                    assert [chunk async for chunk in reply]
+    episode = await attempt.close()
+    assert (len(episode.transitions), episode.undelivered) == (6, ())
+    assert not any(call.undelivered for call in await attempt.calls())
+
+
+async def test_a_reply_larger_than_the_sockets_buffers_that_is_not_read(stack: Stack) -> None:
+    """A client that agl is not attached to: the connection shows it."""
+    attempt = await stack.attempt()
+    message = {"role": "assistant", "content": "x" * (24 << 20)}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    stack.upstream.script(Raw(json.dumps({"choices": [choice]}).encode()))
+    request = stack.client(attempt.key).chat.completions.with_streaming_response.create(
+        model="default", messages=QUESTION
+    )
+    async with request as response:
+        assert response.status_code == 200
+    await recorded(attempt, True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature"), [(Mode.TRAIN, 0.7), (Mode.EVAL_SAMPLED, 0.7), (Mode.EVAL_GREEDY, 0.0)]
+)
+async def test_the_mode_fixes_the_sampling(stack: Stack, mode: Mode, temperature: float) -> None:
+    key = await stack.lease(mode=mode)
+    await stack.client(key).chat.completions.create(
+        model="default", messages=HELLO, temperature=1.9, top_p=0.1, seed=5, max_completion_tokens=7
+    )
+    await stack.client(key).chat.completions.create(model="default", messages=HELLO, max_tokens=99_999)
+    narrow, wide = (received.body for received in stack.upstream.received)
+    assert (narrow["temperature"], narrow["top_p"], narrow["max_tokens"]) == (temperature, 1.0, 7)
+    assert wide["max_tokens"] == 512
+    assert "max_completion_tokens" not in narrow
+    first, second = await stack.calls(key)
+    assert first.requested == Sampling(temperature=1.9, top_p=0.1, max_tokens=7, seed=5)
+    assert first.effective == Sampling(temperature=temperature, top_p=1.0, max_tokens=7, seed=narrow["seed"])
+    assert second.requested == Sampling(max_tokens=99_999)
+
+
+async def test_what_distorts_log_probabilities_is_dropped_in_training(stack: Stack) -> None:
+    key = await stack.lease()
+    await stack.client(key).chat.completions.create(
+        model="default",
+        messages=HELLO,
+        presence_penalty=1,
+        frequency_penalty=1,
+        logit_bias={"5": 3},
+        extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2},
+    )
+    distorting = {"presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty"}
+    assert not distorting & set(stack.upstream.received[0].body)
+    (call,) = await stack.calls(key)
+    assert distorting <= set(call.request)
+
+
+async def test_seeds_differ_between_calls_and_repeat_exactly() -> None:
+    async def seeds(run_seed: int) -> list[int]:
+        async with running_stack(seed=run_seed) as stack:
+            for fields in ({"member": 0}, {"member": 1}, {"step": 1}, {"position": 1}, {"mode": Mode.EVAL_SAMPLED}):
+                key = await stack.lease(**fields)
+                for _ in range(2):
+                    await stack.client(key).chat.completions.create(model="default", messages=HELLO, seed=5)
+            return [received.body["seed"] for received in stack.upstream.received]
+
+    first = await seeds(1)
+    assert len(set(first)) == 10
+    assert all(0 <= seed < 2**63 for seed in first)
+    assert await seeds(1) == first
+    assert not set(await seeds(2)) & set(first)
+
+
+async def test_policies_are_found_by_the_models_name() -> None:
+    async with running_stack(upstream_fields=lambda _: {"models": {"writer": "w-v", "judge": "j-v"}}) as stack:
+        key = await stack.lease()
+        assert [model.id async for model in stack.client(key).models.list()] == ["judge", "writer"]
+        await stack.client(key).chat.completions.create(model="judge", messages=HELLO)
+        assert stack.upstream.received[-1].body["model"] == "j-v"
+        assert (await stack.calls(key))[-1].policy == "judge"
+        with pytest.raises(openai.NotFoundError, match="Did you mean 'judge'"):
+            await stack.client(key).chat.completions.create(model="juge", messages=HELLO)
+
+
+TWO_POLICIES = {"writer": "w-v", "judge": "j-v"}
+
+
+@pytest.mark.parametrize(
+    ("agent", "model", "policy"),
+    [
+        ("critic", "gpt-4o", "judge"),
+        ("critic", "writer", "judge"),
+        ("editor-2", "gpt-4o", "writer"),
+        ("edit\u00f6r", "gpt-4o", "writer"),
+        ("somebody", "writer", "writer"),
+        ("somebody", "judge", "judge"),
+        (None, "judge", "judge"),
+        ("Critic", "writer", "writer"),
+    ],
+)
+async def test_an_agent_gets_its_own_policy_whatever_model_it_asks_for(
+    agent: str | None, model: str, policy: str
+) -> None:
+    async with running_stack(
+        upstream_fields=lambda _: {"models": TWO_POLICIES}, agents={"judge": ["critic"], "writer": ["edit*"]}
+    ) as stack:
+        key = await stack.lease()
+        headers = {} if agent is None else {HEADER_AGENT: quote(agent)}
+        reply = await stack.client(key).chat.completions.create(model=model, messages=HELLO, extra_headers=headers)
+        assert reply.model == model
+        assert stack.upstream.received[-1].body["model"] == TWO_POLICIES[policy]
+        (call,) = await stack.calls(key)
+        assert (call.policy, call.agent) == (policy, agent)
+        assert [each.id async for each in stack.client(key).models.list()] == ["judge", "writer"]
+
+
+@pytest.mark.parametrize(("headers", "caller"), [({HEADER_AGENT: "poet"}, "the agent 'poet'"), ({}, "a call without")])
+async def test_an_agent_without_a_policy_is_told_both_remedies(headers: dict[str, str], caller: str) -> None:
+    async with running_stack(
+        upstream_fields=lambda _: {"models": TWO_POLICIES}, agents={"judge": ["critic"], "writer": ["edit*"]}
+    ) as stack:
+        key = await stack.lease()
+        with pytest.raises(openai.NotFoundError) as error:
+            await stack.client(key).chat.completions.create(model="writr", messages=HELLO, extra_headers=headers)
+        for said in (f"none has {caller}", "`agents`", "Did you mean 'writer'"):
+            assert said in error.value.message
+
+
+async def test_agents_of_a_default_policy_do_not_shut_others_out() -> None:
+    async with running_stack(
+        upstream_fields=lambda _: {"models": {"default": "d-v", "judge": "j-v"}}, agents={"default": ["a"]}
+    ) as stack:
+        key = await stack.lease()
+        await stack.client(key).chat.completions.create(
+            model="gpt-4o", messages=HELLO, extra_headers={HEADER_AGENT: "b"}
+        )
+        assert (await stack.calls(key))[-1].policy == "default"
+
+
+MEGABYTE = 1 << 20
+TURNS = 10
+
+
+def image(seed: int = 0, size: int = MEGABYTE) -> str:
+    """Base64 of bytes that cannot be compressed."""
+    return base64.b64encode(random.Random(seed).randbytes(size)).decode()
+
+
+async def chat(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
+    """The image stands beside the first words, and is repeated with each later turn."""
+    shown: Any = [{"type": "text", "text": texts[0]}, {"type": "image_url", "image_url": {"url": data}}]
+    later: Any = [{"role": "user", "content": text} for text in texts[1:]]
+    await client.chat.completions.create(model="default", messages=[{"role": "user", "content": shown}, *later])
+
+
+async def responses(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
+    shown: Any = [{"type": "input_text", "text": texts[0]}, {"type": "input_image", "image_url": data}]
+    later: Any = [{"role": "user", "content": text} for text in texts[1:]]
+    await client.responses.create(model="default", input=[{"role": "user", "content": shown}, *later])
+
+
+async def messages(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}
+    shown: Any = [{"type": "text", "text": texts[0]}, {"type": "image", "source": source}]
+    later: Any = [{"role": "user", "content": text} for text in texts[1:]]
+    base = str(client.base_url).rstrip("/").removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=base, api_key=client.api_key, max_retries=0) as own:
+        await own.messages.create(model="default", max_tokens=9, messages=[{"role": "user", "content": shown}, *later])
+
+
+@pytest.mark.parametrize("ask", [chat, responses, messages], ids=lambda ask: ask.__name__)
+async def test_a_conversation_with_an_image_stores_it_once(tmp_path: Path, ask: Any) -> None:
+    """Ten turns with one image of 1 MB, of which every request has the whole (1.4 MB as base64)."""
+    path, data = tmp_path / "store.sqlite", f"data:image/png;base64,{image()}"
+    async with SqliteStore(path) as store, running_stack(store=store) as stack:
+        stack.upstream.returns_ids = False
+        key = await stack.lease()
+        texts: list[str] = []
+        for turn in range(TURNS):
+            texts.append(f"turn {turn}")
+            await ask(stack.client(key, timeout=60), texts, data)
+        calls = await store.calls([key])
+        assert [call.request["messages"] for call in calls] == [
+            received.body["messages"] for received in stack.upstream.received
+        ]
+        assert sum(data in json.dumps(call.request) for call in calls) == TURNS
+    assert size_of(tmp_path) < 1.5 * len(data)
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

@@ -1,0 +1,409 @@
+"""Where requests lead, what the gateway refuses, passes on, and makes of an upstream that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+from aiohttp import web
+
+from agl_core.config.models import GatewaySection, PassthroughSection
+from agl_core.server import Keys
+from agl_core.testing.scripts import OVERFLOW, Drop, Fail, Hold, Raw
+from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.upstream import served
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.workers import CloseRequest
+
+from .api_oracles import HELLO, client_of
+from .posting import post, said_by_agl
+
+GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_bodies_that_are_no_json_object(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/chat/completions"
+    for body in (b"", b"{", b"[]", b"3", b'{"temperature": NaN}', b"\xff"):
+        response = await post(stack, url, body)
+        assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json"), body
+
+
+async def test_the_agents_key_is_checked(stack: Stack) -> None:
+    key = await stack.lease()
+    for wrong in ("nonsense", stack.server.worker_key, "schlüssel"):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for method, path in (("POST", "chat/completions"), ("GET", "models")):
+                header = {"Authorization": f"Bearer {wrong}".encode()}
+                response = await client.request(method, f"{stack.url(key)}/{path}", headers=header, json=GOOD)
+                assert response.status_code == 401
+                assert error_of(response)["code"] == "invalid_api_key"
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"{stack.url()}/models")).status_code == 401
+    with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY"):
+        await stack.client(key, api_key="nonsense").chat.completions.create(**GOOD)
+
+
+async def test_a_call_must_belong_to_a_rollout(stack: Stack) -> None:
+    key = await stack.lease()
+    with pytest.raises(openai.AuthenticationError, match=r"context\.base_url and context\.api_key"):
+        await stack.client().chat.completions.create(**GOOD)
+    for unknown in (AttemptKey("nobody", 0), AttemptKey(key.rollout, 5)):
+        with pytest.raises(openai.NotFoundError, match=unknown.rollout):
+            await stack.client(unknown).chat.completions.create(**GOOD)
+    for header in ("", "nobody", "nobody/x", f"{key.rollout}/-1", f"{key.rollout}/9"):
+        with pytest.raises(openai.AuthenticationError):
+            await stack.client(
+                api_key=stack.key(key), default_headers={HEADER_ROLLOUT: header}
+            ).chat.completions.create(**GOOD)
+    with pytest.raises(openai.BadRequestError, match="header x-agl-rollout"):
+        await stack.client(key, default_headers={HEADER_ROLLOUT: "other/0"}).chat.completions.create(**GOOD)
+    assert stack.upstream.received == []
+
+
+async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
+    key = await stack.lease()
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        await stack.client(key).files.list()
+    response = await post(stack, f"{stack.url()}/models", b"")
+    assert response.status_code == 405
+    assert "does not serve POST" in error_of(response)["message"]
+
+
+FAILURES: list[tuple[Any, int, str]] = [
+    (Fail(500), 502, "answered 500: scripted failure"),
+    (Fail(503, "<html>"), 502, "answered 503"),
+    (Fail(302), 502, "answered 302"),
+    (Fail(401), 502, "agl's own API key"),
+    (Drop(), 502, "broke off"),
+    (Raw(b"<html>hi</html>"), 502, "not a chat completion"),
+    (Raw(b"{}"), 502, "not a chat completion"),
+    (Raw(b'{"choices": []}'), 502, "no choices"),
+    (Raw(b'{"choices": [{"index": 0, "message": 3, "finish_reason": "stop"}]}'), 502, "message"),
+    (Raw(b'{"choices": [{"message": {"content": [{"type": "image", "image": "x"}]}}]}'), 502, "'image'"),
+    (Raw(b'{"choices": [{"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}}]}'), 502, "name"),
+    (
+        Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'),
+        502,
+        "integers",
+    ),
+    (Fail(422, {"detail": [{"loc": ["n"], "msg": "too many"}]}), 422, "too many"),
+    (Fail(400, {"object": "error", "message": "no grammar for this schema", "code": 400}), 400, "no grammar"),
+    (Fail(429), 429, "scripted failure"),
+]
+
+
+async def test_upstream_failures_become_clear_errors(stack: Stack) -> None:
+    key = await stack.lease()
+    for step, status, says in FAILURES:
+        stack.upstream.script(step)
+        response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+        assert response.status_code == status, step
+        assert says in error_of(response)["message"], step
+        assert "Traceback" not in response.text
+    assert await stack.calls(key) == []
+
+
+async def test_an_upstream_that_is_down(unused_tcp_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}/v1"
+    async with running_stack(upstream_fields=lambda _: {"urls": (url,)}) as stack:
+        with pytest.raises(openai.InternalServerError, match="Is the engine running"):
+            await stack.client(await stack.lease()).chat.completions.create(**GOOD)
+
+
+async def test_an_upstream_that_hangs_is_given_up() -> None:
+    async with running_stack(timeout=0.05) as stack:
+        stack.upstream.script(Hold())
+        response = await post(stack, f"{stack.url(await stack.lease())}/chat/completions", json.dumps(GOOD).encode())
+        assert response.status_code == 504
+        assert "did not answer" in error_of(response)["message"]
+
+
+async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
+    key = await stack.lease()
+    own_words = Fail(400, {"error": {"message": "too long", "type": "x", "code": "context_length_exceeded"}})
+    for step in (OVERFLOW, own_words):
+        stack.upstream.script(step)
+        with pytest.raises(openai.BadRequestError) as raised:
+            await stack.client(key).chat.completions.create(**GOOD)
+        assert raised.value.code == "context_length_exceeded"
+    attempt = stack.server.queue.attempt(key)
+    assert attempt is not None
+    assert attempt.context_overflows == 2
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))
+    assert (await stack.server.queue.done([key.rollout]))[0].ending is Ending.CONTEXT_OVERFLOW
+
+
+@pytest.mark.parametrize(("came_back", "ending"), [(False, Ending.LOST), (True, Ending.CRASHED)])
+async def test_an_agent_that_broke_because_the_model_server_was_gone_is_lost(
+    stack: Stack, came_back: bool, ending: Ending
+) -> None:
+    """It had acted, so its crash would be data; once a call is answered again, it is."""
+    key = await stack.lease()
+    await stack.client(key).chat.completions.create(**GOOD)
+    stack.upstream.script(Drop())
+    response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+    assert (response.status_code, error_of(response)["code"]) == (502, "upstream_gone")
+    if came_back:
+        await stack.client(key).chat.completions.create(**GOOD)
+    closed = await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="502"))
+    assert closed.counted is came_back
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.ending is ending
+
+
+async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent that breaks of it has not failed its task: the rollout is tried again."""
+    key = await stack.lease()
+    await stack.client(key).chat.completions.create(**GOOD)
+    stack.store.failing = True
+    response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+    assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
+    assert int(response.headers["retry-after"]) > 0
+    assert "scripted failure" in said_by_agl(caplog)
+    assert "Traceback" not in said_by_agl(caplog) + response.text
+    stack.store.failing = False
+    assert not (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="500"))).counted
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.ending is Ending.LOST
+    assert len(await stack.calls(key)) == 1
+
+
+CHAT: dict[str, Any] = {"model": "default", "messages": HELLO}
+
+
+def root_of(stack: Stack, key: AttemptKey) -> str:
+    return stack.url(key).removesuffix("/v1")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/{}",
+        "/v1/{}/",
+        "/v1//{}",
+        "//v1/{}//",
+        "/v1/v1/{}",
+        "/{}",
+        "/openai/v1/{}",
+        "/v1/openai/v1/{}",
+        "/openai/deployments/default/{}?api-version=2025-01-01-preview",
+    ],
+)
+async def test_every_shape_of_path_is_served(stack: Stack, path: str) -> None:
+    key = await stack.lease()
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": CHAT,
+        "completions": {"model": "default", "prompt": "hello"},
+        "responses": {"model": "default", "input": "hello"},
+        "messages": {**CHAT, "max_tokens": 9},
+        "messages/count_tokens": CHAT,
+        "responses/input_tokens": {"model": "default", "input": "hello"},
+    }
+    headers = {"Authorization": f"Bearer {stack.key(key)}"}
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
+        for root in (root_of(stack, key), stack.server.base_url):
+            for route, body in bodies.items():
+                url = root + path.format(route)
+                assert (await client.post(url, json=body)).status_code == 200, url
+            listed = await client.get(root + path.format("models"))
+            assert [each["id"] for each in listed.json()["data"]] == ["default"]
+            model = await client.get(root + path.format("models/default"))
+            assert model.json()["id"] == "default"
+    assert len(await stack.calls(key)) == 8
+
+
+async def test_azures_client(stack: Stack) -> None:
+    key = await stack.lease()
+    async with openai.AsyncAzureOpenAI(
+        azure_endpoint=root_of(stack, key), api_key=stack.key(key), api_version="2025-01-01-preview", max_retries=0
+    ) as client:
+        reply = await client.chat.completions.create(model="gpt-x", messages=HELLO)
+    assert reply.choices[0].message.content
+    (call,) = await stack.calls(key)
+    assert call.id == reply.id
+    headers = {"api-key": stack.key(key)}
+    url = f"{root_of(stack, key)}/openai/deployments/gpt-x/chat/completions?api-version=1"
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as bare:
+        named = await bare.post(url, json={"messages": HELLO})
+    assert named.json()["model"] == "gpt-x", "the path names the model"
+
+
+async def test_anthropics_client_with_a_base_url_that_ends_in_v1(stack: Stack) -> None:
+    key = await stack.lease()
+    message = await client_of(stack, key, base_url=stack.url(key)).messages.create(max_tokens=9, **CHAT)
+    assert [call.id for call in await stack.calls(key)] == [message.id]
+
+
+async def test_other_paths_stay_what_they_are(stack: Stack) -> None:
+    key = await stack.lease()
+    headers = {"Authorization": f"Bearer {stack.key(key)}"}
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
+        for path in ("/files", "//agl/v1/lease", "/v1/agl/v1/lease", "/openai/deployments/x", "/v1", "/"):
+            for root in (root_of(stack, key), stack.server.base_url):
+                assert (await client.post(root + path, json={})).status_code == 404, path
+
+
+SOUND = bytes(range(256)) * 4000
+
+
+@dataclass
+class OtherServer:
+    """Serves embeddings, speech (streamed), transcriptions and one model; it keeps what it was sent."""
+
+    received: list[web.Request] = field(default_factory=list)
+    transcribed: list[tuple[str, bytes, str]] = field(default_factory=list)
+    url: str = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[OtherServer]:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/v1/embeddings", self.embed)
+        app.router.add_post("/v1/audio/speech", self.speak)
+        app.router.add_post("/v1/audio/transcriptions", self.transcribe)
+        app.router.add_get("/v1/files", self.embed)
+        async with served(app) as url:
+            self.url = f"{url}/v1"
+            yield self
+
+    async def embed(self, request: web.Request) -> web.Response:
+        self.received.append(request)
+        asked = await request.json()
+        if asked["model"] == "unknown":
+            error = {"message": "no such model", "type": "x", "param": "model", "code": "model_not_found"}
+            return web.json_response({"error": error}, status=404)
+        data = [{"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}]
+        usage = {"prompt_tokens": 1, "total_tokens": 1}
+        return web.json_response({"object": "list", "data": data, "model": asked["model"], "usage": usage})
+
+    async def speak(self, request: web.Request) -> web.StreamResponse:
+        self.received.append(request)
+        response = web.StreamResponse(headers={"Content-Type": "audio/mpeg"})
+        await response.prepare(request)
+        for start in range(0, len(SOUND), 1 << 16):
+            await response.write(SOUND[start : start + (1 << 16)])
+        return response
+
+    async def transcribe(self, request: web.Request) -> web.Response:
+        self.received.append(request)
+        form = await request.post()
+        sound: Any = form["file"]
+        self.transcribed.append((sound.filename, sound.file.read(), str(form["model"])))
+        return web.json_response({"text": "hello"})
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[OtherServer]:
+    async with OtherServer().serving() as serving:
+        yield serving
+
+
+@pytest.fixture
+async def stack(other: OtherServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+    monkeypatch.setattr("agl_core.server.listening.MAX_AGENT_BODY", 2 << 20)
+    gateway = GatewaySection(passthrough=PassthroughSection(url=other.url))
+    async with running_stack(gateway=gateway, keys=Keys(passthrough="key-of-the-other")) as running:
+        yield running
+
+
+async def test_embeddings_are_passed_on_with_a_key_of_their_own_and_not_recorded(
+    stack: Stack, other: OtherServer
+) -> None:
+    key = await stack.lease()
+    reply = await stack.client(key).embeddings.create(model="embedder", input="hello", encoding_format="float")
+    assert reply.data[0].embedding == [0.25, 0.5]
+    (received,) = other.received
+    assert received.headers["Authorization"] == "Bearer key-of-the-other"
+    assert stack.key(key) not in str(received.headers)
+    assert await stack.calls(key) == []
+    assert stack.upstream.received == []
+    await stack.client(key).chat.completions.create(model="default", messages=[{"role": "user", "content": "x"}])
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    assert (await stack.episode(key)).passed_through == {"embeddings": 1}
+
+
+async def test_speech_is_streamed_and_transcriptions_are_uploaded(stack: Stack, other: OtherServer) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+    speech = client.audio.speech.with_streaming_response.create(model="tts", voice="alloy", input="hello")
+    async with speech as reply:
+        assert reply.headers["content-type"] == "audio/mpeg"
+        assert b"".join([part async for part in reply.iter_bytes()]) == SOUND
+    text = await client.audio.transcriptions.create(model="stt", file=("said.mp3", SOUND))
+    assert text.text == "hello"
+    assert other.transcribed == [("said.mp3", SOUND, "stt")]
+
+
+async def test_only_models_that_answer_calls_are_described(stack: Stack, other: OtherServer) -> None:
+    client = stack.client(await stack.lease())
+    assert (await client.models.retrieve("default")).owned_by == "agl"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("org/model:free")
+    assert other.received == []
+
+
+async def test_errors_of_the_other_server_are_passed_on(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    with pytest.raises(openai.NotFoundError, match="no such model") as raised:
+        await client.embeddings.create(model="unknown", input="x")
+    assert raised.value.code == "model_not_found"
+
+
+async def test_a_route_that_no_server_has_names_the_setting(stack: Stack) -> None:
+    """The other server has no moderations; a model server without embeddings is asked where no other is set."""
+    with pytest.raises(openai.NotFoundError, match=r"POST /v1/moderations.*\[gateway\.passthrough\] url"):
+        await stack.client(await stack.lease()).moderations.create(input="x")
+    async with running_stack() as plain:
+        key = await plain.lease()
+        with pytest.raises(openai.NotFoundError, match=r"POST /v1/embeddings.*\[gateway\.passthrough\] url"):
+            await plain.client(key).embeddings.create(model="m", input="x")
+
+
+async def test_without_another_server_the_model_server_is_asked_with_its_own_key(other: OtherServer) -> None:
+    async with running_stack(upstream_fields=lambda _: {"urls": (other.url,)}) as stack:
+        key = await stack.lease()
+        await stack.client(key).embeddings.create(model="embedder", input="x", encoding_format="float")
+    assert other.received[0].headers["Authorization"] == "Bearer upstream-key"
+
+
+async def test_an_agent_without_a_key_or_after_its_end_gets_nothing(stack: Stack, other: OtherServer) -> None:
+    key = await stack.lease()
+    with pytest.raises(openai.AuthenticationError):
+        await stack.client(key, api_key="nonsense").embeddings.create(model="m", input="x")
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    with pytest.raises(openai.APIStatusError) as raised:
+        await stack.client(key).embeddings.create(model="m", input="x")
+    assert raised.value.status_code == 410
+    assert other.received == []
+
+
+async def test_no_other_route_is_reached(stack: Stack, other: OtherServer) -> None:
+    key = await stack.lease()
+    headers = {"Authorization": f"Bearer {stack.key(key)}"}
+    async with httpx2.AsyncClient(trust_env=False) as client:
+        for route in ("files", "models/..%2Ffiles", "models/%252e%252e/files", "embeddings/../files"):
+            assert (await client.get(f"{stack.url(key)}/{route}", headers=headers)).status_code in (404, 405), route
+        assert (await client.delete(f"{stack.url(key)}/models/m", headers=headers)).status_code in (404, 405)
+    assert other.received == []
+
+
+async def test_a_server_that_is_away(other: OtherServer) -> None:
+    section = GatewaySection(passthrough=PassthroughSection(url="http://127.0.0.1:9/v1"))
+    async with running_stack(gateway=section) as stack:
+        with pytest.raises(openai.InternalServerError, match=r"http://127\.0\.0\.1:9/v1 cannot be asked"):
+            await stack.client(await stack.lease()).embeddings.create(model="m", input="x")

@@ -1,0 +1,427 @@
+"""The rollout queue: leases, heartbeats, how attempts end, and which rollouts are tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agl_core.errors import ServerError, StoreError
+from agl_core.server import Keys, RolloutQueue
+from agl_core.server.errors import no_upstream
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks
+from agl_core.types import AttemptKey, Ending, RolloutState, ToolStatus
+from agl_core.wire.workers import (
+    CloseRequest,
+    HeartbeatRequest,
+    HeldAttempt,
+    LeaseReply,
+    LeaseRequest,
+    RewardReport,
+    ToolResultReport,
+)
+
+from .clock import Clock
+from .posting import said_by_agl
+
+FINISHED, CRASHED = CloseRequest(ending=Ending.FINISHED, result="4"), CloseRequest(ending=Ending.CRASHED, error="Boom")
+KEYS = Keys()
+
+
+@pytest.fixture
+def queue(store: MemoryStore, hooks: Hooks) -> RolloutQueue:
+    """Attempts take 100 seconds and a grace of 30, and leases last for 20."""
+    return RolloutQueue(store, timeout=100, attempts=2, hook=hooks, keys=KEYS, grace=30, heartbeat=5, lease=20)
+
+
+async def lease(queue: RolloutQueue, capacity: int = 1, wait: float = 0, worker: str = "w") -> LeaseReply:
+    return await queue.lease(LeaseRequest(worker=worker, capacity=capacity, wait=wait))
+
+
+async def lent(queue: RolloutQueue, worker: str = "w", capacity: int = 1) -> list[AttemptKey]:
+    return [AttemptKey(each.rollout, each.attempt) for each in (await lease(queue, capacity, 0, worker)).leases]
+
+
+async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
+    """Lease one and let it have made some calls."""
+    (key,) = await lent(queue)
+    attempt = queue.attempt(key)
+    assert attempt is not None
+    attempt.started_calls, attempt.completed_calls, attempt.context_overflows = calls + overflows, calls, overflows
+    return key
+
+
+async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make.rollout(id) for id in "abc"])
+    reply = await lease(queue, capacity=2)
+    assert [each.rollout for each in reply.leases] == ["a", "b"]
+    assert [(await store.rollout(id)).state for id in "abc"] == ["running", "running", "queued"]
+    assert [each.worker for each in await store.attempts("a")] == ["w"]
+    first = reply.leases[0]
+    assert (first.task_id, first.task_input, first.task_split) == ("t", {"question": "?"}, "train")
+    assert (first.path, first.timeout, first.mode) == ("/rollout/a/attempt/0", 100, "train")
+    assert (queue.queued, queue.running) == (1, 2)
+
+
+async def test_nothing_is_acknowledged_before_it_is_in_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
+    for step in (
+        lambda: queue.enqueue([make.rollout("a")]),
+        lambda: lease(queue),
+        lambda: queue.close_attempt(AttemptKey("a", 0), FINISHED),
+    ):
+        store.writable.clear()
+        store.write_waits.clear()
+        task = asyncio.ensure_future(step())
+        await store.write_waits.wait()
+        assert not task.done()
+        before = len(store.written)
+        store.writable.set()
+        await task
+        assert len(store.written) > before
+
+
+async def test_a_lease_waits_for_the_first_rollout(queue: RolloutQueue) -> None:
+    waiting = [asyncio.ensure_future(lease(queue, wait=30)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await queue.enqueue([make.rollout("a")])
+    await queue.enqueue([make.rollout("b")])
+    assert sorted(reply.leases[0].rollout for reply in await asyncio.gather(*waiting)) == ["a", "b"]
+
+
+async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, store: MemoryStore) -> None:
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.enqueue([make.rollout("a")])
+    store.failing = False
+    await queue.enqueue([make.rollout("a"), make.rollout("b")])
+    store.failing = True
+    with pytest.raises(StoreError):
+        await lease(queue, capacity=2)
+    store.failing = False
+    assert await lent(queue, capacity=2) == [("a", 0), ("b", 0)]
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.close_attempt(AttemptKey("a", 0), CRASHED)
+    store.failing = False
+    await queue.close_attempt(AttemptKey("a", 0), CRASHED)
+    assert await lent(queue) == [("a", 1)]
+
+
+async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore, hooks: Hooks) -> None:
+    await queue.enqueue([make.rollout("a")])
+    key = await leased(queue, calls=1)
+    tool_result = ToolResultReport(id="o", tool="add", status=ToolStatus.OK, tool_call_id="c1", arguments={"a": 1})
+    request = CloseRequest(
+        ending=Ending.FINISHED,
+        result={"x": 1},
+        tool_results=[tool_result],
+        rewards=[RewardReport(name="own", value=0.5), RewardReport(name="own", value=0.25)],
+    )
+    first, second = await asyncio.gather(*(queue.close_attempt(key, request) for _ in range(2)))
+    written = list(store.written)
+    assert first == second == await queue.close_attempt(key, request)
+    assert first.counted
+    assert store.written == written, "the same report again changes nothing"
+    assert hooks.fired == [("started", "a", 0), ("finished", "a", 0, Ending.FINISHED)]
+    [done] = await queue.done(["a"])
+    assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 0)
+    assert await store.rollout("a") == done
+    (attempt,) = await store.attempts("a")
+    assert (attempt.ending, attempt.result) == (Ending.FINISHED, {"x": 1})
+    assert attempt.ended is not None
+    assert attempt.ended >= attempt.started
+    (stored,) = await store.tool_results([key])
+    assert (stored.id, stored.tool, stored.tool_call_id, stored.arguments) == ("o", "add", "c1", {"a": 1})
+    (reward,) = await store.rewards([key])
+    assert (reward.name, reward.value, reward.source, reward.call) == ("own", 0.75, "agent", None)
+
+
+async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_they_ended(queue: RolloutQueue) -> None:
+    await queue.enqueue([make.rollout(name) for name in "abcd"])
+    a, b, c, _ = [await leased(queue, calls=1) for _ in "abcd"]
+    asking = [asyncio.ensure_future(queue.done(ids)) for ids in (["a", "b"], ["d", "b"])]
+    for key in (c, b):
+        await queue.close_attempt(key, FINISHED)
+    assert [[each.id for each in await asked] for asked in asking] == [["b"], ["b"]]
+    await queue.close_attempt(a, FINISHED)
+    for _ in range(2):
+        assert [each.id for each in await queue.done(list("dabca"))] == ["c", "b", "a"]
+    assert await queue.done([]) == []
+
+
+async def test_what_memory_has_forgotten_is_answered_from_the_store(
+    queue: RolloutQueue, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many ended since, or the server was restarted."""
+    monkeypatch.setattr("agl_core.server.queue.MAX_REMEMBERED", 1)
+    await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
+    first, second = [await leased(queue, calls=1) for _ in range(2)]
+    for key in (first, second):
+        await queue.close_attempt(key, FINISHED)
+    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=KEYS)
+    assert await queue.done(["c", "a"]) == [await store.rollout("a")]
+    for answering in (queue, restarted):
+        assert await answering.done(["a"]) == [await store.rollout("a")]
+        assert (await answering.close_attempt(first, FINISHED)).counted
+        with pytest.raises(ServerError, match="no attempt 3 of rollout a"):
+            await answering.close_attempt(AttemptKey("a", 3), FINISHED)
+
+
+async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -> None:
+    await queue.enqueue([make.rollout("a")])
+    key = await leased(queue)
+    asking, leasing = asyncio.ensure_future(queue.done(["a"])), asyncio.ensure_future(lease(queue, wait=30))
+    await asyncio.sleep(0)
+    queue.stop()
+    with pytest.raises(ServerError, match="stopping"):
+        await asking
+    assert await leasing == LeaseReply(leases=[], closed=False), "the run is not over"
+    active = queue.attempt(key)
+    assert active is not None
+    assert not active.closed
+
+
+@pytest.mark.parametrize("by", ["the same server", "the next server"])
+async def test_what_a_trainer_left_is_lost_and_not_tried_again(
+    queue: RolloutQueue, store: MemoryStore, by: str
+) -> None:
+    await queue.enqueue([make.rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout("other", run="another run")])
+    done, running = await leased(queue, calls=1), await leased(queue, calls=1)
+    await queue.close_attempt(done, FINISHED)
+    if by == "the next server":
+        queue = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=KEYS)
+        await queue.abandon("run")
+        assert (await store.rollout("other")).ending is None
+    await queue.abandon("run")
+    await queue.cancel(["other"])
+    assert {each.id: each.ending for each in await store.rollouts(run="run")} == {
+        "a": Ending.FINISHED,
+        "b": Ending.LOST,
+        "c": Ending.LOST,
+    }
+    assert (queue.queued, queue.running) == (0, 0)
+    assert not (await queue.close_attempt(running, FINISHED)).counted
+    [attempt] = await store.attempts("b")
+    assert attempt.ending is Ending.LOST
+
+
+@pytest.mark.parametrize(
+    ("reported", "calls", "overflows", "was_away", "ending", "again"),
+    [
+        (Ending.FINISHED, 1, 0, True, Ending.FINISHED, False),
+        (Ending.FINISHED, 0, 0, False, Ending.NO_CALL, False),
+        (Ending.CRASHED, 0, 0, False, Ending.CRASHED, True),
+        (Ending.TIMED_OUT, 0, 0, False, Ending.TIMED_OUT, True),
+        (Ending.LOST, 0, 0, False, Ending.LOST, True),
+        (Ending.LOST, 1, 0, False, Ending.LOST, True),
+        # An attempt in which the policy acted is data, unless what broke it may have been ours.
+        (Ending.CRASHED, 1, 0, False, Ending.CRASHED, False),
+        (Ending.TIMED_OUT, 1, 0, False, Ending.TIMED_OUT, False),
+        (Ending.CRASHED, 1, 0, True, Ending.LOST, True),
+        (Ending.TIMED_OUT, 1, 0, True, Ending.LOST, True),
+        (Ending.CRASHED, 0, 1, False, Ending.CONTEXT_OVERFLOW, False),
+        (Ending.CRASHED, 2, 1, False, Ending.CONTEXT_OVERFLOW, False),
+        (Ending.FINISHED, 0, 1, False, Ending.CONTEXT_OVERFLOW, False),
+        (Ending.FINISHED, 1, 1, False, Ending.FINISHED, False),
+    ],
+)
+async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
+    queue: RolloutQueue,
+    store: MemoryStore,
+    reported: Ending,
+    calls: int,
+    overflows: int,
+    was_away: bool,
+    ending: Ending,
+    again: bool,
+) -> None:
+    await queue.enqueue([make.rollout("a"), make.rollout("b")])
+    key = await leased(queue, calls=calls, overflows=overflows)
+    active = queue.attempt(key)
+    assert active is not None
+    if was_away:
+        active.count_failure(no_upstream())
+    report = CloseRequest(ending=reported, error="Boom")
+    assert (await queue.close_attempt(key, report)).counted is not again
+    [attempt] = await store.attempts("a")
+    assert attempt.ending is ending
+    assert (attempt.error or "Boom").endswith("Boom") or ending is Ending.NO_CALL
+    written = list(store.written)
+    assert not (await queue.close_attempt(key, CloseRequest(ending=Ending.CANCELLED))).counted, "it changed its mind"
+    assert store.written == written
+    if again:
+        assert (await store.rollout("a")).state is RolloutState.QUEUED
+        second = await leased(queue, calls=calls, overflows=overflows)
+        assert second == AttemptKey("a", 1), "a rollout that is tried again goes before new ones"
+        assert (await queue.close_attempt(second, report)).counted, "the budget is used up"
+    [done] = await queue.done(["a"])
+    assert done.counted_attempt == int(again)
+
+
+async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make.rollout("a")])
+    await queue.close_attempt(await leased(queue), FINISHED)
+    (attempt,) = await store.attempts("a")
+    assert attempt.error is not None
+    assert "OPENAI_BASE_URL" in attempt.error
+    assert "context.base_url" in attempt.error
+
+
+async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make.rollout(id) for id in "abc"])
+    key = await leased(queue, calls=1)
+    await queue.cancel(["a", "b", "unknown"])
+    done = await queue.done(["a", "b"])
+    assert {each.id: (each.ending, each.counted_attempt) for each in done} == {
+        "a": (Ending.CANCELLED, 0),
+        "b": (Ending.CANCELLED, None),
+    }
+    assert (await store.rollout("b")).state is RolloutState.DONE
+    attempt = queue.attempt(key)
+    assert attempt is not None
+    assert attempt.closed
+    assert not (await queue.close_attempt(key, FINISHED)).counted
+    assert (await lease(queue, capacity=9)).leases[0].rollout == "c"
+
+
+async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
+    queue: RolloutQueue, store: MemoryStore
+) -> None:
+    await queue.enqueue([make.rollout("a")])
+    key = await leased(queue)
+    store.writable.clear()
+    closing = asyncio.ensure_future(queue.close_attempt(key, CRASHED))
+    await store.write_waits.wait()
+    cancelling = asyncio.ensure_future(queue.cancel(["a"]))
+    await asyncio.sleep(0)
+    store.writable.set()
+    await asyncio.gather(closing, cancelling)
+    assert (await queue.done(["a"]))[0].ending is Ending.CANCELLED
+    assert queue.queued == queue.running == 0
+
+
+# Below, the loop's time stands still unless a test puts it forward, and the queue watches its leases.
+
+
+@pytest.fixture
+async def clock() -> Clock:
+    return Clock(asyncio.get_running_loop())
+
+
+@pytest.fixture
+async def watched(clock: Clock, queue: RolloutQueue) -> AsyncIterator[RolloutQueue]:
+    watching = asyncio.ensure_future(queue.watch())
+    await asyncio.sleep(0)
+    yield queue
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+def beat(queue: RolloutQueue, *keys: AttemptKey, worker: str = "w") -> list[AttemptKey]:
+    """Send a heartbeat; returns those that are lost."""
+    attempts = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in keys]
+    lost = queue.heartbeat(HeartbeatRequest(worker=worker, attempts=attempts)).lost
+    return [AttemptKey(each.rollout, each.attempt) for each in lost]
+
+
+async def states(store: MemoryStore, ids: str = "a") -> list[RolloutState]:
+    return [(await store.rollout(id)).state for id in ids]
+
+
+async def test_a_worker_that_beats_keeps_its_attempts_up_to_their_timeout(
+    watched: RolloutQueue, clock: Clock, store: MemoryStore
+) -> None:
+    await watched.enqueue([make.rollout("a")])
+    (key,) = await lent(watched)
+    for _ in range(8):
+        assert beat(watched, key) == []
+        await clock.advance(15)
+        assert await states(store) == ["running"]
+    assert beat(watched, key) == []
+    await clock.advance(15)
+    assert await states(store) == ["queued"], "a heartbeat does not reach beyond timeout and grace"
+    (attempt,) = await store.attempts("a")
+    assert (attempt.ending, attempt.error) == (Ending.LOST, "The worker w did not report within 130 seconds.")
+
+
+async def test_what_a_worker_that_stops_beating_loses_counts_no_more(
+    watched: RolloutQueue, clock: Clock, store: MemoryStore
+) -> None:
+    await watched.enqueue([make.rollout("a")])
+    (late,) = await lent(watched)
+    beat(watched, late)
+    await clock.advance(19)
+    assert await states(store) == ["running"]
+    await clock.advance(1)
+    assert await states(store) == ["queued"]
+    (attempt,) = await store.attempts("a")
+    assert (attempt.ending, attempt.error) == (Ending.LOST, "The worker w sent no heartbeat for 20 seconds.")
+    assert beat(watched, late) == [late], "its worker is told"
+    again = await leased(watched, calls=1)
+    assert again == AttemptKey("a", 1)
+    report = CloseRequest(ending=Ending.FINISHED, result="late", rewards=[RewardReport(value=1.0)])
+    assert not (await watched.close_attempt(late, report)).counted
+    assert await store.rewards([late]) == await store.rewards([again]) == []
+    assert (await watched.close_attempt(again, FINISHED)).counted
+    [done] = await watched.done(["a"])
+    assert (done.ending, done.counted_attempt) == (Ending.FINISHED, 1)
+
+
+async def test_a_worker_that_never_beats_keeps_them_up_to_their_timeout(
+    watched: RolloutQueue, clock: Clock, store: MemoryStore
+) -> None:
+    await watched.enqueue([make.rollout("a")])
+    await lent(watched)
+    await clock.advance(125)
+    assert await states(store) == ["running"]
+    await clock.advance(5)
+    assert await states(store) == ["queued"]
+
+
+async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(
+    watched: RolloutQueue, clock: Clock, store: MemoryStore
+) -> None:
+    """Also of what it was lent and never heard of."""
+    await watched.enqueue([make.rollout(id) for id in "abc"])
+    first, _ = await lent(watched, capacity=2)
+    await lent(watched, "another")
+    assert beat(watched, first) == []
+    await clock.advance(10)
+    beat(watched, first)
+    await clock.advance(11)
+    assert await states(store, "abc") == ["running", "queued", "running"]
+
+
+async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_short(
+    watched: RolloutQueue, clock: Clock, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await watched.enqueue([make.rollout(id) for id in "abc"])
+    beat(watched, *await lent(watched, capacity=3))
+    store.failing = True
+    await clock.advance(20)
+    for _ in range(15):
+        await clock.advance(0.8)
+    said = said_by_agl(caplog)
+    assert 1 <= said.count("scripted failure") <= 4, said
+    assert "Traceback" not in said
+    store.failing = False
+    for _ in range(3):
+        await clock.advance(5)
+    assert await states(store, "abc") == ["queued"] * 3
+
+
+async def test_a_heartbeat_is_told_what_no_longer_counts(watched: RolloutQueue) -> None:
+    await watched.enqueue([make.rollout(id) for id in "abcd"])
+    a, b, c = await lent(watched, capacity=3)
+    await watched.cancel(["a"])
+    await watched.close_attempt(b, FINISHED)
+    unknown = AttemptKey("nobody", 0)
+    assert beat(watched, a, b, c, unknown) == [a, unknown], "what it reported itself is not lost"
+    watched.close()
+    assert watched.heartbeat(HeartbeatRequest(worker="w", attempts=[])).closed
