@@ -104,7 +104,7 @@ async def endings_of_an_unaware_agent(bench: Bench, given: Given) -> set[str]:
 async def steps_made(bench: Bench, given: Given) -> int | str:
     """How many, or why a run was stopped."""
     try:
-        return len((await bench.run(given)).summary.state.train_rewards)
+        return len((await bench.run(given)).summary.as_json()["train_rewards"])
     except TrainingError as error:
         return str(error).partition(":")[0]
 
@@ -184,7 +184,7 @@ def endings(run: Ran) -> list[tuple[str, int, Ending | None]]:
 
 
 def rewards(run: Ran) -> list[float]:
-    return run.summary.state.train_rewards
+    return run.summary.as_json()["train_rewards"]
 
 
 def _free_port() -> int:
@@ -197,7 +197,10 @@ def _free_port() -> int:
 
 PORT = _free_port()
 RESULTS, VALUES = ran(lambda run: [a.result for a in run.attempts]), ran(lambda run: [u["values"] for u in run.updates])
-IN_FLIGHT, KEPT = ran(lambda run: run.metrics[1]["groups/in_flight"]), ran(lambda run: run.summary.state.kept)
+IN_FLIGHT, KEPT = (
+    ran(lambda run: run.metrics[1]["groups/in_flight"]),
+    ran(lambda run: run.summary.as_json()["transitions"]["kept"]),
+)
 PLACE, GROUPS, EVALUATIONS = serving(place), ran(groups_and_rollouts), ran(evaluations)
 CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
 APART: Given = {"workers.embedded": False}

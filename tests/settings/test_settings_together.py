@@ -17,9 +17,9 @@ from .settings_bench import Bench
 async def test_groups_of_one_where_nothing_compares_them(algorithm: str, bench: Bench) -> None:
     given = {"algorithm.name": algorithm, "train.group_size": 1}
     check(bench.load(given))
-    state = (await bench.run(given)).summary.state
-    assert state.kept > 0
-    assert state.dropped == {}
+    transitions = (await bench.run(given)).summary.as_json()["transitions"]
+    assert transitions["kept"] > 0
+    assert transitions["dropped"] == {}
 
 
 async def test_every_policy_trains_by_its_own_algorithm_and_credit(bench: Bench) -> None:
@@ -73,7 +73,8 @@ async def test_a_policy_without_trained_agents_is_never_updated(bench: Bench) ->
     assert [update["policy"] for update in run.updates] == ["author"] * 2
     # The return of an episode is 1, whoever made its last call.
     assert {value for update in run.updates for value in update["values"]} == {1.0}
-    assert run.summary.state.dropped == {"untrained_agent": run.summary.state.kept}
+    transitions = run.summary.as_json()["transitions"]
+    assert transitions["dropped"] == {"untrained_agent": transitions["kept"]}
 
 
 TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}

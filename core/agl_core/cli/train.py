@@ -19,7 +19,7 @@ from agl_core.reading.runs import find_checkpoint
 from agl_core.reading.words import plain, score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.metrics import Summary
+from agl_core.training.metrics import Summary, counts
 from agl_core.training.run import train as run_training
 from agl_core.training.server import new_run_dir
 from agl_core.training.session import engine_context
@@ -138,13 +138,18 @@ def print_summary(
     if summary.sets:
         console.print(rewards)
     console.print(f"verdict: {verdict.text if verdict else 'none, for no step was made'}", style="bold")
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(state.dropped.items())) or "none"
-    idle = f" ({state.without_advantage} of them with an advantage of 0)" if state.without_advantage else ""
+    transitions = counts(summary.steps, "transitions/")
+    idle = transitions["without_advantage"]
+    idle_note = f" ({idle} of them with an advantage of 0)" if idle else ""
+
+    def listed(prefix: str) -> str:
+        return ", ".join(f"{count} {name}" for name, count in sorted(counts(summary.steps, prefix).items())) or "none"
+
     facts = [
         ("steps", f"{state.step}, in {state.seconds:.0f} s{', stopped early' if summary.stopped_by else ''}"),
         ("memory", f"{state.peak_rss_bytes / 2**20:.0f} MiB at most"),
-        ("rollouts", ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none"),
-        ("transitions", f"{state.kept} trained on{idle}; dropped: {dropped}"),
+        ("rollouts", listed("ending/")),
+        ("transitions", f"{transitions['kept']} trained on{idle_note}; dropped: {listed('dropped/')}"),
         ("checkpoint", str(summary.checkpoint or "none")),
         ("model", ", ".join(map(str, summary.models)) or "none"),
         ("summary", str(summary.file)),

@@ -14,7 +14,7 @@ import orjson
 from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
 from agl_core.training.checkpoints import HEADLINE_SET
 from agl_core.training.failures import REMEDIES
-from agl_core.training.metrics import METRICS_FILE
+from agl_core.training.metrics import METRICS_FILE, counts
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
 _REWARD = "/reward/mean"
@@ -146,7 +146,7 @@ def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
     steps = [line.values for line in lines if line.kind == "train"]
     if not steps:
         return None
-    endings = _counts(steps, "ending/")
+    endings = counts(steps, "ending/")
     if endings and not endings[Ending.FINISHED]:
         [(ending, count)] = endings.most_common(1)
         which = "all" if len(endings) == 1 else f"{count} of"
@@ -167,7 +167,7 @@ def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
 
 
 def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
-    dropped = _counts(steps, "dropped/") + _counts(steps, "episodes_dropped/")
+    dropped = counts(steps, "dropped/") + counts(steps, "episodes_dropped/")
     others = dropped.keys() - {DropReason.GROUP_TOO_SMALL, DropReason.NO_ADVANTAGE}  # They follow from others.
     if others and not dropped[DropReason.NO_ADVANTAGE]:
         named = sorted(others, key=lambda reason: -dropped[reason])
@@ -226,11 +226,3 @@ def _change(name: str, before: _Sample | None, after: _Sample | None, least: flo
     if abs(difference) <= least * error:
         return False, f"{name} went {values}, which is no more than chance"
     return difference > 0, f"{name} {'rose' if difference > 0 else 'fell'} {values}"
-
-
-def _counts(steps: Sequence[Mapping[str, float]], prefix: str) -> Counter[str]:
-    """What the keys with this prefix count, over all steps."""
-    counts: Counter[str] = Counter()
-    for step in steps:
-        counts.update({key.removeprefix(prefix): int(n) for key, n in step.items() if key.startswith(prefix)})
-    return counts

@@ -41,32 +41,13 @@ class RunState:
     """Groups of training rollouts."""
     groups_unfinished: list[int] = field(default_factory=list)
     """The positions, from 0, of begun groups that no step trained on: they are begun again."""
-    llm_calls: int = 0
-    passed_through: int = 0
-    """Requests that were passed on and not recorded."""
-    kept: int = 0
-    """Transitions trained on."""
-    without_advantage: int = 0
-    """Those among them whose advantage was 0: only a KL term or a critic learned from them."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Transitions dropped, by reason."""
-    endings: dict[str, int] = field(default_factory=dict)
-    """The number of training rollouts by ending."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per evaluation: step, set, mode, reward, rollouts, seconds."""
-    train_rewards: list[float] = field(default_factory=list)
-    """The mean reward of each step."""
+    """One entry per evaluation: step, set, mode, reward, rollouts, calls, seconds."""
     peak_rss_bytes: int = 0
     resets: list[list[int]] = field(default_factory=list)
     """After which step the weights went back to those of which earlier step: pairs, the earliest first."""
     config: dict[str, Any] = field(default_factory=dict)
     """The configuration with which the last step was made."""
-
-    def count(self, drops: Mapping[str, int], endings: Mapping[str, int]) -> None:
-        """Add a step's drops and endings; JSON keys cannot be members of an enum."""
-        for total, step in ((self.dropped, drops), (self.endings, endings)):
-            for name, count in step.items():
-                total[str(name)] = total.get(str(name), 0) + count
 
 
 def read_state(checkpoint: Path) -> RunState:

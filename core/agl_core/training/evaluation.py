@@ -55,8 +55,6 @@ class Evaluated:
     entries: list[dict[str, Any]] = field(default_factory=list)
     """For the run's record, one for each set and mode."""
     metrics: dict[str, float] = field(default_factory=dict)
-    calls: int = 0
-    """LLM calls made."""
     scores: list[TaskScore] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     episodes: dict[str, Sequence[Episode]] = field(default_factory=dict)
@@ -97,7 +95,6 @@ class Evaluator:
                 position += count
                 await self._evaluate(evaluated, step, split, mode.value.removeprefix("eval-"), groups, tries)
         episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
-        evaluated.calls = sum(len({t.key.call for t in episode.transitions}) for episode in episodes)
         if step == 0 or common_failure(episodes):
             alarm = await failures(self.collector.store, episodes)
             evaluated.alarms = [] if alarm is None else [alarm]
@@ -124,6 +121,7 @@ class Evaluator:
                 "mode": mode,
                 "reward": metrics["reward/mean"],
                 "rollouts": len(episodes),
+                "calls": sum(len({t.key.call for t in episode.transitions}) for episode in episodes),
                 "seconds": seconds,
             }
         )

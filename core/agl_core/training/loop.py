@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,7 +161,7 @@ class Trainer:
         }
         alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
         self.log.write(step, "train", {**metrics, **self.watch.held}, alarms)
-        self._count(step, drawn, metrics, stats)
+        self._count(step, drawn, stats)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
         check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
@@ -252,18 +251,11 @@ class Trainer:
             "hooks/failed": float(self._hook_failures - before),
         }
 
-    def _count(self, step: int, drawn: Drawn, metrics: Mapping[str, float], stats: Mapping[str, float]) -> None:
+    def _count(self, step: int, drawn: Drawn, stats: Mapping[str, float]) -> None:
         """Bring the state to the end of the step."""
         state, self._latest = self.state, drawn
         state.step = step
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
-        state.llm_calls += sum(len({t.key.call for t in episode.transitions}) for episode in drawn.new)
-        state.passed_through += int(metrics["calls/passed_through"])
-        state.kept += int(metrics["transitions/kept"])
-        state.without_advantage += int(metrics["transitions/without_advantage"])
-        drops = {k.removeprefix("dropped/"): int(v) for k, v in metrics.items() if k.startswith("dropped/")}
-        state.count(drops, Counter(episode.ending for episode in drawn.new))
-        state.train_rewards.append(metrics["reward/mean"])
         self._count_memory(stats)
 
     def _say(self, where: str, alarms: Sequence[Alarm]) -> None:
@@ -282,9 +274,6 @@ class Trainer:
         alarms = self.watch.wanted(evaluated.alarms)
         self._say(f"step {step}, evaluation", alarms)
         self.state.evaluations += evaluated.entries
-        self.state.llm_calls += evaluated.calls
-        passed_through = (v for k, v in evaluated.metrics.items() if k.endswith("calls/passed_through"))
-        self.state.passed_through += int(sum(passed_through))
         self._count_memory(await self._stats())
         if evaluated.entries:
             self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.session.stall.take()])

@@ -171,6 +171,14 @@ def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: boo
     }
 
 
+def counts(steps: Iterable[Mapping[str, float]], prefix: str) -> Counter[str]:
+    """What the keys with this prefix count, over all steps."""
+    total: Counter[str] = Counter()
+    for step in steps:
+        total.update({key.removeprefix(prefix): int(n) for key, n in step.items() if key.startswith(prefix)})
+    return total
+
+
 def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
     return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
 
@@ -278,6 +286,8 @@ class Summary:
     run_dir: Path
     seed: int
     state: RunState
+    steps: Sequence[Mapping[str, float]]
+    """The numbers of each training step."""
     stopped_by: signal.Signals | None
     """The signal that stopped it early: Ctrl-C is SIGINT."""
     checkpoint: Path | None
@@ -316,7 +326,7 @@ class Summary:
         return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
 
     def as_json(self, verdict: Mapping[str, Json] | None = None) -> dict[str, Any]:
-        state = self.state
+        state, transitions = self.state, counts(self.steps, "transitions/")
         return {
             "verdict": verdict,
             "reward": self.rewards(self.headline),
@@ -324,13 +334,13 @@ class Summary:
             "steps": state.step,
             "seconds": state.seconds,
             "peak_rss_bytes": state.peak_rss_bytes,
-            "rollouts": state.endings,
-            "llm_calls": state.llm_calls,
-            "passed_through": state.passed_through,
+            "rollouts": counts(self.steps, "ending/"),
+            "llm_calls": round(sum(step["rollout/calls"] * step["rollouts"] for step in self.steps))
+            + sum(entry["calls"] for entry in state.evaluations),
             "transitions": {
-                "kept": state.kept,
-                "without_advantage": state.without_advantage,
-                "dropped": state.dropped,
+                "kept": transitions["kept"],
+                "without_advantage": transitions["without_advantage"],
+                "dropped": counts(self.steps, "dropped/"),
             },
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,
@@ -339,7 +349,7 @@ class Summary:
             "agents_abandoned": self.abandoned,
             "adapter_problems": self.problems,
             "evaluations": state.evaluations,
-            "train_rewards": state.train_rewards,
+            "train_rewards": [step["reward/mean"] for step in self.steps],
         }
 
     def write(self, verdict: Mapping[str, Json] | None = None) -> None:

@@ -108,6 +108,7 @@ async def train(
                     run_dir=run_dir,
                     seed=config.seed,
                     state=state,
+                    steps=trainer.watch.steps,
                     stopped_by=stopped_by,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     abandoned=worker.abandoned if worker else 0,

@@ -10,7 +10,6 @@ import pytest
 
 from agl_core.errors import CheckpointError
 from agl_core.training.checkpoints import Checkpoints, RunState, model_links, read_state
-from agl_core.types import DropReason
 
 
 def save(checkpoints: Checkpoints, step: int, *policies: str, **state: Any) -> Path:
@@ -23,13 +22,11 @@ def save(checkpoints: Checkpoints, step: int, *policies: str, **state: Any) -> P
 
 
 def test_the_newest_are_kept_and_restore_what_was_saved(tmp_path: Path) -> None:
-    checkpoints, state = Checkpoints(tmp_path, keep=2), RunState(train_rewards=[0.5])
-    for count in (2, 3):
-        state.count({DropReason.UNTRAINED_AGENT: count}, {})
+    checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (5, 10, 100):
-        save(checkpoints, step, dropped=state.dropped)
+        save(checkpoints, step, groups_unfinished=[step])
     assert [path.name for path in checkpoints.all()] == ["step-000010", "step-000100"]
-    assert read_state(checkpoints.latest()) == RunState(step=100, dropped={"untrained_agent": 5})
+    assert read_state(checkpoints.latest()) == RunState(step=100, groups_unfinished=[100])
 
 
 def test_the_best_and_the_stable_ones_are_kept_too(tmp_path: Path) -> None:

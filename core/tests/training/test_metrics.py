@@ -12,7 +12,14 @@ import pytest
 from agl_core.errors import CheckpointError
 from agl_core.hooks import hookimpl
 from agl_core.plugins import Plugins
-from agl_core.training.metrics import MetricsLog, contrast_metrics, drop_metrics, episode_metrics, staleness_metrics
+from agl_core.training.metrics import (
+    MetricsLog,
+    Summary,
+    contrast_metrics,
+    drop_metrics,
+    episode_metrics,
+    staleness_metrics,
+)
 from agl_core.types import (
     DropReason,
     Ending,
@@ -96,9 +103,10 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     assert line["transitions/kept"] + line["transitions/dropped"] == 6
     assert line["episodes_dropped/ending"] == 1
     assert line["seconds/rollouts"] + line["seconds/update"] <= line["seconds/step"]
-    state = bench.trainer.state
-    assert (state.kept, state.llm_calls) == (line["transitions/kept"], 6)
-    assert (state.endings, state.train_rewards) == ({"finished": 3, "crashed": 1}, [line["reward/mean"]])
+    summary = Summary(tmp_path, 0, bench.trainer.state, bench.trainer.watch.steps, None, None, 0, {}).as_json()
+    assert (summary["llm_calls"], summary["rollouts"]) == (6, {"finished": 3, "crashed": 1})
+    assert summary["transitions"]["kept"] == line["transitions/kept"]
+    assert summary["train_rewards"] == [line["reward/mean"]]
 
 
 class FailingHook:
