@@ -19,7 +19,8 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.tool_results import CONTRADICTED, FAILED, tool_calls_of
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, ToolResult, TrainingRecord
+from agl_core.training.metrics import counts
+from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, ToolResult
 from agl_core.wire.workers import Activity, RunningAttempt
 
 if TYPE_CHECKING:
@@ -159,20 +160,32 @@ def common_failure(episodes: Sequence[Episode]) -> Ending | None:
     return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
 
 
-def why_nothing(
-    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], episodes_dropped: Mapping[DropReason, int]
-) -> Ending | DropReason | None:
-    """The only reason for which a step had nothing to train on; None if it had data, or several or passing reasons.
+def why_nothing(numbers: Mapping[str, float]) -> Ending | DropReason | None:
+    """The only reason for which a step with these numbers had nothing to train on.
 
-    `episodes` are the step's new ones. `group_too_small` does not count, because it follows from other reasons.
+    None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others.
     """
-    if any(record.dropped is None for record in training_records):
+    if numbers["transitions/kept"]:
         return None
-    if (ending := common_failure(episodes)) is not None:
-        return ending
-    reasons = {DropReason(record.dropped) for record in training_records if record.dropped} | episodes_dropped.keys()
-    reasons -= {DropReason.GROUP_TOO_SMALL}
-    return reasons.pop() if len(reasons) == 1 and not reasons & _PASSING else None
+    endings = counts([numbers], "ending/")
+    if len(endings) == 1 and Ending.FINISHED not in endings:
+        return Ending(*endings)
+    dropped = {*counts([numbers], "dropped/"), *counts([numbers], "episodes_dropped/")} - {DropReason.GROUP_TOO_SMALL}
+    return DropReason(*dropped) if len(dropped) == 1 and not dropped & _PASSING else None
+
+
+def check_patience(step: int, steps: Sequence[Mapping[str, float]], patience: int) -> None:
+    """TrainingError if the last `patience` steps had nothing to train on for one reason; 0: never."""
+    reasons = [why_nothing(numbers) for numbers in steps[-patience:]]
+    reason = reasons[-1]
+    if not patience or reason is None or reasons != [reason] * patience:
+        return
+    what = "all rollouts ended as" if isinstance(reason, Ending) else "all was dropped for one reason:"
+    which = f"step {step}" if patience == 1 else f"steps {step - patience + 1} to {step}"
+    raise TrainingError(
+        f"There was nothing to train on in {which}: {what} {reason.value}. {REMEDIES.get(reason, '')} See "
+        f"docs/bad-input.md. The run can be resumed; train.patience = N lets N such steps pass, 0 any number."
+    )
 
 
 def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: float) -> None:
@@ -188,28 +201,6 @@ def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: 
             f"differ by {gap:.3g} on average (train.serving_gap is {limit:g}): probably the server has other weights "
             f"than the trainer, or one of them changes the logits. When the cause is fixed, go on from the last "
             f"checkpoint (agl train --resume)."
-        )
-
-
-@dataclass
-class Patience:
-    """Ends training after `steps` in a row that had nothing to train on for one reason; 0: never."""
-
-    steps: int
-    _reason: Ending | DropReason | None = field(default=None, init=False)
-    _count: int = field(default=0, init=False)
-
-    def check(self, step: int, reason: Ending | DropReason | None) -> None:
-        """`reason` is why the step had nothing to train on, if so. TrainingError if it is one too many."""
-        self._count = 0 if reason is None else self._count + 1 if reason is self._reason else 1
-        self._reason = reason
-        if reason is None or self._count != self.steps:
-            return
-        what = "all rollouts ended as" if isinstance(reason, Ending) else "all was dropped for one reason:"
-        steps = f"step {step}" if self._count == 1 else f"steps {step - self._count + 1} to {step}"
-        raise TrainingError(
-            f"There was nothing to train on in {steps}: {what} {reason.value}. {REMEDIES.get(reason, '')} See "
-            f"docs/bad-input.md. The run can be resumed; train.patience = N lets N such steps pass, 0 any number."
         )
 
 

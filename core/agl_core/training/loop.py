@@ -19,7 +19,7 @@ from agl_core.store.interface import ErasableStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.evaluation import Evaluated
-from agl_core.training.failures import Check, Patience, check_serving, rollout_alarms, why_nothing
+from agl_core.training.failures import Check, check_patience, check_serving, rollout_alarms
 from agl_core.training.metrics import (
     MetricsLog,
     Observer,
@@ -77,13 +77,11 @@ class Trainer:
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _plan: BatchPlan = field(init=False)
     _experience: Source = field(init=False)
-    _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
         tasks = self.session.tasks.get("train")
         without_logprobs = isinstance(tasks, RecordedTasks) and tasks.without_logprobs
         self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)
-        self._patience = Patience(self.loaded.config.train.patience)
         self._experience = self._source()
 
     async def train(self) -> None:
@@ -165,7 +163,7 @@ class Trainer:
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
         check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
-        self._patience.check(step, why_nothing(drawn.new, records, batches.episodes_dropped))
+        check_patience(step, self.watch.steps, settings.patience)
 
     def _batches(self, step: int, drawn: Drawn) -> StepBatches:
         """The training data of the groups, without what is too old."""
