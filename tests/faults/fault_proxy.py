@@ -2,7 +2,7 @@
 
 with FaultyProxy("http://127.0.0.1:8000", random.Random(7), share=0.2) as proxy:
     ...  # talk to proxy.url instead
-proxy.done  # how often it did what to whom
+proxy.broken  # whose connections broke
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import random
 import socket
 import struct
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 _CHUNK = 2**16
@@ -26,28 +26,12 @@ _MOST_BYTES = 8_000
 """A connection is kept for several requests: some of its breaks hit a later one."""
 
 
-class How(StrEnum):
-    """What becomes of a connection."""
-
-    CLOSE = "closed"
-    RESET = "reset"
-    DELAY = "delayed"
-    SWALLOW = "swallowed"
-
-
-class Direction(StrEnum):
-    """Which way the bytes go that are counted."""
-
-    REQUEST = "request"
-    REPLY = "reply"
-
-
 @dataclass(frozen=True)
 class Break:
-    """After so many bytes one way this happens."""
+    """What becomes of a connection after so many bytes, of requests or else of replies."""
 
-    how: How
-    direction: Direction
+    how: Literal["close", "reset", "delay", "swallow"]
+    of_requests: bool
     after: int
     delay: float
 
@@ -61,8 +45,8 @@ class FaultyProxy:
     def __init__(self, target: str, chance: random.Random, share: float) -> None:
         self.url = ""
         """Like `target`, by way of the proxy; known once it has started."""
-        self.done: Counter[tuple[str, Direction, How]] = Counter()
-        """How often what was broken: by what the first request of the connection was for, `worker` or `agent`."""
+        self.broken: set[str] = set()
+        """By what the first request of a connection was for: `worker` or `agent`."""
         self._target, self._chance, self._row = urlsplit(target), chance, round(1 / share)
         self._spared: defaultdict[str, list[bool]] = defaultdict(list)
         """What becomes of the next connections, by whose they are."""
@@ -107,28 +91,29 @@ class FaultyProxy:
         if spared.pop():
             return None
         return Break(
-            how=chance.choice(list(How)),
-            direction=chance.choice(list(Direction)),
+            how=chance.choice(["close", "reset", "delay", "swallow"]),
+            of_requests=chance.random() < 0.5,
             after=int(_MOST_BYTES ** chance.random()),
             delay=chance.uniform(0, _LONGEST_DELAY),
         )
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it or it breaks."""
-        sides, end = [writer], How.RESET
+        sides, is_reset = [writer], True
         try:
             there, back = await asyncio.open_connection(self._target.hostname, self._target.port)
             sides.append(back)
             first = await reader.read(_CHUNK)
             whose = "worker" if first.startswith(b"POST /agl/") else "agent"
             drawn = self._drawn(whose)
+            of_requests = drawn if drawn is not None and drawn.of_requests else None
             pumps = [
-                asyncio.create_task(self._pump(reader, back, whose, _only(drawn, Direction.REQUEST), first)),
-                asyncio.create_task(self._pump(there, writer, whose, _only(drawn, Direction.REPLY))),
+                asyncio.create_task(self._pump(reader, back, whose, of_requests, first)),
+                asyncio.create_task(self._pump(there, writer, whose, None if of_requests else drawn)),
             ]
             try:
                 done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-                end = done.pop().result()
+                is_reset = done.pop().result()
             finally:
                 for each in pumps:
                     each.cancel()
@@ -137,7 +122,7 @@ class FaultyProxy:
             pass
         finally:
             for each in sides:
-                _end(each, end)
+                _end(each, is_reset)
 
     async def _pump(
         self,
@@ -146,35 +131,31 @@ class FaultyProxy:
         whose: str,
         drawn: Break | None,
         first: bytes = b"",
-    ) -> How:
-        """Carry bytes one way, `first` before all others; returns how the connection is to end."""
+    ) -> bool:
+        """Carry bytes one way, `first` before all others; returns whether the connection is to be reset."""
         carried = 0
         while data := first or await source.read(_CHUNK):
             first = b""
             if drawn is not None and carried + len(data) >= drawn.after:
                 before, data = data[: drawn.after - carried], data[drawn.after - carried :]
-                self.done[whose, drawn.direction, drawn.how] += 1
+                self.broken.add(whose)
                 sink.write(before)
                 await sink.drain()
-                if drawn.how in (How.CLOSE, How.RESET):
-                    return drawn.how
-                await asyncio.sleep(_SWALLOWING if drawn.how is How.SWALLOW else drawn.delay)
-                if drawn.how is How.SWALLOW:
-                    return How.RESET
+                if drawn.how in ("close", "reset"):
+                    return drawn.how == "reset"
+                await asyncio.sleep(_SWALLOWING if drawn.how == "swallow" else drawn.delay)
+                if drawn.how == "swallow":
+                    return True
                 drawn = None
             carried += len(data)
             sink.write(data)
             await sink.drain()
-        return How.CLOSE
+        return False
 
 
-def _only(drawn: Break | None, direction: Direction) -> Break | None:
-    return drawn if drawn is not None and drawn.direction is direction else None
-
-
-def _end(side: asyncio.StreamWriter, how: How) -> None:
+def _end(side: asyncio.StreamWriter, is_reset: bool) -> None:
     """Close a connection after what was written, or reset it at once."""
-    if how is How.RESET:
+    if is_reset:
         connection = side.get_extra_info("socket")
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -28,7 +28,7 @@ def test_between_worker_and_server_and_between_agent_and_gateway(
             **{"server.port": port, "workers.timeout": 10.0},
         )
         run.start()
-        run.until(lambda: {whose for whose, _, _ in list(proxy.done)} == {"worker", "agent"}, "some of both broke")
+        run.until(lambda: proxy.broken == {"worker", "agent"}, "some of both broke")
         steps = run.finish_after(2)
     check_ended(run, steps)
 

@@ -113,7 +113,7 @@ class SessionExperience:
             weights=[*tasks.weights, *weights, *(1.0 for _ in range(len(ended) - len(usable)))],
             new=[*tasks.new, *(episode for [episode] in groups)],
             rollouts=[*tasks.rollouts, *(session.scored.rollout for session in ended)],
-            metrics=metrics,
+            metrics={**tasks.metrics, **metrics},
             note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",
         )
 

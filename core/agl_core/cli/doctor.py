@@ -20,7 +20,7 @@ from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
 from agl_core.config import LoadedConfig, check, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
-from agl_core.protocols import RecordedTasks, Upstream
+from agl_core.protocols import Upstream
 from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import find_run, read_entry, read_run
 from agl_core.reading.words import harmless
@@ -164,12 +164,11 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
             findings.append(_ids(f"engine, policy '{policy}'", missing, "FAIL"))
         if session.engine.supports("estimate"):
             findings.append(_resources(work, await session.engine.estimate(work)))
-        if not isinstance(session.tasks["train"], RecordedTasks):
-            with observer.phase("first look", 0) as phase:
-                look = await first_look(session, phase)
-            findings += [Finding("ok", "rollout", seen) for seen in look.seen[:-1]]
-            remedy = f"{look.fault.remedy} {look.fault.details}".strip() if look.fault else ""
-            findings.append(Finding("FAIL" if look.fault else "ok", "rollout", look.seen[-1], remedy))
+        look = await first_look(session, observer)
+        findings += [Finding("ok", "rollout", seen) for seen in look.seen]
+        if look.fault is not None:
+            remedy = f"{look.fault.remedy} {look.fault.details}".strip()
+            findings[-1] = replace(findings[-1], mark="FAIL", remedy=remedy)
     return findings
 
 

@@ -242,10 +242,6 @@ class Trainer:
             "transitions/dropped": float(dropped),
             "transitions/without_advantage": float(idle),
             "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in batches.batches.values())),
-            "groups/in_flight": float(drawn.in_flight),
-            "groups/carried_over": float(drawn.carried_over),
-            "buffer/replayed": float(drawn.replayed),
-            "buffer/size": float(drawn.buffered),
             "hooks/failed": float(self._hook_failures - before),
         }
 

@@ -315,16 +315,8 @@ class Drawn(Collected):
     """The episodes of the groups that no earlier update had."""
     rollouts: list[Rollout] = field(default_factory=list)
     """The rollouts of `new`."""
-    replayed: int = 0
-    """Groups that an earlier update also had."""
-    buffered: int = 0
-    """Groups that the buffer holds afterwards."""
-    carried_over: int = 0
-    """Groups of the update that were under way before its step began."""
-    in_flight: int = 0
-    """Groups that run during the update."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers of the step."""
+    """Numbers of the step: groups that wait or are trained on again, among others."""
     note: str = ""
     """What the line of the step says of it."""
 
@@ -454,10 +446,12 @@ class Experience:
             reward_errors=[error for scored in first_time for error in scored.reward_errors],
             new=[scored.episode for scored in first_time],
             rollouts=[scored.rollout for scored in first_time],
-            replayed=len(by_name) - len(new),
-            buffered=len(self._buffer),
-            carried_over=len(before & by_name.keys()),
-            in_flight=len(self._under_way),
+            metrics={
+                "groups/in_flight": float(len(self._under_way)),
+                "groups/carried_over": float(len(before & by_name.keys())),
+                "buffer/replayed": float(len(by_name) - len(new)),
+                "buffer/size": float(len(self._buffer)),
+            },
         )
 
     def _share_complete(self) -> float:

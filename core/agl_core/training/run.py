@@ -14,7 +14,7 @@ from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
 from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, TrainingError, last_frames
-from agl_core.protocols import RecordedTasks, Tracker
+from agl_core.protocols import Tracker
 from agl_core.server.keys import SourceFactory
 from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
@@ -141,10 +141,7 @@ async def evaluate(
 
 async def _look(session: Session, observer: Observer) -> None:
     """Show the agent's first rollout. TrainingError if it fails, and two more do in the same way."""
-    if isinstance(session.tasks["train"], RecordedTasks):
-        return
-    with observer.phase("first look", 0) as phase:
-        look = await first_look(session, phase)
+    look = await first_look(session, observer)
     for rollout in look.seen:
         observer.say(f"first look: {rollout}")
     if look.fault is not None:

@@ -25,7 +25,7 @@ from agl_core.server import LightningServer
 from agl_core.training.alarms import Alarm
 from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch, common_failure, failures
-from agl_core.training.metrics import Observer, Phase
+from agl_core.training.metrics import Observer
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, Queue, plan_look, scoring_rules
 from agl_core.training.server import begin_restart
@@ -252,15 +252,18 @@ class Look:
     """How all of them failed, with the first error and what to do; None: at least one finished."""
 
 
-async def first_look(session: Session, phase: Phase) -> Look:
+async def first_look(session: Session, observer: Observer) -> Look:
     """Run the agent on the first task, as evaluation runs it. PluginError if the reward rules fail.
 
-    If that rollout fails it may be the policy's doing, so two more decide.
+    If that rollout fails it may be the policy's doing, so two more decide. Where rollouts are recorded none is run.
     """
+    if isinstance(session.tasks["train"], RecordedTasks):
+        return Look([], None)
     planned = plan_look(session.tasks["train"], run=session.run, restart=session.restart)
-    episodes = (await session.collector.collect([planned[:1]], phase)).episodes
-    if common_failure(episodes) is not None:
-        episodes += (await session.collector.collect([[rollout] for rollout in planned[1:]], phase)).episodes
+    with observer.phase("first look", 0) as phase:
+        episodes = (await session.collector.collect([planned[:1]], phase)).episodes
+        if common_failure(episodes) is not None:
+            episodes += (await session.collector.collect([[rollout] for rollout in planned[1:]], phase)).episodes
     fault = None if common_failure(episodes) is None else await failures(session.server.store, episodes)
     problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
     return Look([*map(_described, episodes), *(f"problem: {problem}" for problem in problems)], fault)
