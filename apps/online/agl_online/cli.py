@@ -6,11 +6,10 @@ import asyncio
 import datetime
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from agl_core.config.load import LoadedConfig
     from agl_core.protocols import Upstream
     from agl_core.store.interface import Store
-    from agl_core.types import Ending, Rollout
+    from agl_core.types import Rollout
     from agl_online.config import OnlineSection
-    from agl_online.feedback import Feedback
     from agl_online.versions import State
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
@@ -169,39 +167,23 @@ def _folder(target: Path) -> Path | None:
     return target if target.is_dir() else None
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEntry:
+async def _entry(store: Store, rollout: Rollout) -> dict[str, Any]:
     """One session as a list shows it."""
+    from agl_core.store.interface import ErasableStore
+    from agl_core.types import AttemptKey
+    from agl_online.feedback import said_of
 
-    id: str
-    application: str
-    name: str | None
-    """What the application calls it."""
-    started: float | None
-    ended: float | None
-    """None: it is open."""
-    ending: Ending | None
-    calls: int
-    feedback: Sequence[Feedback]
-
-    @classmethod
-    async def read(cls, store: Store, rollout: Rollout) -> SessionEntry:
-        from agl_core.store.interface import ErasableStore
-        from agl_core.types import AttemptKey
-        from agl_online.feedback import said_of
-
-        key = AttemptKey(rollout.id, 0)
-        attempts = await store.attempts(rollout.id)
-        return cls(
-            id=rollout.id,
-            application=str(rollout.task.metadata.get("application")),
-            name=rollout.task.metadata.get("session"),
-            started=attempts[0].started if attempts else None,
-            ended=attempts[0].ended if attempts else None,
-            ending=rollout.ending,
-            calls=sum(not call.late and not call.undelivered for call in await store.calls([key])),
-            feedback=said_of(await store.annotations([key])) if isinstance(store, ErasableStore) else (),
-        )
+    key, attempts = AttemptKey(rollout.id, 0), await store.attempts(rollout.id)
+    return {
+        "id": rollout.id,
+        "application": str(rollout.task.metadata.get("application")),
+        "name": rollout.task.metadata.get("session"),
+        "started": attempts[0].started if attempts else None,
+        "ended": attempts[0].ended if attempts else None,
+        "ending": rollout.ending,
+        "calls": sum(not call.late and not call.undelivered for call in await store.calls([key])),
+        "feedback": said_of(await store.annotations([key])) if isinstance(store, ErasableStore) else (),
+    }
 
 
 @sessions.command("list")
@@ -212,9 +194,8 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     from agl_core.reading.runs import read_run
     from agl_core.types import Mode
 
-    async def read(store: Store) -> list[SessionEntry]:
-        rollouts = await store.rollouts(mode=Mode.USE, newest=limit)
-        return [await SessionEntry.read(store, rollout) for rollout in rollouts]
+    async def read(store: Store) -> list[dict[str, Any]]:
+        return [await _entry(store, rollout) for rollout in await store.rollouts(mode=Mode.USE, newest=limit)]
 
     entries = read_run(run, read)
     if as_json:
@@ -222,15 +203,15 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
         return
     table = Table("session", "application", "name", "started", "ended", "calls", "feedback")
     for entry in entries:
-        numbers = {name: value for feedback in entry.feedback for name, value in feedback.rewards.items()}
+        numbers = {name: value for feedback in entry["feedback"] for name, value in feedback.rewards.items()}
         table.add_row(
-            entry.id,
-            one_line(entry.application, 40),
-            one_line(entry.name or "-", 40),
-            _when(entry.started),
-            entry.ending.value if entry.ending else "open",
-            str(entry.calls),
-            _numbers(numbers) or ("said" if entry.feedback else "-"),
+            entry["id"],
+            one_line(entry["application"], 40),
+            one_line(entry["name"] or "-", 40),
+            _when(entry["started"]),
+            entry["ending"] or "open",
+            str(entry["calls"]),
+            _numbers(numbers) or ("said" if entry["feedback"] else "-"),
         )
     Screen().print(table)
 

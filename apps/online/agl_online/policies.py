@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version as installed
@@ -30,7 +30,6 @@ from agl_core.kinds import Capability
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
 from agl_core.reading.runs import find_run, policy_names
-from agl_core.reading.words import one_line
 from agl_core.server import Keys, LightningServer
 from agl_core.server.errors import ApiError
 from agl_core.server.keys import ActiveAttempt, carries, is_loopback
@@ -174,45 +173,14 @@ def _model_card(version: Version, state: RunState, loaded: LoadedConfig) -> str:
     front = [f"base_model: {base}"] if is_public else []
     front += [f"library_name: {'peft' if version.is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
     what = "A LoRA adapter: it needs its base model." if version.is_adapter else "All weights."
+    algorithm = (state.config["policies"][version.policy].get("algorithm") or state.config["algorithm"])["name"]
     lines = [
         *("---", *front, "tags:", "- agl", "- reinforcement-learning", "---", ""),
         *(f"# {version}", ""),
-        f"{what} agl {installed('agl-core')} trained it by reinforcement learning, in the run "
-        f"`{version.run.resolve().name}`. The licence of the base model is that of the base model's own card.",
-        *("", "| | |", "|---|---|"),
-        f"| base model | {_cell(base if is_public else Path(base).name)} |",
-        *(f"| {key} | {_cell(value)} |" for key, value in _facts(version, state.config)),
-        *("", "The mean reward on tasks held out from training; *before* is that of the base model.", ""),
-        *("| tasks | sampling | rollouts | before | this version |", "|---|---|--:|--:|--:|"),
-        *_evaluations(version, state),
+        f"{what} agl {installed('agl-core')} trained it with {algorithm}, in the run `{version.run.resolve().name}`.",
+        "The licence of the base model is that of the base model's own card.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _facts(version: Version, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What made the version; the configuration is that of the checkpoint's own step."""
-    policy = config["policies"][version.policy]
-    algorithm = (policy.get("algorithm") or config["algorithm"])["name"]
-    credit = (policy.get("credit") or config["credit"])["name"]
-    yield "step", f"{version.step} of {config['train']['steps']}"
-    yield "algorithm", f"{algorithm}, credit {credit}"
-    yield "tasks", ", ".join(f"{name} ({section['source']})" for name, section in config["tasks"].items())
-    yield "seed", str(config["seed"])
-
-
-def _evaluations(version: Version, state: RunState) -> Iterator[str]:
-    def at(step: int) -> dict[tuple[str, str], dict[str, Any]]:
-        return {(entry["set"], entry["mode"]): entry for entry in state.evaluations if entry["step"] == step}
-
-    before = at(0)
-    for (name, mode), entry in at(version.step).items():
-        was = f"{before[name, mode]['reward']:.3f}" if (name, mode) in before else ""
-        yield f"| {_cell(name)} | {mode} | {entry['rollouts']} | {was} | {entry['reward']:.3f} |"
-
-
-def _cell(text: str) -> str:
-    """Text of a configuration as one cell of a table."""
-    return one_line(text, 200).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 POLICY_KEY = "AGL_POLICY_KEY"

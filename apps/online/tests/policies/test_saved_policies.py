@@ -71,7 +71,7 @@ def test_a_name_that_means_nothing_is_an_error(name: str, says: str) -> None:
         Version.find(name)
 
 
-def test_an_exported_version_says_what_trained_it_and_how_it_was_evaluated(tmp_path: Path) -> None:
+def test_an_exported_version_says_what_trained_it(tmp_path: Path) -> None:
     export(Version.find("calc@20"), tmp_path / "out")
 
     card = (tmp_path / "out" / "README.md").read_text()
@@ -80,9 +80,8 @@ def test_an_exported_version_says_what_trained_it_and_how_it_was_evaluated(tmp_p
         "pipeline_tag": "text-generation",
         "tags": ["agl", "reinforcement-learning"],
     }
-    for said in ("# calc@20", "| base model | base |", "grpo, credit identical", "train (jsonl)"):
-        assert said in card
-    assert "| eval | greedy | 20 |  | 0.900 |" in card
+    assert "# calc@20" in card
+    assert "trained it with grpo, in the run `calc`" in card
     assert str(tmp_path) not in card, "a place on this machine is of no use elsewhere"
     assert (tmp_path / "out" / "weights").read_text() == "default of step 20"
 

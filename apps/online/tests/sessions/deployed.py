@@ -14,7 +14,7 @@ import openai
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.upstream import RunSettings
+from agl_core.server.upstream import Answering, RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
@@ -93,8 +93,10 @@ class Deployed:
 
 
 @contextlib.asynccontextmanager
-async def deployed(folder: Path, *, keys: Keys = KEYS, **settings: Any) -> AsyncIterator[Deployed]:
-    """It, on the store in this folder; `settings` are those of `[online]`."""
+async def deployed(
+    folder: Path, *, keys: Keys = KEYS, answering: Answering | None = None, **settings: Any
+) -> AsyncIterator[Deployed]:
+    """It, on the store in this folder; `settings` are those of `[online]`, `answering` is there instead of a server."""
     async with (
         SqliteStore(folder / "store.sqlite") as store,
         ScriptedUpstream() as model,
@@ -102,8 +104,8 @@ async def deployed(folder: Path, *, keys: Keys = KEYS, **settings: Any) -> Async
     ):
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
         section = OnlineSection(**{**SETTINGS, **settings})
-        answering = fixed_upstream(upstream, SAMPLED)
-        source = Sessions(section, store, keys, answering, run="run", folder=folder)
+        relay = fixed_upstream(upstream, SAMPLED)
+        source = Sessions(section, store, keys, answering or relay, run="run", folder=folder)
         async with running_stack(store=store, keys=keys, source=source) as stack:
             yield Deployed(stack, store, model, http, source)
-        answering.withdraw()
+        relay.withdraw()

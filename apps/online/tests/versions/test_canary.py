@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -48,46 +49,44 @@ def solved(share: float) -> Draw:
 
 @pytest.mark.parametrize(
     "draw",
-    [solved(0.5), solved(0.05), lambda rng: rng.random(), lambda rng: rng.beta(0.3, 0.3), lambda rng: 0.7],
-    ids=["half", "rare", "uniform", "at the ends", "constant"],
+    [solved(0.5), solved(0.05), lambda rng: rng.beta(0.3, 0.3), lambda rng: 0.7],
+    ids=["half", "rare", "at the ends", "constant"],
 )
 def test_the_bounds_hold_at_all_times_at_once(draw: Draw) -> None:
     """The running bounds err at any time if they err at the end, for they only close in."""
-    mean = float(np.mean([draw(np.random.default_rng(seed)) for seed in range(20_000)]))
+    rng = np.random.default_rng(7)
+    mean = float(np.mean([draw(rng) for _ in range(20_000)]))
     missed = 0
-    for seed in range(200):
-        rng = np.random.default_rng([7, seed])
-        values = np.array([draw(rng) for _ in range(400)])
-        missed += lower_bound(values, 0.1) > mean + 0.01
-    assert missed <= 20, "0.1 of 200"
-    rng = np.random.default_rng(11)
+    for _ in range(100):
+        missed += lower_bound(np.array([draw(rng) for _ in range(400)]), 0.1) > mean + 0.01
+    assert missed <= 10, "0.1 of 100"
     assert lower_bound(np.array([draw(rng) for _ in range(3000)]), 0.1) > mean - 0.06, "it closes in"
 
 
-def test_a_worse_canary_is_hardly_ever_promoted() -> None:
-    worse = [decided(sessions(seed, LOOKS[-1], solved(0.45), solved(0.6)), SETTINGS) for seed in range(60)]
-    promoted = [each for each in worse if each is not None and each[0] is State.STABLE]
-    assert len(promoted) <= 3, "0.05 of 60"
-    far_worse = [decided(sessions(seed, LOOKS[-1], solved(0.2), solved(0.6)), SETTINGS) for seed in range(20)]
-    assert {each and each[0] for each in far_worse} == {State.ROLLED_BACK}
-    assert np.median([each[1] for each in far_worse if each]) <= 150
+def tried(canary: Draw, stable: Draw, tries: int = 40, looks: Sequence[int] = LOOKS) -> Counter[State | None]:
+    """How often each decision fell."""
+    found = (decided(sessions(seed, looks[-1], canary, stable), SETTINGS, looks) for seed in range(tries))
+    return Counter(each and each[0] for each in found)
 
 
-def test_an_equal_canary_is_hardly_ever_rolled_back_and_promoted_in_the_end() -> None:
-    found = [decided(sessions(seed, LOOKS[-1], solved(0.7), solved(0.7)), SETTINGS) for seed in range(60)]
-    assert sum(each is not None and each[0] is State.ROLLED_BACK for each in found) <= 3
-    assert sum(each is not None and each[0] is State.STABLE for each in found) >= 50
+def test_a_canary_is_hardly_ever_decided_on_wrongly_and_soon_if_it_is_far_worse() -> None:
+    assert tried(solved(0.45), solved(0.6))[State.STABLE] <= 2, "0.05 of 40"
+    equal = tried(solved(0.7), solved(0.7))
+    assert equal[State.ROLLED_BACK] <= 2
+    assert equal[State.STABLE] >= 33
+    assert tried(solved(0.2), solved(0.6), 20, LOOKS[:3])[State.ROLLED_BACK] >= 10
+    assert tried(solved(0.2), solved(0.6), 20, LOOKS[:5])[State.ROLLED_BACK] == 20
 
 
 def test_a_change_that_both_versions_see_says_nothing() -> None:
     """Users begin to want something else halfway, and both versions fail more often."""
     found = []
-    for seed in range(60):
+    for seed in range(40):
         before = sessions(seed, 200, solved(0.9), solved(0.9), share=0.1)
         after = sessions(1000 + seed, 600, solved(0.3), solved(0.3), share=0.5)
         after = [replace(each, name=f"late-{each.name}") for each in after]
         found.append(decided([*before, *after], CanarySection(tolerance=0.01), (200, 300, 500, 800)))
-    assert sum(each is not None and each[0] is State.ROLLED_BACK for each in found) <= 3
+    assert sum(each is not None and each[0] is State.ROLLED_BACK for each in found) <= 2
 
 
 def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() -> None:

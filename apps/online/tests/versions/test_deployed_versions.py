@@ -8,29 +8,20 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 
 from agl_core.config.load import SERVED, load
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec, Upstream
-from agl_core.server import Keys, LightningServer
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Hold, Say
-from agl_core.testing.server import running_stack
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Call, Mode
-from agl_online.config import learn_section, online_section
+from agl_online.config import learn_section
 from agl_online.deployed import DeployedVersions
 from agl_online.policies import Source
-from agl_online.sessions import Sessions
 from agl_online.versions import By, Ledger, State
-from agl_online.wire import ApplicationKeys
 
+from ..sessions.deployed import Deployed, deployed
 from .deployed_runs import decide, make_canary, make_deployed, make_stable
-
-KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
-APPLICATIONS = ApplicationKeys(KEYS, {"shop": 1})
 
 
 @dataclass
@@ -68,54 +59,37 @@ class Engine:
 
 @dataclass
 class Bench:
-    ledger: Ledger
+    use: Deployed
     deployed: DeployedVersions
-    server: LightningServer
-    store: SqliteStore
     model: ScriptedUpstream
     engines: list[Engine]
-    http: httpx.AsyncClient
 
     async def ask(self, name: str | None, **headers: str) -> int:
         """The version that answers a session, which is said by the scripted reply too."""
-        named = {} if name is None else {"x-agl-session": name}
-        reply = await self.http.post(
-            f"{self.server.base_url}/v1/chat/completions",
-            json={"model": "any", "messages": [{"role": "user", "content": "Which version?"}]},
-            headers={"Authorization": f"Bearer {APPLICATIONS.of_application('shop')}", **named, **headers},
-        )
-        reply.raise_for_status()
-        return int(reply.json()["choices"][0]["message"]["content"].removeprefix("version-"))
+        reply = await self.use.ask("Which version?", name, **headers)
+        return int(reply.choices[0].message.content.removeprefix("version-"))
 
     async def ask_many(self, names: Sequence[str]) -> dict[str, int]:
         return dict(zip(names, await asyncio.gather(*map(self.ask, names)), strict=True))
-
-    async def calls(self) -> list[Call]:
-        rollouts = await self.store.rollouts(mode=Mode.USE)
-        return await self.store.calls([AttemptKey(each.id, 0) for each in rollouts])
 
 
 @contextlib.asynccontextmanager
 async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     loaded = load(ledger.run / "config.toml", needs=SERVED)
-    share = learn_section(loaded).canary.share
     made: list[Engine] = []
-    async with (
-        ScriptedUpstream() as model,
-        SqliteStore(ledger.run / "store.sqlite") as store,
-        httpx.AsyncClient(trust_env=False, timeout=60) as http,
-    ):
+
+    def engine(source: Source, folder: Path) -> Engine:
+        made.append(Engine(model.url))
+        return made[-1]
+
+    monkeypatch.setattr(Source, "engine", engine)
+    async with ScriptedUpstream() as model:
         model.answer = lambda received: Say(received.body["model"])
-
-        def engine(source: Source, folder: Path) -> Engine:
-            made.append(Engine(model.url))
-            return made[-1]
-
-        monkeypatch.setattr(Source, "engine", engine)
-        async with DeployedVersions(ledger.run, loaded, share) as deployed:
-            source = Sessions(online_section(loaded), store, KEYS, deployed, run="calc", folder=ledger.run)
-            async with running_stack(store=store, keys=KEYS, source=source) as stack:
-                yield Bench(ledger, deployed, stack.server, store, model, made, http)
+        async with (
+            DeployedVersions(ledger.run, loaded, learn_section(loaded).canary.share) as versions,
+            deployed(ledger.run, answering=versions) as use,
+        ):
+            yield Bench(use, versions, model, made)
 
 
 @pytest.fixture
@@ -127,28 +101,29 @@ async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_canary(ledger, 10)
-    names = [f"user-{number}" for number in range(100)]
+    names = [f"user-{number}" for number in range(60)]
     async with bench(ledger, monkeypatch) as use:
         first = await use.ask_many(names)
         assert set(first.values()) == {0, 10}
-        assert 30 < sum(version == 10 for version in first.values()) < 70, "the share is a half"
-        assert await use.ask_many(names) == first
-        ended = await use.ask_many(names[:40])
-        for name in names[:40]:
+        assert 15 < sum(version == 10 for version in first.values()) < 45, "the share is a half"
+        ended = names[:20]
+        for name in ended:
             await use.ask(name, **{"x-agl-session-end": "1"})
-        assert await use.ask_many(names[:40]) == ended, "the next session of a name is drawn alike"
+        assert await use.ask_many(ended) == {name: first[name] for name in ended}, (
+            "the next session of a name is drawn alike"
+        )
 
-        recorded = {call.version for call in await use.calls()}
+        recorded = {call.version for call in await use.use.calls()}
         assert recorded == {0, 10}
         by_session: dict[str, set[int | None]] = {}
-        for call in await use.calls():
+        for call in await use.use.calls():
             by_session.setdefault(call.rollout, set()).add(call.version)
         assert {len(versions) for versions in by_session.values()} == {1}
 
         decide(ledger, 10, State.ROLLED_BACK, By.CANARY)
         make_canary(ledger, 20)
         await use.deployed.refresh()
-        others = [f"other-{number}" for number in range(60)]
+        others = [f"other-{number}" for number in range(30)]
         second = await use.ask_many(others)
         assert set(second.values()) == {0, 20}
 

@@ -188,7 +188,7 @@ WRITER = textwrap.dedent("""
     from agl_online.versions import By, Decision, Ledger, LedgerError, State
 
     ledger, step = Ledger(Path(sys.argv[1])), int(sys.argv[2])
-    for _ in range(50):
+    for _ in range(20):
         for state in (State.CANARY, State.ROLLED_BACK):
             try:
                 ledger.record(Decision(step, state, By.CANARY, "x" * 2000))
