@@ -60,29 +60,15 @@ async def test_an_identity_closed_in_another_task_ends_here_too() -> None:
     assert current_identity() is None
 
 
-def in_thread() -> tuple[str | None, str | None]:
-    found = []
-    thread = threading.Thread(target=lambda: found.append(here()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def test_a_bare_thread_belongs_to_the_attempt_that_started_it(attached: None) -> None:
-    with running(attempt()), identify("solver"):
-        assert in_thread() == ("r1", "solver")
-    assert in_thread() == (None, None)
-
-
-def test_other_context_variables_stay_as_python_has_them(attached: None) -> None:
+def test_a_thread_has_the_attempt_that_started_it_and_other_variables_as_python_has_them(attached: None) -> None:
     theirs = contextvars.ContextVar("theirs", default="default")
     theirs.set("set")
     found = []
-    with running(attempt()):
-        thread = threading.Thread(target=lambda: found.append(theirs.get()))
+    with running(attempt()), identify("solver"):
+        thread = threading.Thread(target=lambda: found.append((here(), theirs.get())))
         thread.start()
         thread.join()
-    assert found == ["default"]
+    assert found == [(("r1", "solver"), "default")]
 
 
 def test_a_pool_shared_by_attempts_works_for_whoever_submits(attached: None) -> None:
