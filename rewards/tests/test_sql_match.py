@@ -118,10 +118,6 @@ async def test_a_query_can_only_read(database: Path, query: str) -> None:
     assert fingerprint(database.parent) == before
 
 
-async def test_a_query_without_end_is_stopped(judged: Callable[..., Any]) -> None:
-    assert await judged(ENDLESS, "SELECT 1", timeout=0.05) == 0.0
-
-
 async def test_a_single_call_of_a_function_is_stopped_and_its_late_result_refused(
     judged: Callable[..., Any], database: Path
 ) -> None:

@@ -39,10 +39,8 @@ EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
 GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
 
 
-def episode(
-    make: Any, member: int, steps: Sequence[Step], terminal: float, data: st.DataObject | None = None
-) -> Episode:
-    """The episode of these steps; with `data` its calls and tool results were stored in any order."""
+def episode(make: Any, member: int, steps: Sequence[Step], terminal: float) -> Episode:
+    """The episode of these steps."""
     name = f"r{member}"
     calls = [
         make.call(
@@ -59,10 +57,7 @@ def episode(
         for i, step in enumerate(steps)
         for n, status in enumerate(step.tool_results)
     ]
-    stored = (
-        (calls, tool_results) if data is None else [data.draw(st.permutations(each)) for each in (calls, tool_results)]
-    )
-    built = build_episode(make.rollout(name, member=member), make.attempt(name), *stored)
+    built = build_episode(make.rollout(name, member=member), make.attempt(name), calls, tool_results)
     by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
     transitions = tuple(rewarded(t, by_call[t.key.call]) for t in built.transitions)
     return replace(built, transitions=transitions, terminal=terminal)

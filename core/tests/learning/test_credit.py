@@ -53,22 +53,6 @@ class TestImmediate:
         whole = discounted([one], gamma=1.0)[0]
         assert to_go.tolist() == near([whole[i] for i in trained])
 
-    @given(members=GROUPS)
-    def test_to_an_algorithm_that_takes_returns_each_transition_carries_its_own_reward(
-        self, make: Any, members: list[tuple[list[Step], float]]
-    ) -> None:
-        episodes = group(make, members)
-        prepared = make_batches([episodes], solvers(immediate, CreditKind.RETURN))
-        expected = {
-            t.key: t.reward + (e.terminal or 0.0) * (i == len(e.transitions) - 1)
-            for e in episodes
-            for i, t in enumerate(e.transitions)
-            if t.agent == "solver"
-        }
-        found = {key: v for b in prepared.batches.values() for key, v in zip(b.keys, b.values_N, strict=True)}
-        assert found == near(expected)
-        assert all(batch.kind is CreditKind.RETURN for batch in prepared.batches.values())
-
     @given(member=EPISODES)
     def test_the_values_sum_to_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
         one = episode(make, 0, *member)
@@ -100,12 +84,6 @@ class TestDiscounted:
     def test_undiscounted_the_first_value_is_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
         one = episode(make, 0, *member)
         assert discounted([one], gamma=1.0)[0][0] == near(episode_return(one))
-
-    def test_choices_of_one_call_are_not_in_each_others_future(self, make: Any) -> None:
-        built = build_episode(
-            make.rollout(), make.attempt(), [make.call(0, make.choice(0), make.choice(1)), make.call(1)]
-        )
-        assert discounted([replace(built, terminal=1.0)], gamma=0.5) == [[0.5, 0.5, 1.0]]
 
     @pytest.mark.parametrize(("gamma", "first"), [(1.0, [16.0, 18.0]), (0.5, [8.5, 10.5])])
     def test_a_call_is_worth_the_mean_of_its_choices_to_the_call_before(
@@ -155,11 +133,6 @@ class TestStepwise:
             moved = [v[at] - v0 for v, v0 in zip(values, (values[0][at],) * len(values), strict=True)]
             assert moved == near([g[at] - to_go[0][at] for g in to_go])
 
-    @given(members=st.lists(EPISODES, min_size=1, max_size=4))
-    def test_without_a_shared_state_it_is_identical(self, make: Any, members: list[tuple[list[Step], float]]) -> None:
-        apart = [([replace(s, state=10 * i + s.state) for s in steps], end) for i, (steps, end) in enumerate(members)]
-        assert stepwise(group(make, apart)) == identical(group(make, apart))
-
     @given(steps=st.lists(st.lists(STEPS.map(lambda s: replace(s, reward=0.0)), min_size=1), min_size=1, max_size=5))
     @pytest.mark.parametrize("terminal", [0.1, 1 / 3, -0.7])
     def test_rollouts_of_equal_return_get_equal_values_to_the_last_bit(
@@ -176,22 +149,6 @@ class TestStepwise:
         assert [v[0] for v in values] == near([1.0, 1.0, 0.0, 0.0, 0.0])
         third = 1 / 3
         assert [v[1] for v in values] == near([0.4 + third, 0.4 + third, 0.4 - 2 * third, 0.4, 0.4])
-
-    @given(ends=st.lists(REWARDS, min_size=2, max_size=4), length=st.integers(1, 4))
-    def test_the_groups_mean_is_kept_where_rollouts_of_one_length_meet_everywhere(
-        self, make: Any, ends: list[float], length: int
-    ) -> None:
-        episodes = group(make, [(rewards(*[0.0] * length), end) for end in ends])
-        assert fmean(fmean(values) for values in stepwise(episodes)) == near(fmean(ends))
-
-    def test_at_a_shared_state_what_was_earned_before_it_does_not_count(self, make: Any) -> None:
-        """GiGPO would add R − b; here two rollouts that go on alike from state 2 are worth the same there."""
-        members = [([Step(1.0, state=0), Step(state=2)], 0.5), ([Step(0.0, state=1), Step(state=2)], 0.5)]
-        assert [values[1] for values in stepwise(group(make, members))] == [1.0, 1.0]
-
-    def test_a_state_met_twice_by_one_rollout_only_is_no_comparison(self, make: Any) -> None:
-        episodes = group(make, [([Step(state=0), Step(0.5, state=0)], 1.0), ([Step(state=1)], 0.0)])
-        assert stepwise(episodes) == [[1.5, 1.5], [0.0]]
 
     def test_calls_without_token_ids_or_of_another_policy_share_no_state(self, make: Any) -> None:
         first, second, third = group(make, [([Step()], 1.0), ([Step()], 0.0), ([Step(state=1)], 0.0)])

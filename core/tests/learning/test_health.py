@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 from typing import Any
 
@@ -139,9 +138,3 @@ def test_a_symptom_counts_though_evidence_is_missing_and_a_failed_tool_among_oth
 def test_of_a_pruned_rollout_the_texts_are_missing() -> None:
     assert health_of(built(said("", response_ids=None)), pruned=True).missing == (Evidence.TEXTS,)
     assert health_of(built(said(""), ending=Ending.LOST), pruned=True).verdict is Verdict.UNHEALTHY
-
-
-def test_examples_in_docstrings() -> None:
-    from agl_core.learning import health as module
-
-    assert doctest.testmod(module).failed == 0

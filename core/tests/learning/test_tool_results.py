@@ -6,11 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
-from agl_core.learning.joining import of_one_adapter
 from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
 
@@ -279,39 +276,3 @@ def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_proces
     over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
     episode = asking(make, ["t1"], reported=(own, over_otlp)[::order])
     assert episode.transitions[0].tool_results == (replace(own, arguments={}, agent="solver"),)
-
-
-ADAPTERS = ("langchain", "autogen", "otel", None)
-
-
-@st.composite
-def reports(draw: st.DrawFn) -> list[tuple[str | None, int, str | None, float | None]]:
-    """(adapter, number, tool call id, start) each, as several adapters and spans may tell."""
-    one = st.tuples(
-        st.sampled_from(ADAPTERS),
-        st.integers(0, 3),
-        st.sampled_from(["t1", "t2", "t3", None]),
-        st.none() | st.floats(0, 10),
-    )
-    return draw(st.lists(one, max_size=12, unique_by=lambda each: each[:2]))
-
-
-@given(each=reports(), order=st.randoms(use_true_random=False))
-def test_each_tool_call_has_one_adapter_whatever_came_first(make: Any, each: Any, order: Any) -> None:
-    given_ = [told(make, f"{by}-{n}", id, by, started=at) for by, n, id, at in each]
-    shuffled = [*given_, *(replace(tool_result) for tool_result in given_)]
-    order.shuffle(shuffled)
-    kept = of_one_adapter(shuffled)
-
-    assert {o.id for o in kept} == {o.id for o in of_one_adapter(given_)}
-    assert len({o.id for o in kept}) == len(kept)
-    assert of_one_adapter(kept) == kept
-    # Nothing without an id is lost; of each id, all that one adapter told is kept, and nothing else.
-    assert [o.id for o in kept if o.tool_call_id is None] == [
-        id for id in dict.fromkeys(o.id for o in shuffled) if id in {o.id for o in given_ if o.tool_call_id is None}
-    ]
-    for id in {o.tool_call_id for o in given_} - {None}:
-        candidates = [o for o in given_ if o.tool_call_id == id]
-        (adapter,) = {o.adapter for o in kept if o.tool_call_id == id}
-        assert {o.id for o in kept if o.tool_call_id == id} == {o.id for o in candidates if o.adapter == adapter}
-        assert adapter != "otel" or {o.adapter for o in candidates} == {"otel"}

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.capture import message_status, status_of
-from agl_core.types import ToolStatus
 
 TIMEOUTS = [
     "timed out",
@@ -123,11 +122,6 @@ RULES = {
     "sunny": ("ok", "ok"),
 }
 
-NAMES = st.from_regex(r"([a-z]{1,8}\.){0,2}([A-Z][a-z]{1,8}|HTTP|IO){1,3}(Error|Exception)", fullmatch=True)
-MESSAGES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).map(lambda text: f"{text}.")
-LOUD = st.sampled_from(["Error", "Errors", "Exception", "ValueError", "HTTPError", "Timeout", "Timeouts", "Timed out"])
-NOUNS = st.sampled_from(["rates", "handling", "is", "are", "and", "settings", "budgets", "players", "messages", "of"])
-QUIET = st.sampled_from(["According to the log:", "12 of the", "No", "He says the", "I found this:", "-", "A log of"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -189,27 +183,6 @@ def test_the_messages_own_status_goes_before_its_words(text: str) -> None:
     assert str(message_status("", "success").status) == "empty"
 
 
-@given(content=JSON)
-def test_any_content_has_a_status(content: Any) -> None:
-    assert message_status(content).status in ToolStatus
-
-
-@given(name=NAMES, message=MESSAGES, number=st.integers(0, 599))
-def test_an_exceptions_name_is_seen_before_its_message(name: str, message: str, number: int) -> None:
-    for text in (f"{name}: {message}", f"{name} {number}", f"{name}({message!r})", name):
-        assert said(text) in ("error", "timeout")
-
-
-@given(first=LOUD, second=NOUNS, rest=st.lists(NOUNS | st.sampled_from(["errors", "timeouts", "2020"])))
-def test_a_sentence_about_errors_is_none(first: str, second: str, rest: list[str]) -> None:
-    assert said(" ".join([first, second, *rest])) == "ok"
-
-
-@given(before=QUIET, failure=st.sampled_from([*TIMEOUTS, *ERRORS]))
-def test_what_is_told_later_in_a_text_is_quoted(before: str, failure: str) -> None:
-    assert said(f"{before} {failure}") == "ok"
-
-
 @given(error=JSON, others=st.dictionaries(st.text().filter(lambda key: key != "error"), JSON, max_size=3))
 def test_a_json_object_failed_if_there_is_something_under_error(error: Any, others: dict[str, Any]) -> None:
     is_nothing = isinstance(error, str) and error.strip().lower() in ("", "none", "null", "nil", "no", "false", "0")
@@ -253,12 +226,6 @@ BARE = [
     """Unexpected token 'a', "abc" is not valid JSON""",
 ]
 """Texts of exceptions as agno, Griptape, mirascope and the AI SDK send them: nothing says that they are no result."""
-MENTIONED = [
-    *("No city is larger.", "Not everything was found.", "Page not found pages are common", "'Bern' and 'Thun'"),
-    *("The index of the book is out of range of most readers' interest", "Division by sex is common among bees"),
-    *("The talks were not allowed to proceed in 1990", "Bern is a city. Nobody knows where it was not found.", "slow"),
-    *("Tool execution was fast", "Activity input: 3", "Expecting mothers rest", "Unexpected guests came", "22 'feet'"),
-]
 
 
 @pytest.mark.parametrize("text", BARE)

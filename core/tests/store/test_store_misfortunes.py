@@ -87,7 +87,7 @@ async def test_what_was_acknowledged_survives_sigkill(path: Path, start_writer: 
     print(f"seed {seed}")
     draw = random.Random(seed)
     expected: dict[str, str] = {}
-    for number in range(10):
+    for number in range(4):
         child = start_writer(seed + number)
         expected |= acknowledged(child, draw.randint(1, 300))
         expected |= kill(child)
