@@ -85,15 +85,16 @@ def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
     )
     assert {task.input for task in train}.isdisjoint(task.input for task in again)
     assert {task.input for task in train + again}.isdisjoint(task.input for task in held_out)
-    assert held_out == [tasks(seed=2, dataset="rectangle_count", split="eval").task(index) for index in range(5)]
+    other_seed = tasks(seed=2, dataset="rectangle_count", split="eval")
+    assert held_out == [other_seed.task(index) for index in range(5)]
 
 
 async def test_a_mixture_has_each_dataset_by_its_share_with_its_settings_and_verifier() -> None:
     settings = {"chain_sum": {"min_terms": 6, "max_terms": 6}}
     options: dict[str, Any] = {"dataset": {"chain_sum": 3, "word_sorting": 1}, "settings": settings}
-    source = tasks(**options)
+    source, again = tasks(**options), tasks(**options)
     mixture = [source.task(index) for index in range(100)]
-    assert mixture == [tasks(**options).task(index) for index in range(100)]
+    assert mixture == [again.task(index) for index in range(100)]
     assert len({each.id for each in mixture}) == 100
     sums = [each for each in mixture if each.id.startswith("chain_sum")]
     assert 60 <= len(sums) <= 90

@@ -19,7 +19,6 @@ from unittest import mock
 
 from agl_core.testing.scripts import CallTools
 from agl_core.types import Episode, ToolResult
-from agl_core.wire.workers import ToolResultReport
 
 
 @contextlib.contextmanager
@@ -151,7 +150,7 @@ ASK_WEATHER = CallTools([("weather", {"city": city}, f"c-{city}") for city in WE
 """A reply that asks for all of these at once."""
 
 
-def weather_statuses(results: Iterable[ToolResult | ToolResultReport]) -> dict[str, str]:
+def weather_statuses(results: Iterable[ToolResult]) -> dict[str, str]:
     """How the calls of `weather` ended, by city."""
     asked: list[tuple[Any, str]] = [(each.arguments, str(each.status)) for each in results]
     return {arguments["city"]: status for arguments, status in asked}

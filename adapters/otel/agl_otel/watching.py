@@ -24,7 +24,7 @@ from agl_core.capture.spans import (
     see,
     tool_result_of,
 )
-from agl_core.wire.workers import ToolResultReport
+from agl_core.types import ToolResult
 
 _Key: TypeAlias = tuple[int, int]
 _NANO = 1e-9
@@ -95,7 +95,7 @@ class RunningSpans:
         if node is None or node.recording is None:
             return
         seen = see(plain(span))
-        if not isinstance(seen.did, ToolResultReport):
+        if not isinstance(seen.did, ToolResult):
             return
         around = node.around()
         lineage = [seen, *(see(plain(each.span)) for each in around[1:])]

@@ -15,8 +15,7 @@ from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.types import ToolStatus
-from agl_core.wire.workers import ToolResultReport
+from agl_core.types import ToolResult, ToolStatus
 from agl_otel import AglSpanProcessor
 
 USER = {"role": "user", "content": "1 + 2?"}
@@ -101,7 +100,7 @@ async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
     stack.upstream.script(CallTools([("add", {}), ("add", {})]))
     with attempt.running():
         one, other = (each.id for each in (await ask(stack.client(), tools=[ADD])).tool_calls)
-        told = ToolResultReport(id="langchain:1", tool="add", status=ToolStatus.ERROR, tool_call_id=one)
+        told = ToolResult("langchain:1", "", 0, "add", ToolStatus.ERROR, one)
         if adapter_first:
             attempt.active.recording.tool_result(told)
         for id in (one, other, other):

@@ -10,14 +10,15 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agl_core.types import Json, Source
-from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport, ToolResultReport
+from agl_core.types import Json, Source, ToolResult
+from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Report(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tool_result: ToolResultReport | None = None
+    tool_result: ToolResult | None = None
     reward: RewardReport | None = None
     problem: str | None = None
     bypassed: str | None = None
@@ -59,14 +60,14 @@ class Recording:
     def __init__(self, send: Callable[[Report], None] = lambda report: None) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._tool_results: dict[str, ToolResultReport] = {}
+        self._tool_results: dict[str, ToolResult] = {}
         self._rewards: list[RewardReport] = []
         self._problems: dict[str, None] = {}
         self._bypassed: Counter[str] = Counter()
         self._closed = False
 
     @property
-    def tool_results(self) -> tuple[ToolResultReport, ...]:
+    def tool_results(self) -> tuple[ToolResult, ...]:
         """What the tools did, in the order reported; an id reported twice counts once."""
         with self._lock:
             return tuple(self._tool_results.values())
@@ -89,7 +90,7 @@ class Recording:
         with self._lock:
             return dict(self._bypassed)
 
-    def tool_result(self, report: ToolResultReport) -> None:
+    def tool_result(self, report: ToolResult) -> None:
         """Keep what a tool did; the first report of an id counts."""
         with self._lock:
             if not self._closed:
@@ -194,7 +195,7 @@ def _read_line(text: bytes, process: str, recording: Recording) -> None:
         recording.problem(f"A report of process {process} cannot be read: {error.errors()[0]['msg']}")
         return
     if report.tool_result is not None:
-        by_command = report.tool_result.model_copy(update={"source": Source.COMMAND})
+        by_command = replace(report.tool_result, source=Source.COMMAND)
         report = report.model_copy(update={"tool_result": by_command})
     report.add_to(recording)
 

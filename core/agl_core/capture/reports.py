@@ -13,8 +13,8 @@ from agl_core.capture.context import current_attempt
 from agl_core.capture.recording import describe_error, jsonable
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
-from agl_core.types import Identity
-from agl_core.wire.workers import RewardReport, ToolResultReport
+from agl_core.types import Identity, ToolResult
+from agl_core.wire.workers import RewardReport
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def record_tool_result(report: ToolResultReport) -> None:
+def record_tool_result(report: ToolResult) -> None:
     """Report what a tool did to the current attempt; outside any rollout it does nothing."""
     active = current_attempt()
     if active is not None:
@@ -67,7 +67,7 @@ def tool_result_report(
     arguments: Any = None,
     started: float | None = None,
     adapter: str | None = None,
-) -> ToolResultReport:
+) -> ToolResult:
     """What a tool returned, or the exception that it raised, as a report of bounded size.
 
     The tool has ended just now; `started` is in Unix seconds. `id` names this run of it: the same id is recorded once.
@@ -80,8 +80,10 @@ def tool_result_report(
     """
     raised, who = isinstance(result, BaseException), who or Identity()
     status, rule = decided or status_of(result)
-    return ToolResultReport(
+    return ToolResult(
         id=id,
+        rollout="",
+        attempt=0,
         tool=tool,
         status=status,
         tool_call_id=tool_call_id,

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_core.capture.recording import jsonable
@@ -23,8 +23,7 @@ from agl_core.capture.status import (
     status_of,
     unknown_status,
 )
-from agl_core.types import Identity, Json, ToolStatus
-from agl_core.wire.workers import ToolResultReport
+from agl_core.types import Identity, Json, ToolResult, ToolStatus
 
 SPANS = "otel"
 """The `adapter` of tool results from spans."""
@@ -105,7 +104,7 @@ class SeenSpan:
     """The graph node that this span is; it counts if no agent is named."""
     is_agent: bool = False
     """It is the invocation of an agent."""
-    did: ModelCall | ToolResultReport | None = None
+    did: ModelCall | ToolResult | None = None
     """A call, or what one run of a tool did, as far as this span knows it."""
 
     @property
@@ -122,7 +121,7 @@ def see(span: Span) -> SeenSpan:
     ('search', 'empty')
     """
     kind = _kind(span.attributes)
-    did: ModelCall | ToolResultReport | None = None
+    did: ModelCall | ToolResult | None = None
     """A call, or what one run of a tool did, as far as this span knows it."""
     if kind == "tool":
         did = _tool(span)
@@ -196,7 +195,7 @@ def _call(attributes: Mapping[str, Json]) -> ModelCall:
     return ModelCall(response_id)
 
 
-def _tool(span: Span) -> ToolResultReport:
+def _tool(span: Span) -> ToolResult:
     attributes = span.attributes
     tool_call_id = _text(attributes, *_TOOL_CALL_ID)
     result, decided = _result(span)
@@ -204,8 +203,10 @@ def _tool(span: Span) -> ToolResultReport:
     error_type = _text(_event(span, "exception"), "exception.type") or _text(attributes, "error.type")
     status, rule = _status(span, error_type) if failed else decided
     name = _text(attributes, *_TOOL) or _METHOD.sub("", span.name.removeprefix("execute_tool").strip())
-    return ToolResultReport(
+    return ToolResult(
         id=f"{span.trace}:{span.id}",
+        rollout="",
+        attempt=0,
         tool=name.removesuffix(".__call__") or "tool",
         status=status,
         tool_call_id=None if tool_call_id == _LEFT_OUT else tool_call_id,
@@ -317,18 +318,18 @@ def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
     for span in spans:
         if span.is_agent:
             break  # an agent that a tool runs may well run a tool of that name
-        if isinstance(span.did, ToolResultReport):
+        if isinstance(span.did, ToolResult):
             if not _is_same(outermost.did, span.did):
                 break
             outermost = span
     return outermost
 
 
-def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResultReport:
+def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResult:
     """The tool result of one run of a tool, from the spans that saw it: the outermost first, the innermost last."""
     # Its id stays the same when spans around it come in later.
     first = min(spans, key=lambda span: span.ended or 0.0)
-    seen = [span.did for span in spans if isinstance(span.did, ToolResultReport)]
+    seen = [span.did for span in spans if isinstance(span.did, ToolResult)]
     failed = [each for each in (seen[-1], seen[0]) if each.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
     counts = next((each for each in (*failed, *seen) if failed or each.result is not None), seen[0])
     told = {
@@ -341,7 +342,7 @@ def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResultRe
         "tool_call_id": next((each.tool_call_id for each in seen if each.tool_call_id), None),
         "arguments": next((each.arguments for each in seen if each.arguments is not None), None),
     }
-    return seen[0].model_copy(update=told)
+    return replace(seen[0], **told)
 
 
 class SpanTree:
@@ -376,11 +377,11 @@ class SpanTree:
                 groups.setdefault(self._calls_around(span)[-1].key, []).append(span)
         return [self._call(group) for group in groups.values()]
 
-    def tool_results(self) -> list[ToolResultReport]:
+    def tool_results(self) -> list[ToolResult]:
         """What the tools did, in the order they started."""
         runs: dict[tuple[str, str], list[SeenSpan]] = {}
         for span, did in self._ordered():
-            if isinstance(did, ToolResultReport):
+            if isinstance(did, ToolResult):
                 runs.setdefault(outermost_execution(self.lineage(span)).key, []).append(span)
         found = []
         for run in runs.values():
@@ -388,7 +389,7 @@ class SpanTree:
             found.append(tool_result_of(run, agent_of(self.lineage(run[-1]))))
         return found
 
-    def _ordered(self) -> Iterator[tuple[SeenSpan, ModelCall | ToolResultReport]]:
+    def _ordered(self) -> Iterator[tuple[SeenSpan, ModelCall | ToolResult]]:
         for span in sorted(self._spans.values(), key=lambda span: span.started or 0.0):
             if span.did is not None:
                 yield span, span.did
@@ -404,7 +405,7 @@ class SpanTree:
         return SeenCall(response_id, identity_of(self.lineage(spans[-1])), tuple(spans))
 
 
-def _is_same(inner: ModelCall | ToolResultReport | None, outer: ToolResultReport) -> bool:
-    if not isinstance(inner, ToolResultReport) or inner.tool != outer.tool:
+def _is_same(inner: ModelCall | ToolResult | None, outer: ToolResult) -> bool:
+    if not isinstance(inner, ToolResult) or inner.tool != outer.tool:
         return False
     return None in (inner.tool_call_id, outer.tool_call_id) or inner.tool_call_id == outer.tool_call_id

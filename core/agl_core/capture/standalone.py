@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -120,9 +121,7 @@ class CapturedRollout:
             counted_attempt=0,
             ending=self._attempt.ending,
         )
-        tool_results = [
-            ToolResult(rollout=self.id, attempt=0, **report.model_dump()) for report in self.recording.tool_results
-        ]
+        tool_results = [replace(report, rollout=self.id) for report in self.recording.tool_results]
         return rollout, self._attempt, list(self._calls), tool_results
 
 

@@ -24,7 +24,7 @@ import ipaddress
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -38,7 +38,7 @@ from agl_core.server.answered import Answered
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
 from agl_core.server.upstream import Answering
 from agl_core.store.interface import Record, Store
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, ToolResult
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, Source
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, ServerFile, problem_of_key, take_keys
 from agl_core.wire.workers import AnyOperation, CloseRequest, Right
@@ -213,7 +213,9 @@ def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
 def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
     """The agent side's report of the attempt, as records; rewards of one name add up."""
     tool_results = [
-        ToolResult(rollout=key.rollout, attempt=key.attempt, **report.model_dump()) for report in request.tool_results
+        # The sources that the agent's side has, whatever else it claims.
+        replace(report, **key._asdict(), source=Source.COMMAND if report.source is Source.COMMAND else Source.ADAPTER)
+        for report in request.tool_results
     ]
     totals: dict[str, float] = {}
     for reward in request.rewards:

@@ -34,7 +34,6 @@ from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
-from agl_core.wire.workers import ToolResultReport
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +56,11 @@ class _Trace:
     attempt: ActiveAttempt
     tree: SpanTree = field(default_factory=SpanTree)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    tool_results: dict[str, ToolResultReport] = field(default_factory=dict)
+    tool_results: dict[str, ToolResult] = field(default_factory=dict)
     identities: dict[str, Identity] = field(default_factory=dict)
     """By response id."""
 
-    def add(self, spans: Iterable[Span]) -> tuple[list[ToolResultReport], list[SeenCall]]:
+    def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], list[SeenCall]]:
         """What is to be recorded because of these spans: tool results that are new or changed, and calls."""
         for span in spans:
             self.tree.add(see(span))
@@ -143,10 +142,7 @@ class SpanIntake:
     async def _record(self, key: AttemptKey, trace: _Trace, spans: Sequence[Span]) -> None:
         async with trace.lock:
             reports, calls = await asyncio.to_thread(trace.add, spans)
-            tool_results = [
-                ToolResult(rollout=key.rollout, attempt=key.attempt, **{**report.model_dump(), "source": Source.SPAN})
-                for report in reports
-            ]
+            tool_results = [replace(report, **key._asdict(), source=Source.SPAN) for report in reports]
             named = await self._named(key, calls, trace.identities)
             if tool_results or named:
                 await self._store.put(*tool_results, *named)

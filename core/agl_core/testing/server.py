@@ -29,9 +29,9 @@ from agl_core.server.upstream import RunSettings
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
+from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout, ToolResult
 from agl_core.wire.headers import rollout_path
-from agl_core.wire.workers import HeldAttempt, LeaseRequest, ToolResultReport
+from agl_core.wire.workers import HeldAttempt, LeaseRequest
 from agl_core.worker.agent import PLACEHOLDER_KEY, Ended, closing
 
 
@@ -119,7 +119,7 @@ class RunningAttempt:
         return running(self.active)
 
     @property
-    def tool_results(self) -> Sequence[ToolResultReport]:
+    def tool_results(self) -> Sequence[ToolResult]:
         return self.active.recording.tool_results
 
     async def calls(self) -> list[Call]:

@@ -212,6 +212,7 @@ class ToolResult:
     id: str
     """Unique among the tool results of its source and attempt: one that is reported twice is recorded once."""
     rollout: str
+    """Empty in a report of the agent's side: whose it is, the server knows."""
     attempt: int
     tool: str
     status: ToolStatus

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from agl_core.types import Ending, Mode, Source, ToolStatus
+from agl_core.types import Ending, Mode, ToolResult
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -151,26 +151,6 @@ class HeartbeatReply(Body):
     closed: bool = Field(False, description="The run is over.")
 
 
-class ToolResultReport(Body):
-    """A tool result as an adapter reports it."""
-
-    id: str
-    tool: str
-    status: ToolStatus
-    tool_call_id: str | None = None
-    arguments: JsonValue = None
-    result: JsonValue = None
-    error: str | None = None
-    agent: str | None = None
-    span: str | None = None
-    parent_span: str | None = None
-    started: float | None = None
-    ended: float | None = None
-    source: Literal[Source.ADAPTER, Source.COMMAND] = Source.ADAPTER
-    adapter: str | None = None
-    status_rule: str | None = None
-
-
 class RewardReport(Body):
     """A reward that the agent itself reports."""
 
@@ -187,7 +167,7 @@ class CloseRequest(Body):
     ending: Ending
     result: JsonValue = None
     error: str | None = None
-    tool_results: list[ToolResultReport] = Field([], max_length=MAX_REPORTS)
+    tool_results: list[ToolResult] = Field([], max_length=MAX_REPORTS)
     rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
     bypassed: dict[str, int] = Field(
         {}, max_length=MAX_BYPASSED, description="How often the agent called model APIs that are not agl's, by address."

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from agl_core.capture import ActiveAttempt, Recording, running
 from agl_core.capture.recording import jsonable
 from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
-from agl_core.types import Ending, Json, Mode
+from agl_core.types import Ending, Json, Mode, ToolResult
 from agl_core.wire.workers import (
     MAX_BODY,
     MAX_DEPTH,
@@ -34,7 +34,6 @@ from agl_core.wire.workers import (
     Assignment,
     CloseRequest,
     RewardReport,
-    ToolResultReport,
 )
 
 logger = logging.getLogger(__name__)
@@ -369,14 +368,14 @@ def _smaller(request: CloseRequest, limit: int) -> CloseRequest:
     return request.model_copy(update={"tool_results": tool_results, "rewards": rewards})
 
 
-def _shortened(tool_result: ToolResultReport, limit: int) -> ToolResultReport:
+def _shortened(tool_result: ToolResult, limit: int) -> ToolResult:
     """The same with no name above `_MAX_NAME` and no value above `limit` characters."""
     names = {name: getattr(tool_result, name) for name in _NAMES}
     names = {name: jsonable(text, _MAX_NAME) for name, text in names.items() if text is not None}
     values = {name: jsonable(getattr(tool_result, name), limit) for name in _VALUES}
     deep = {name: value for name, value in values.items() if depth_of(value) > MAX_DEPTH}
     as_text = {name: jsonable(orjson.dumps(value).decode(), limit) for name, value in deep.items()}
-    return tool_result.model_copy(update={**names, **values, **as_text})
+    return replace(tool_result, **{**names, **values, **as_text})
 
 
 def depth_of(value: Json) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agl_core.capture.spans import Span, see
-from agl_core.wire.workers import ToolResultReport
+from agl_core.types import ToolResult
 
 AGENT, TOOL = {"openinference.span.kind": "AGENT"}, {"openinference.span.kind": "TOOL"}
 
@@ -60,9 +60,9 @@ def test_the_name_of_a_tool(name: str, attributes: dict[str, Any]) -> None:
     assert tool(name, attributes).tool == "add"
 
 
-def tool(name: str, attributes: dict[str, Any], **more: Any) -> ToolResultReport:
+def tool(name: str, attributes: dict[str, Any], **more: Any) -> ToolResult:
     did = see(span(name, attributes, **more)).did
-    assert isinstance(did, ToolResultReport)
+    assert isinstance(did, ToolResult)
     return did
 
 

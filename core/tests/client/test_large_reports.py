@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from agl_core.capture import Recording, record_tool_result, tool_result_report
-from agl_core.types import Ending, Mode, ToolStatus
+from agl_core.types import Ending, Mode, ToolResult, ToolStatus
 from agl_core.wire.client import LightningClient, RefusedError
-from agl_core.wire.workers import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
+from agl_core.wire.workers import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport
 from agl_core.worker import AgentContext
 from agl_core.worker.agent import Ended, closing, crashed
 
@@ -25,11 +25,12 @@ def nested(depth: int) -> Any:
     return value
 
 
-def tool_result(id: str, result: Any, **fields: Any) -> ToolResultReport:
-    return ToolResultReport(**{"id": id, "tool": "read", "status": ToolStatus.OK, "result": result, **fields})
+def tool_result(id: str, result: Any, **fields: Any) -> ToolResult:
+    told = {"rollout": "", "attempt": 0, "tool": "read", "status": ToolStatus.OK, "result": result}
+    return ToolResult(**{"id": id, **told, **fields})
 
 
-def told(*tool_results: ToolResultReport) -> Recording:
+def told(*tool_results: ToolResult) -> Recording:
     recording = Recording()
     for each in tool_results:
         recording.tool_result(each)
@@ -108,7 +109,7 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
     ],
     ids=range(9),
 )
-def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResultReport) -> None:
+def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResult) -> None:
     request = taken(
         closing(Ended(Ending.FINISHED, "done"), told(tool_result("first", 1), hard, tool_result("last", {"b": 2})))
     )

@@ -14,7 +14,7 @@ from agl_core.server.errors import no_upstream
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks
-from agl_core.types import AttemptKey, Ending, RolloutState, ToolStatus
+from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
 from agl_core.wire.workers import (
     CloseRequest,
     HeartbeatRequest,
@@ -22,7 +22,6 @@ from agl_core.wire.workers import (
     LeaseReply,
     LeaseRequest,
     RewardReport,
-    ToolResultReport,
 )
 
 from .clock import Clock
@@ -114,7 +113,7 @@ async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, stor
 async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore, hooks: Hooks) -> None:
     await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
-    tool_result = ToolResultReport(id="o", tool="add", status=ToolStatus.OK, tool_call_id="c1", arguments={"a": 1})
+    tool_result = ToolResult("o", "", 0, "add", ToolStatus.OK, "c1", {"a": 1}, source=Source.CONVERSATION)
     request = CloseRequest(
         ending=Ending.FINISHED,
         result={"x": 1},
@@ -136,6 +135,7 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     assert attempt.ended >= attempt.started
     (stored,) = await store.tool_results([key])
     assert (stored.id, stored.tool, stored.tool_call_id, stored.arguments) == ("o", "add", "c1", {"a": 1})
+    assert stored.source is Source.ADAPTER, "whatever the agent's side claims"
     (reward,) = await store.rewards([key])
     assert (reward.name, reward.value, reward.source, reward.call) == ("own", 0.75, "agent", None)
 
