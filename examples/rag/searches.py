@@ -206,7 +206,7 @@ def _made_up(seed: int, number: int) -> tuple[World, Index]:
         land, money = next(drawn["country"]), next(drawn["currency"])
         part, kind = next(drawn["place"]), rng.choice(KINDS)
         entities += [
-            country(land, {each: next(drawn[each]) for each in ("capital", "calling code")} | {"currency": money}, {}),
+            country(land, {each: next(drawn[each]) for each in ("capital", "calling code")} | {"currency": money}),
             currency(money, next(drawn["code"]), land),
             element(next(drawn["element"]), land),
             *(city(next(drawn["place"]), land) for _ in range(3)),

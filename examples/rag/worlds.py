@@ -1,16 +1,13 @@
-"""Facts as a graph, and what is made of them: passages, and questions of several hops.
+"""Made-up facts as a graph, and what is made of them: passages, and chains of relations to ask about.
 
-The real world's facts are those that `make_data.py` collects. Made-up worlds look the same and share no name with it on
-purpose: the policy's warm-up happens there, so that it learns to read and not to remember.
+Made-up worlds look like the corpus. The policy's warm-up happens there, so that it learns to read and not to remember.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from musique import Paragraph, Question, Step
 from retrieval import Passage
 
 COUNTRY_PATHS = (("capital",), ("calling code",), ("currency",), ("currency", "code"))
@@ -32,9 +29,7 @@ class Entity:
     texts: dict[str, str]
     """The passages' texts, by relation."""
     country: str
-    """The country that it belongs to: what is held out is held out by country."""
-    aliases: dict[str, list[str]] = field(default_factory=dict)
-    """Other forms of its facts' values."""
+    """The country that it belongs to."""
 
 
 def city(name: str, country: str) -> Entity:
@@ -58,10 +53,10 @@ def currency(name: str, code: str, country: str) -> Entity:
     return Entity("currency", name, {"code": code}, {"code": f"A currency whose code is {code}."}, country)
 
 
-def country(name: str, facts: dict[str, str], aliases: dict[str, list[str]]) -> Entity:
+def country(name: str, facts: dict[str, str]) -> Entity:
     """Its facts are capital, currency and calling code."""
     texts = {relation: f"A country whose {relation} is {value}." for relation, value in facts.items()}
-    return Entity("country", name, facts, texts, name, aliases)
+    return Entity("country", name, facts, texts, name)
 
 
 class World:
@@ -91,41 +86,6 @@ class World:
         for path in COUNTRY_PATHS:
             if path[0] != "currency" or (money in self.entities and money not in self._shared):
                 yield head + path
-
-    def question(
-        self, start: Entity, path: Sequence[str], distractors: Sequence[Entity], rng: random.Random
-    ) -> Question:
-        """The question that follows a chain of relations, with the passages that answer it among distractors."""
-        at, gold, steps = start, [], []
-        for hop, relation in enumerate(path, start=1):
-            gold.append((at.name, at.texts[relation]))
-            steps.append((f"{at.name if hop == 1 else f'#{hop - 1}'} >> {relation}", at.facts[relation]))
-            aliases = at.aliases.get(relation, [])
-            at = self.entities.get(at.facts[relation], at)
-        shown = list(dict.fromkeys([*gold, *((each.name, next(iter(each.texts.values()))) for each in distractors)]))
-        rng.shuffle(shown)
-        paragraphs = [
-            Paragraph(idx=place, title=title, paragraph_text=text, is_supporting=(title, text) in gold)
-            for place, (title, text) in enumerate(shown)
-        ]
-        decomposition = [
-            Step(
-                id=f"{title}/{path[hop]}",
-                question=asked,
-                answer=answer,
-                paragraph_support_idx=shown.index((title, text)),
-            )
-            for hop, ((title, text), (asked, answer)) in enumerate(zip(gold, steps, strict=True))
-        ]
-        return Question(
-            id=f"{len(path)}hop__{start.name}__{'__'.join(path)}".replace(" ", "_"),
-            question=ask(start.name, path),
-            question_decomposition=decomposition,
-            answer=steps[-1][1],
-            answer_aliases=aliases,
-            answerable=True,
-            paragraphs=paragraphs,
-        )
 
 
 def ask(name: str, path: Sequence[str]) -> str:
