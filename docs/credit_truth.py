@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from first_step import first_step
-
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.config import CONFIG_FILE
+from agl_core.config.load import load
 from agl_core.reading.metrics import read_metrics, series
-from agl_core.types import Episode, Reward
+from agl_core.training.rollouts import recorded_episodes
+from agl_core.types import Episode, Mode, Reward
 from agl_rewards.air import air
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
@@ -45,10 +47,18 @@ def learned(run: Path) -> Result:
     )
     training = [reward for _, reward in series(lines, "train", "reward/total")]
     return {
-        "correlations": correlations([_scored(each) for each in first_step(run)]),
+        "correlations": correlations([_scored(each) for each in asyncio.run(first_step(run))]),
         "rewards": {"eval": {"before": before, "after": after}},
         "train_rewards": training,
     }
+
+
+async def first_step(run: Path) -> list[Episode]:
+    """What the policy did before it had learned anything, without rewards of rules."""
+    loaded = load(run / CONFIG_FILE)
+    async with loaded.store.build(run, True) as store:
+        rollouts = [each for each in await store.rollouts(mode=Mode.TRAIN) if each.step == 1]
+        return await recorded_episodes(store, rollouts, loaded.plugins.hook)
 
 
 def _scored(episode: Episode) -> Episode:

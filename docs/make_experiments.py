@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 from operator import itemgetter
 from pathlib import Path
-from statistics import mean
 
 from credit_truth import RULES, learned
-from layouts import layouts
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from beds import Bed
@@ -64,22 +62,6 @@ TRAINED = {
 SHORTER = ("train.steps=20", "eval.every=20", "eval.tasks=100", "engine.torch.threads=1")
 """Half of the example's steps."""
 
-ONE_STEP = ("train.steps=1", "train.groups_per_step=4", "eval.tasks=1", "engine.torch.threads=1")
-LAID_OUT = {"math": "one conversation that goes on", "sql": "three agents, each with a prompt of its own"}
-"""The examples whose first step is laid out in several ways."""
-LAYOUTS = {
-    "separate": "separate transitions",
-    "chains": "transitions; what the calls of a rollout share is computed once",
-    "trees": "transitions; what the rollouts of a group share, too",
-    "concatenated": "one concatenated, masked sequence",
-}
-COMPUTED: dict[str, Cell] = {
-    "seeds": seeds_run,
-    "tokens computed": average(itemgetter("tokens")),
-    "CPU seconds": spread(itemgetter("seconds")),
-    "probability off, mean": lambda runs: f"{mean(map(itemgetter('gap'), runs)):.1e}",
-    "gradient, cosine": spread(itemgetter("cosine")),
-}
 ONE_SEQUENCE = "all three, one sequence"
 CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "train.serving_gap=1")
 """Without the second, training stops: the probabilities of tokens are not those with which they were sampled."""
@@ -104,8 +86,6 @@ EFFICIENCY: dict[str, Cell] = {
 def experiments() -> Iterator[Experiment]:
     """Seed by seed, and row by row of all tables."""
     for seed in SEEDS:
-        for example in LAID_OUT:
-            yield Experiment(EXAMPLES / example, "layouts", ONE_STEP, seed, layouts)
         for label, agents in TRAINED.items():
             trained = f"train.agents={list(agents)}"
             yield Experiment(EXAMPLES / "sql", label, (*SHORTER, trained), seed)
@@ -149,10 +129,6 @@ def took(runs: Sequence[Result]) -> str:
 
 def tables() -> Iterator[str]:
     """All of the page that is measured."""
-    for example, described in LAID_OUT.items():
-        found = [each["layouts"] for each in runs_of(f"{example}/layouts")]
-        rows = {words: [each[layout] for each in found] for layout, words in LAYOUTS.items()}
-        yield from (f"## Transitions: an update of {example}, {described}", "", *table("layout", rows, COMPUTED), "")
     rows = {label: runs_of(f"sql/{label}") for label in (ALL_THREE, ONE_SEQUENCE)}
     yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
     yield from ("## Credit: how well it agrees with the truth", "", *agreement(), "")

@@ -66,16 +66,6 @@ def test_the_recipe_makes_the_shipped_tokenizer(made: Made) -> None:
         assert made.shown.encode(fresh, messages) == made.shown.encode(made.tokenizer, messages)
 
 
-def test_the_warm_up_imitates_what_the_policy_says_and_nothing_else(made: Made) -> None:
-    for messages in made.conversations():
-        ids, said = made.shown.encode(made.tokenizer, messages)
-        turns = made.tokenizer.decode([id for id, by_policy in zip(ids, said, strict=True) if by_policy])
-        replies = [message for message in messages if message["role"] == "assistant"]
-        assert turns.count("<|im_end|>") == len(replies)
-        assert all(str(message["content"] or "") in turns for message in replies)
-        assert "<tool_response>" not in turns
-
-
 def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() -> None:
     torch.manual_seed(0)
     config = Qwen2Config(

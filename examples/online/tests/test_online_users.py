@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from flights import Wish
-from users import NAMING_SHARE, Traveller, honest, is_right, travellers
+from users import NAMING_SHARE, Traveller, travellers
 
 
 def crowd(seed: int, count: int = 2000, shift: int = 1000) -> list[Traveller]:
@@ -23,9 +22,3 @@ def test_wishes_shift_and_nothing_else_does() -> None:
             theirs.wish.day,
             theirs.gives_feedback,
         )
-
-
-@pytest.mark.parametrize(("said", "right"), [("It costs 70.", True), ("70 or 20", False), ("No.", False), ("", False)])
-def test_the_last_number_is_the_answer(said: str, right: bool) -> None:
-    assert is_right(said, Wish("Rome", "Friday", "Kite")) is right
-    assert honest(right, 0) == float(right)
