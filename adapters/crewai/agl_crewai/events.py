@@ -6,7 +6,7 @@ they are emitted: there the agent's own context can be given its name before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -46,67 +46,50 @@ def _seeing(emit: _Function) -> _Function:
     return emit_seen
 
 
-@guarded
-def _see(source: Any, event: Any) -> None:
-    handle = _HANDLERS.get(event.type)
-    if handle is not None:
-        handle(source, event)
-
-
-def _agent_started(_: Any, event: Any) -> None:
-    _start("agent", AgentRun(_name_of(event.agent.role)))
-
-
-def _lite_agent_started(_: Any, event: Any) -> None:
-    _start("agent", AgentRun(_name_of(event.agent_info["role"])))
-
-
-def _agent_ended(_: Any, event: Any) -> None:
-    _end("agent")
-
-
-def _task_started(source: Any, event: Any) -> None:
+def _role_of_task(source: Any, event: Any) -> str | None:
     """Its agent also makes the calls before and after its own work: for memory, or to make JSON of its answer."""
     agent = getattr(getattr(event, "task", None) or source, "agent", None)
-    if agent is not None:
-        _start("task", AgentRun(_name_of(agent.role)))
+    return None if agent is None else str(agent.role)
 
 
-def _task_ended(_: Any, event: Any) -> None:
-    _end("task")
+_ROLES: Mapping[str, Callable[[Any, Any], str | None]] = {
+    "agent_execution": lambda source, event: event.agent.role,
+    "lite_agent_execution": lambda source, event: event.agent_info["role"],
+    "task": _role_of_task,
+}
+"""The role of the agent that begins to work, by what precedes "_started" in the type of the event."""
 
 
-def _tool_started(_: Any, event: Any) -> None:
-    _start("tool", ToolRun(event.tool_name, None, event.tool_args or {}, adapter="crewai"))
-
-
-def _tool_finished(_: Any, event: Any) -> None:
-    run, failure = _taken("tool"), getattr(event, "failure", None)
-    if isinstance(run, ToolRun):
-        run.result = event.output
-        run.decided = failure_status(failure.message) if failure else status_of(event.output)
+@guarded
+def _see(source: Any, event: Any) -> None:
+    kind, _, stage = event.type.rpartition("_")
+    if kind == "tool_usage":
+        _see_tool(stage, event)
+    elif kind in _ROLES and stage == "started":
+        role = _ROLES[kind](source, event)
+        if role is not None:
+            _start(kind, AgentRun(role.strip()))
+    elif kind in _ROLES and stage in ("completed", "error", "failed") and (run := _taken(kind)) is not None:
         run.end(None)
 
 
-def _tool_failed(_: Any, event: Any) -> None:
-    run, error = _taken("tool"), event.error
-    if isinstance(run, ToolRun):
-        run.end(error if isinstance(error, BaseException) else RuntimeError(error))
-
-
-def _name_of(role: str) -> str:
-    return role.strip()
+def _see_tool(stage: str, event: Any) -> None:
+    if stage == "started":
+        _start("tool_usage", ToolRun(event.tool_name, None, event.tool_args or {}, adapter="crewai"))
+    elif stage in ("finished", "error") and isinstance(run := _taken("tool_usage"), ToolRun):
+        if stage == "finished":
+            failure = getattr(event, "failure", None)
+            run.result = event.output
+            run.decided = failure_status(failure.message) if failure else status_of(event.output)
+            run.end(None)
+        else:
+            error = event.error
+            run.end(error if isinstance(error, BaseException) else RuntimeError(error))
 
 
 def _start(kind: str, run: AgentRun | ToolRun) -> None:
     run.start(dict)
     _open.set((*_open.get(), _Open(kind, run)))
-
-
-def _end(kind: str) -> None:
-    run = _taken(kind)
-    if run is not None:
-        run.end(None)
 
 
 def _taken(kind: str) -> AgentRun | ToolRun | None:
@@ -120,19 +103,3 @@ def _taken(kind: str) -> AgentRun | ToolRun | None:
         innermost.run.end(None)
     _open.set(tuple(opened))
     return innermost.run
-
-
-_HANDLERS: dict[str, Callable[[Any, Any], None]] = {
-    "agent_execution_started": _agent_started,
-    "agent_execution_completed": _agent_ended,
-    "agent_execution_error": _agent_ended,
-    "lite_agent_execution_started": _lite_agent_started,
-    "lite_agent_execution_completed": _agent_ended,
-    "lite_agent_execution_error": _agent_ended,
-    "task_started": _task_started,
-    "task_completed": _task_ended,
-    "task_failed": _task_ended,
-    "tool_usage_started": _tool_started,
-    "tool_usage_finished": _tool_finished,
-    "tool_usage_error": _tool_failed,
-}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import dspy
@@ -36,15 +36,9 @@ def watch() -> None:
         wrap_once(dspy.ToolCalls.ToolCall, "execute", within(_executed))
     for name in ("get", "put"):
         wrap_once(Cache, name, _off_in_rollouts)
-    for module, transport, method, wrap in (
-        ("_sync", "StdlibTransport", "stream", _stamped),
-        ("_async", "StdlibAsyncTransport", "_do_stream", _stamped_async),
-    ):
-        try:
-            client = import_module(f"{_CLIENT}.{module}")
-        except ModuleNotFoundError:
-            continue
-        wrap_once(getattr(client, transport), method, wrap)
+    with suppress(ModuleNotFoundError):
+        wrap_once(import_module(f"{_CLIENT}._sync").StdlibTransport, "stream", within(_sending))
+        wrap_once(import_module(f"{_CLIENT}._async").StdlibAsyncTransport, "_do_stream", within(_sending))
 
 
 @contextmanager
@@ -120,28 +114,13 @@ def _off_in_rollouts(method: Callable[..., Any]) -> Callable[..., Any]:
     return unless_in_rollout
 
 
-def _stamped(send: Callable[..., Any]) -> Callable[..., Any]:
-    def stamped_send(transport: Any, request: Any) -> Any:
-        with _stamp(request) as stamped:
-            return send(transport, stamped)
-
-    return stamped_send
-
-
-def _stamped_async(send: Callable[..., Any]) -> Callable[..., Any]:
-    async def stamped_send(transport: Any, request: Any) -> Any:
-        with _stamp(request) as stamped:
-            return await send(transport, stamped)
-
-    return stamped_send
-
-
 @contextmanager
-def _stamp(request: Any) -> Iterator[Any]:
-    """The request as it is to be sent; the call lasts until this ends, with the head of the reply."""
+def _sending(_: Any, request: Any) -> Iterator[Any]:
+    """One request, with the headers of its rollout if it goes to the server; it lasts until the head of the reply."""
     if not goes_to_the_server(request.url):
-        yield request
+        yield SimpleNamespace()
         return
     headers = {name.lower(): value for name, value in request.headers}
     with Stamping().stamped(request.method, headers):
-        yield dataclasses.replace(request, headers=list(headers.items()))
+        request.headers = list(headers.items())
+        yield SimpleNamespace()
