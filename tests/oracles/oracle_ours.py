@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from agl_algorithms import plugin
-from agl_algorithms.interface import CriticAlgorithm, Logprobs, Samples
+from agl_algorithms.policy_gradient import Logprobs, Samples
+from agl_algorithms.ppo import Ppo
 from agl_core import kinds
 from agl_core.plugins import Plugins
 
@@ -19,7 +20,7 @@ Options = Mapping[str, Any]
 Outputs = dict[str, Tensor]
 
 
-def build(name: str, options: Options) -> CriticAlgorithm:
+def build(name: str, options: Options) -> Ppo:
     """The registered algorithm of that name; only one with a critic has the critic's methods."""
     plugins = Plugins()
     plugins.register(plugin, "agl-algorithms")
@@ -77,7 +78,7 @@ def value_loss(batch: Batch, options: Options) -> Outputs:
     return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, current_R)[0]}
 
 
-def _loss(batch: Batch, algorithm: CriticAlgorithm, samples: Samples, advantages_R: Tensor) -> Outputs:
+def _loss(batch: Batch, algorithm: Ppo, samples: Samples, advantages_R: Tensor) -> Outputs:
     current_R = batch.flat("current").requires_grad_()
     logprobs = Logprobs(current_R, batch.flat("old"), batch.flat("behaviour"), batch.flat("reference"))
     loss, _ = algorithm.loss(samples, logprobs, advantages_R, algorithm.weights(samples))

@@ -139,7 +139,7 @@ def _episode(member: int, result: str, terminal: float = 0.0) -> Episode:
 def _try_algorithm(algorithm: Any) -> None:
     import torch
 
-    from agl_algorithms.interface import Samples
+    from agl_algorithms.policy_gradient import Samples
 
     each, zeros = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
     samples = Samples(

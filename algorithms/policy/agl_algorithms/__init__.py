@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agl_algorithms.grpo import group_statistics
-    from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
     from agl_algorithms.plugin import PolicyGradientOptions
-    from agl_algorithms.policy_gradient import PolicyGradient, whitened
+    from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples, whitened
 
 __all__ = [
-    "Algorithm",
-    "CriticAlgorithm",
     "Logprobs",
     "PolicyGradient",
     "PolicyGradientOptions",
@@ -26,6 +23,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = {"PolicyGradientOptions": "plugin", "PolicyGradient": "policy_gradient", "whitened": "policy_gradient"}
-    module = "grpo" if name == "group_statistics" else modules.get(name, "interface")
+    module = {"PolicyGradientOptions": "plugin", "group_statistics": "grpo"}.get(name, "policy_gradient")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import Samples
 from agl_algorithms.plugin import GrpoOptions
-from agl_algorithms.policy_gradient import PolicyGradient, count_rollouts, segment_sum, token_weights
+from agl_algorithms.policy_gradient import PolicyGradient, Samples, count_rollouts, segment_sum, token_weights
 from agl_core.returns import EQUAL_WITHIN
 
 

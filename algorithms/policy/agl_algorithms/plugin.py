@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agl_core import Capability, CreditKind, hookimpl, kinds
 
 if TYPE_CHECKING:
-    from agl_algorithms.interface import Algorithm
+    from agl_algorithms.policy_gradient import PolicyGradient
     from agl_core.kinds import Register
 
 Aggregation = Literal["rollout", "token-mean", "sequence-mean"]
@@ -162,21 +162,21 @@ class PpoOptions(TimeOptions):
         return super().needs() | {Capability.CRITIC}
 
 
-def build_grpo(options: GrpoOptions) -> Algorithm:
+def build_grpo(options: GrpoOptions) -> PolicyGradient:
     """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
     from agl_algorithms.grpo import Grpo
 
     return Grpo(options)
 
 
-def build_reinforce(options: ReinforceOptions) -> Algorithm:
+def build_reinforce(options: ReinforceOptions) -> PolicyGradient:
     """Returns normalised over the batch, clipped ratio, neither critic nor groups (arXiv 2501.03262)."""
     from agl_algorithms.reinforce import Reinforce
 
     return Reinforce(options)
 
 
-def build_ppo(options: PpoOptions) -> Algorithm:
+def build_ppo(options: PpoOptions) -> PolicyGradient:
     """A learned critic, advantages by GAE, clipped ratio and clipped value loss (arXiv 1707.06347)."""
     from agl_algorithms.ppo import Ppo
 

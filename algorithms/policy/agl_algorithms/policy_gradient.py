@@ -5,18 +5,21 @@
 
 with token weights w (`token_weights`) and ρ = min(π_old / π_behaviour, cap), of the token or of its whole response, or
 1 without a cap. Algorithms differ in the advantages A alone.
+
+Tensors are flat (ragged data without pads). Axis suffixes: _N transitions, _R response tokens of all transitions, one
+after the other. An engine with padded rows first selects tokens by mask, so both engines run the same functions.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.plugin import Aggregation, PolicyGradientOptions, RatioLevel, WhiteningUnit
 from agl_core.returns import EQUAL_WITHIN
 
@@ -26,8 +29,60 @@ WHITENING_EPSILON = 1e-8
 """Added to the variance, as veRL's `masked_whiten` does."""
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What advantages are computed from. All tensors share one device."""
+
+    transition_R: Tensor
+    """[R] int64: the transition that each response token belongs to, 0 … N-1, ascending."""
+    mask_R: Tensor
+    """[R] bool: True where a token takes part in the loss."""
+    behaviour_R: Tensor
+    """[R] log-probabilities as recorded when the tokens were sampled; NaN where they are not known."""
+    values_N: Tensor
+    """[N] credited values (rewards or returns)."""
+    scores_N: Tensor
+    """[N] the terminal reward of each transition's rollout."""
+    group_N: Tensor
+    """[N] int64: 0 … groups-1."""
+    rollout_N: Tensor
+    """[N] int64: 0 … rollouts-1, unique over groups."""
+    turn_N: Tensor
+    """[N] int64: the transition's place in its episode."""
+
+    def __len__(self) -> int:
+        """N."""
+        return self.values_N.numel()
+
+    def sums(self, values_R: Tensor) -> Tensor:
+        """[N] float64 sums of `values_R` over each transition's response tokens."""
+        totals = torch.zeros(len(self), dtype=torch.float64, device=values_R.device)
+        return totals.index_add(0, self.transition_R, values_R.to(torch.float64))
+
+    def at_tokens(self, values_N: Tensor) -> Tensor:
+        """[R] each transition's value at its unmasked tokens, 0 at masked ones."""
+        return (values_N[self.transition_R] * self.mask_R).to(self.behaviour_R.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The log-probabilities that a loss compares, each [R]."""
+
+    current_R: Tensor
+    """Under the weights being trained; carries the gradient."""
+    old_R: Tensor
+    """Recomputed at the start of the update."""
+    behaviour_R: Tensor
+    """As recorded when sampled; the same as `old_R` where that is not known."""
+    reference_R: Tensor | None = None
+    """Under the initial weights; None unless the algorithm needs a reference."""
+
+
 class PolicyGradient(ABC):
-    """An algorithm whose subclasses define its advantages; see `agl_algorithms.interface.Algorithm`.
+    """An algorithm with its options; holds no state between updates. Subclasses define the advantages.
+
+    An engine calls these methods and reads these attributes, and never the options: whatever class has them is an
+    algorithm too. One that needs a critic, which the engine holds and trains, has those of `agl_algorithms.ppo.Ppo`.
 
     >>> class Advantages(PolicyGradient):
     ...     def advantages(self, samples, values_R=None):
@@ -43,28 +98,38 @@ class PolicyGradient(ABC):
     def __init__(self, options: PolicyGradientOptions) -> None:
         self.options = options
         self.epochs = options.epochs
+        """Passes over the batch in one update."""
         self.minibatches = options.minibatches
+        """Optimizer steps in one pass."""
         self.needs_reference = options.beta > 0
         self.clip = options.clip_range
         """The bounds of the ratio below and above 1."""
 
     @abstractmethod
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
-        """[R] advantages, 0 at masked tokens; `Samples.at_tokens` makes them from one number per transition."""
+        """[R] advantages, 0 at masked tokens; `Samples.at_tokens` makes them from one number per transition.
+
+        `values_R` are the critic's, if there is one.
+        """
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
-        """[N] bool: transitions with a weighted token that has an advantage, or (with a KL term) any weighted token."""
+        """[N] bool: transitions with a weighted token that has an advantage, or (with a KL term) any weighted token.
+
+        The others need not be computed.
+        """
         counts_R = self.weights(samples) > 0
         return samples.sums(counts_R if self.needs_reference else counts_R & (advantages_R != 0)) > 0
 
     def weights(self, samples: Samples) -> Tensor:
-        """[R] token weights by `aggregation`."""
+        """[R] token weights over the whole batch by `aggregation`, before corrections (`Batch.weight_N`)."""
         return token_weights(samples, self.options.aggregation)
 
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weighted sum over tokens.
+        """The weighted sum over tokens; metrics are sums of weight × value too, or (`…_max`) the largest value.
+
+        Sums, not means: the losses of micro-batches add up to the loss of the whole.
 
         Metrics: policy_loss, kl_behaviour (k3 of KL(behaviour ‖ current), because the behaviour policy sampled the
         tokens), ratio_mean, ratio_max, clip_fraction; with `beta` kl_reference (k3 of KL(current ‖ initial), as in the

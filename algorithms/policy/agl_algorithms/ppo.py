@@ -20,14 +20,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import Samples
 from agl_algorithms.plugin import PpoOptions
-from agl_algorithms.policy_gradient import PolicyGradient, weighted, whitened
+from agl_algorithms.policy_gradient import PolicyGradient, Samples, weighted, whitened
 from agl_core.returns import EQUAL_WITHIN
 
 
 class Ppo(PolicyGradient):
-    """PPO with its options; see the module for the formulas."""
+    """PPO with its options; see the module for the formulas.
+
+    Values are aligned with response tokens: a token has the value of the state before it, so the first value of a
+    response is that of its prompt.
+    """
 
     options: PpoOptions
     needs_critic = True
@@ -36,6 +39,7 @@ class Ppo(PolicyGradient):
         super().__init__(options)
         self.critic_learning_rate = options.critic_learning_rate
         self.critic_epochs = options.critic_epochs
+        """The critic's passes over the batch in one update, each of `minibatches` optimizer steps."""
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] advantages of unmasked tokens, 0 at masked ones; `values_R` are the critic's before each token."""

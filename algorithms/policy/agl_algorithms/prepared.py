@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.interface import Algorithm, CriticAlgorithm, Samples
+from agl_algorithms.policy_gradient import PolicyGradient, Samples
+from agl_algorithms.ppo import Ppo
 from agl_core.learning.batch import Usable
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, DropReason
@@ -143,7 +144,7 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
     )
 
 
-def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
+def prepare(usable: Usable, samples: Samples, algorithm: PolicyGradient, values_R: Tensor | None = None) -> Prepared:
     """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
 
     Transitions whose advantage or weight is not finite, and those that the algorithm does not need, are dropped with
@@ -155,7 +156,7 @@ def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Te
     finite_R = torch.isfinite(advantages_R) & torch.isfinite(weights_R)
     value = None
     if values_R is not None:
-        critic = cast(CriticAlgorithm, algorithm)
+        critic = cast(Ppo, algorithm)
         value = ValueTraining(values_R, critic.value_targets(samples, values_R), critic.value_weights(samples))
         finite_R = finite_R & torch.isfinite(value.targets_R) & torch.isfinite(value.weights_R)
     broken_M = samples.sums(~finite_R) > 0

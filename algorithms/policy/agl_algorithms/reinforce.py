@@ -17,9 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import Samples
 from agl_algorithms.plugin import ReinforceOptions
-from agl_algorithms.policy_gradient import PolicyGradient, whitened
+from agl_algorithms.policy_gradient import PolicyGradient, Samples, whitened
 from agl_algorithms.ppo import gae_across_calls
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agl_algorithms.interface import Logprobs, Samples
+from agl_algorithms.policy_gradient import Logprobs, Samples
 
 
 @dataclass(frozen=True)

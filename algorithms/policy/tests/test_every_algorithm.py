@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from agl_algorithms import PolicyGradient
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Algorithm, Logprobs, Samples
 from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
+from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
 
@@ -22,7 +23,7 @@ from .conftest import Row, batches, build, critic_values, make_logprobs, make_sa
 
 Change: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
-EVERY_KIND: list[Algorithm] = [
+EVERY_KIND: list[PolicyGradient] = [
     Grpo(GrpoOptions()),
     Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
     Grpo(GrpoOptions(clip_high=0.28, drop_equal_groups=True, aggregation="sequence-mean")),
@@ -33,7 +34,7 @@ EVERY_KIND: list[Algorithm] = [
     Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_cap=1.1, aggregation="token-mean")),
     Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, beta=0.2)),
 ]
-BUILT: dict[str, Callable[..., Algorithm]] = {
+BUILT: dict[str, Callable[..., PolicyGradient]] = {
     "grpo": lambda **options: Grpo(GrpoOptions(**options)),
     "reinforce": lambda **options: Reinforce(ReinforceOptions(**options)),
     "ppo": lambda **options: Ppo(PpoOptions(**options)),
@@ -69,11 +70,11 @@ CHANGES: dict[str, list[Change]] = {
 """Settings of each algorithm, and a change of them, beside those that all have."""
 
 
-def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
+def advantages_of(algorithm: PolicyGradient, samples: Samples) -> Tensor:
     return algorithm.advantages(samples, critic_values(samples) if algorithm.needs_critic else None)
 
 
-def whole_loss(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
+def whole_loss(algorithm: PolicyGradient, samples: Samples, logprobs: Logprobs) -> Tensor:
     return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples), algorithm.weights(samples))[0]
 
 
@@ -130,7 +131,7 @@ def test_importance_weights_worked_by_hand(level: str, expected: list[float]) ->
 
 @given(batches(), st.sampled_from(EVERY_KIND))
 def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
-    batch: tuple[list[Row], int], algorithm: Algorithm
+    batch: tuple[list[Row], int], algorithm: PolicyGradient
 ) -> None:
     samples, _ = build(*batch)
     weights = algorithm.weights(samples)
@@ -140,7 +141,9 @@ def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
 
 
 @given(batches(), st.sampled_from(EVERY_KIND), st.randoms(use_true_random=False))
-def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algorithm: Algorithm, rng: Any) -> None:
+def test_order_of_transitions_does_not_matter(
+    batch: tuple[list[Row], int], algorithm: PolicyGradient, rng: Any
+) -> None:
     samples, logprobs = build(*batch)
     order = list(range(samples.values_N.numel()))
     rng.shuffle(order)
@@ -152,7 +155,7 @@ def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algo
 
 
 @given(batches(), st.sampled_from(EVERY_KIND), st.integers(1, 4))
-def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: Algorithm, size: int) -> None:
+def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: PolicyGradient, size: int) -> None:
     samples, logprobs = build(*batch)
     advantages, weights = advantages_of(algorithm, samples), algorithm.weights(samples)
     whole, metrics = algorithm.loss(samples, logprobs, advantages, weights)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Algorithm, Logprobs
 from agl_algorithms.plugin import GrpoOptions
+from agl_algorithms.policy_gradient import Logprobs
 
 from .conftest import Row, make_samples
 
@@ -22,7 +22,7 @@ from .conftest import Row, make_samples
 def test_hand_worked_example() -> None:
     # One group, two rollouts with rewards 1 and 0: mean 0.5, unbiased deviation sqrt(0.5), advantages ±0.7071.
     samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True,))])
-    grpo: Algorithm = Grpo(GrpoOptions(beta=0.5, epsilon=1e-12))
+    grpo = Grpo(GrpoOptions(beta=0.5, epsilon=1e-12))
     advantages = grpo.advantages(samples)
     half = math.sqrt(0.5)
     torch.testing.assert_close(advantages, torch.tensor([half, half, -half], dtype=torch.float64))

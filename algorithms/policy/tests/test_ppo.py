@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from agl_algorithms.interface import CriticAlgorithm
 from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.ppo import Ppo, explained_variance
 
 from .conftest import Row, make_samples
 
 
-def ppo(**options: Any) -> CriticAlgorithm:
+def ppo(**options: Any) -> Ppo:
     return Ppo(PpoOptions(**options))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo, GrpoOptions
-from agl_algorithms.interface import Samples
+from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.learning.batch import filter_trainable
 from agl_core.testing.engines import Row, batch_of

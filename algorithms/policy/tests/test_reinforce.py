@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.plugin import ReinforceOptions
+from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.reinforce import Reinforce
 
 from .conftest import Row, make_samples

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import Algorithm
+from agl_algorithms.policy_gradient import PolicyGradient
 from agl_core.types import Workload
 from agl_torch.loading import LoadedModel
 from agl_torch.training.optimizer import passes_of
@@ -80,7 +80,7 @@ STEP_SECONDS = 1e-8
 _TIMED_TOKENS, _TIMED_PASSES = 128, 3
 
 
-def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: int, cache: int) -> int:
+def memory_bytes(loaded: LoadedModel, algorithm: PolicyGradient, *, tokens_per_pass: int, cache: int) -> int:
     """The most that one policy takes, while it trains or while it samples: an update has the cache's memory."""
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
@@ -92,7 +92,7 @@ def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: 
     return int(weights * (1 + copies) + optimizers + max(update, cache))
 
 
-def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
+def seconds(loaded: LoadedModel, algorithm: PolicyGradient, work: Workload) -> float:
     """Of sampling and training; in both, the rollouts of a group share its prompt."""
     token = token_seconds(loaded.model, loaded.device)
     rollouts = work.groups * work.group_size

@@ -22,7 +22,7 @@ import uvicorn
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from agl_algorithms.interface import Algorithm
+from agl_algorithms.policy_gradient import PolicyGradient
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.memory import peak_rss_bytes
@@ -150,9 +150,9 @@ class Policies:
             raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
         return self.policies[name]
 
-    def _algorithm(self, name: str, options: Mapping[str, Any]) -> Algorithm:
+    def _algorithm(self, name: str, options: Mapping[str, Any]) -> PolicyGradient:
         component, checked = find_algorithm(self._plugins, name, options)
-        algorithm: Algorithm = component.build(checked)
+        algorithm: PolicyGradient = component.build(checked)
         return algorithm
 
     @contextmanager

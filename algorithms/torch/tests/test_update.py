@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
+from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import PolicySpec

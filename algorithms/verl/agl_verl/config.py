@@ -29,9 +29,10 @@ from agl_verl.environment import CPU_WORKER_EXTENSION
 from agl_verl.plugin import NativeOptions, VerlOptions
 
 if TYPE_CHECKING:
-    from agl_algorithms.interface import Algorithm, CriticAlgorithm
+    from agl_algorithms.policy_gradient import PolicyGradient
+    from agl_algorithms.ppo import Ppo
 
-BuiltAlgorithm: TypeAlias = "Algorithm | NativeOptions"
+BuiltAlgorithm: TypeAlias = "PolicyGradient | NativeOptions"
 """What can be asked for epochs, minibatches, and whether it needs a critic and a reference."""
 
 
@@ -49,16 +50,16 @@ class ChosenAlgorithm:
     def of(cls, name: str, options: Mapping[str, Any], plugin_files: tuple[Path, ...] = ()) -> ChosenAlgorithm:
         return cls(name, orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS), plugin_files)
 
-    def build(self) -> Algorithm:
+    def build(self) -> PolicyGradient:
         """The algorithm; made once in each process."""
         return _build(self)
 
 
 @lru_cache(maxsize=8)
-def _build(chosen: ChosenAlgorithm) -> Algorithm:
+def _build(chosen: ChosenAlgorithm) -> PolicyGradient:
     plugins = Plugins.load(chosen.plugin_files)
     component, options = find_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
-    algorithm: Algorithm = component.build(options)
+    algorithm: PolicyGradient = component.build(options)
     return algorithm
 
 
@@ -289,7 +290,7 @@ def mapped(
     rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
     yield from _optimizer(f"{_A}.actor.optim", options, optimizer, rate, steps)
     if algorithm.needs_critic:
-        critic = cast("CriticAlgorithm | NativeOptions", algorithm)
+        critic = cast("Ppo | NativeOptions", algorithm)
         yield from _optimizer("critic.optim", options, optimizer, critic.critic_learning_rate, steps)
     yield from _algorithm(algorithm)
     if context.deterministic:

@@ -1,7 +1,7 @@
 """agl's algorithms inside veRL, as the losses of its training workers.
 
 veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; its rows
-are flattened to the ragged tensors of `agl_algorithms.interface`, so that these are the very functions that the torch
+are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that the torch
 engine runs. Token weights come with the rows, already normalised over the whole optimizer step and corrected, and so
 does everything that needs the whole batch; a pad row's weights are zero. veRL averages gradients over its data-parallel
 workers, so a sum over all rows is each worker's sum times their number.
@@ -10,12 +10,13 @@ workers, so a sum over all rows is each worker's sum times their number.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from agl_algorithms.interface import CriticAlgorithm, Logprobs, Samples
+from agl_algorithms.policy_gradient import Logprobs, Samples
+from agl_algorithms.ppo import Ppo
 from agl_core.errors import ConfigError
 from agl_verl.plugin import UNUSABLE, NativeOptions
 
@@ -96,8 +97,7 @@ def critic_loss(
 
     algorithm = chosen.build()
     assert algorithm.needs_critic
-    critic: CriticAlgorithm = algorithm  # type: ignore[assignment]
-    loss, measured = critic.value_loss(
+    loss, measured = cast(Ppo, algorithm).value_loss(
         Ragged(data["response_mask"]).flat(no_padding_2_padding(model_output["values"], data)),
         data["values"].values(),
         data["returns"].values(),

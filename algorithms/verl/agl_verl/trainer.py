@@ -33,7 +33,7 @@ from verl.utils.skip import SkipManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from agl_algorithms.interface import Samples
+from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
 from agl_core.learning.batch import Usable, filter_trainable

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agl_algorithms.interface import Algorithm, CriticAlgorithm
+from agl_algorithms.policy_gradient import PolicyGradient
+from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared
 from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import Progress
@@ -23,12 +24,12 @@ BACKWARD_COST = 2.0
 """A backward pass takes about as long as two forward passes."""
 
 
-def passes_of(algorithm: Algorithm) -> float:
+def passes_of(algorithm: PolicyGradient) -> float:
     """What an update takes of each token, in forward passes over it."""
     steps = algorithm.epochs * algorithm.minibatches
     passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1)
     if algorithm.needs_critic:
-        passes += 1 + (1 + BACKWARD_COST) * cast(CriticAlgorithm, algorithm).critic_epochs
+        passes += 1 + (1 + BACKWARD_COST) * cast(Ppo, algorithm).critic_epochs
     return passes
 
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
-from agl_algorithms.ppo import explained_variance
+from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples
+from agl_algorithms.ppo import Ppo, explained_variance
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection, usual_learning_rate
 from agl_core.errors import EngineError
@@ -62,7 +62,7 @@ class PolicyTrainer:
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def update(self, batch: Batch, algorithm: Algorithm, progress: Progress | None = None) -> UpdateResult:
+    def update(self, batch: Batch, algorithm: PolicyGradient, progress: Progress | None = None) -> UpdateResult:
         """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
 
         The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient is
@@ -114,7 +114,7 @@ class PolicyTrainer:
         work.lap("train")
         metrics |= prepared.metrics() | prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
-            metrics |= self._critic.train(prepared, cast(CriticAlgorithm, algorithm), self.version, work)
+            metrics |= self._critic.train(prepared, cast(Ppo, algorithm), self.version, work)
         work.lap("critic")
         self.version += 1
         work.finish()
@@ -207,7 +207,7 @@ class Critic:
                 work.advance(micro.tokens, 1)
         return values_R
 
-    def train(self, prepared: Prepared, algorithm: CriticAlgorithm, version: int, work: Work) -> dict[str, float]:
+    def train(self, prepared: Prepared, algorithm: Ppo, version: int, work: Work) -> dict[str, float]:
         """Learn what the algorithm made of a batch; a step whose loss or gradient is not finite is skipped.
 
         `version` makes the minibatches of each update others. Metrics: those of the value loss, explained_variance
