@@ -35,7 +35,7 @@ async def solve(task_input, context):
 '''
 POLICY = {"writer": "writer", "critic-1": "critic"}
 """Whose calls which policy answers."""
-STEPS = 3
+STEPS = 2
 
 
 def weights(run: Path, step: int, policy: str) -> Path:

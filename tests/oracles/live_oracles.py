@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from . import make_fixture, oracle_fixture
+from . import oracle_fixture
 from .oracle_cases import Case, check, every_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
@@ -27,7 +27,7 @@ def test_equals_the_oracle(case: Case, seed: int) -> None:
 
 
 def test_the_committed_fixture_is_what_the_oracles_say() -> None:
-    committed, now = oracle_fixture.read(), make_fixture.made_now()
+    committed, now = oracle_fixture.read(), oracle_fixture.made_now()
     assert committed.made_with == now.made_with
     assert committed.outputs.keys() == now.outputs.keys()
     for key, outputs in now.outputs.items():

@@ -1,10 +1,14 @@
-"""The committed fixture: what the oracles made of the batches of its seeds. One JSON record to a line."""
+"""The committed fixture: what the oracles made of the batches of its seeds. One JSON record to a line.
+
+.venv-oracles/bin/python -m tests.oracles.oracle_fixture    makes it anew, in the environment of `make oracles`
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch import Tensor
 from .oracle_cases import Outputs, every_case
 
 PATH = Path(__file__).with_name("fixture.jsonl")
+ORACLES = ("verl", "trl", "torch", "transformers")
 SEEDS = (1, 2)
 """Of the batches, for each case."""
 
@@ -28,10 +33,10 @@ class Fixture:
     """The oracles', by case and seed."""
 
 
-def from_oracles(made_with: Mapping[str, str]) -> Fixture:
+def made_now() -> Fixture:
     """Asks the real functions, which must be installed."""
     outputs = {(case.name, seed): case.theirs(case.batch(seed)) for case in every_case() for seed in SEEDS}
-    return Fixture(made_with, outputs)
+    return Fixture({name: version(name).split("+")[0] for name in ORACLES}, outputs)
 
 
 def read() -> Fixture:
@@ -58,3 +63,8 @@ def _rounded(value: Tensor) -> Any:
     """12 digits: more than is compared."""
     numbers = [float(f"{number:.12g}") for number in value.reshape(-1).tolist()]
     return numbers if value.dim() else numbers[0]
+
+
+if __name__ == "__main__":
+    write(made_now())
+    print(f"Wrote {PATH}")

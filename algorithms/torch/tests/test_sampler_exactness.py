@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,26 +107,31 @@ def test_greedy_is_what_generate_does(loaded: Loaded) -> None:
         assert done[request.id].responses[0].ids.tolist() == expected.tolist()
 
 
-def test_bfloat16_agrees_to_a_tenth(qwen: Loaded) -> None:
-    half = replace(qwen, model=copy.deepcopy(qwen.model).to(torch.bfloat16))
-    assert_exact(half, drive(Sampler(half), mixed_requests(half)), tolerance=0.1)
+def in_bfloat16(model: Any) -> Any:
+    return model.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_transformers_own_attention_is_sampled_from_too(qwen: Loaded, implementation: str) -> None:
-    other = replace(qwen, model=copy.deepcopy(qwen.model))
-    other.model.set_attn_implementation(implementation)
-    assert_exact(other, drive(Sampler(other), mixed_requests(other, 6)))
+def eager(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return model
 
 
-def test_an_adapter_is_sampled_with(qwen: Loaded) -> None:
+def sdpa(model: Any) -> Any:
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def adapted(model: Any) -> Any:
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    adapted = replace(qwen, model=get_peft_model(copy.deepcopy(qwen.model), adapter).eval())
-    request = Request("r", random_ids(qwen, 30, 0), max_tokens=20)
-    done = drive(Sampler(adapted.with_eos()), [request])
-    assert_exact(adapted, done)
-    plain = drive(Sampler(qwen.with_eos()), [request])
-    assert done["r"].responses[0].ids.tolist() != plain["r"].responses[0].ids.tolist()
+    return get_peft_model(model, adapter).eval()
+
+
+@pytest.mark.parametrize(("change", "tolerance"), [(in_bfloat16, 0.1), (eager, 1e-4), (sdpa, 1e-4), (adapted, 1e-4)])
+def test_other_weights_and_attention_are_sampled_as_exactly(
+    qwen: Loaded, change: Callable[[Any], Any], tolerance: float
+) -> None:
+    other = replace(qwen, model=change(copy.deepcopy(qwen.model)))
+    assert_exact(other, drive(Sampler(other), mixed_requests(other, 6)), tolerance)
 
 
 def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:

@@ -137,24 +137,6 @@ class Recorder(Grpo):
         return super().loss(samples, logprobs, advantages_R, weights_R)
 
 
-@pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"aggregation": "token-mean", "beta": 0.3}])
-def test_micro_batches_of_any_size_give_the_same_weights(checkpoint: Path, options: dict[str, Any]) -> None:
-    results = []
-    for budget in (1, 60, 10_000):
-        loaded = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
-        loaded = replace(loaded, model=loaded.model.double(), dtype=torch.float64)
-        batch = make_batch(loaded, noise=0.01)
-        initial = copy.deepcopy(loaded)
-        trainer = trainer_of(loaded, tokens_per_micro_batch=budget, initial=lambda initial=initial: initial)
-        algorithm = Recorder(**options)
-        trainer.update(batch, algorithm)
-        results.append((weights_of(loaded.model), len(algorithm.calls)))
-    assert results[0][1] > results[1][1] > results[2][1]
-    for weights, _ in results[1:]:
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, results[0][0][name], rtol=1e-6, atol=1e-8)
-
-
 def test_gradient_checkpointing_changes_no_result(checkpoint: Path) -> None:
     weights = []
     for checkpointing in (False, True):
