@@ -63,6 +63,19 @@ class Samples:
         """[R] each transition's value at its unmasked tokens, 0 at masked ones."""
         return (values_N[self.transition_R] * self.mask_R).to(self.behaviour_R.dtype)
 
+    def part(self, transitions_n: Tensor, tokens_R: Tensor, transition_R: Tensor) -> Samples:
+        """Some transitions, and their response tokens, which `transition_R` numbers anew."""
+        return Samples(
+            transition_R=transition_R,
+            mask_R=self.mask_R[tokens_R],
+            behaviour_R=self.behaviour_R[tokens_R],
+            values_N=self.values_N[transitions_n],
+            scores_N=self.scores_N[transitions_n],
+            group_N=self.group_N[transitions_n],
+            rollout_N=self.rollout_N[transitions_n],
+            turn_N=self.turn_N[transitions_n],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:

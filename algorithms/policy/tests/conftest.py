@@ -83,16 +83,7 @@ def select(samples: Samples, logprobs: Logprobs, order: list[int]) -> tuple[Samp
     """The transitions of `order`, renumbered, and which response tokens they are."""
     tokens = torch.cat([(samples.transition_R == i).nonzero()[:, 0] for i in order])
     lengths = torch.tensor([int((samples.transition_R == i).sum()) for i in order])
-    picked = Samples(
-        transition_R=torch.repeat_interleave(torch.arange(len(order)), lengths),
-        mask_R=samples.mask_R[tokens],
-        behaviour_R=samples.behaviour_R[tokens],
-        values_N=samples.values_N[order],
-        scores_N=samples.scores_N[order],
-        group_N=samples.group_N[order],
-        rollout_N=samples.rollout_N[order],
-        turn_N=samples.turn_N[order],
-    )
+    picked = samples.part(torch.tensor(order), tokens, torch.repeat_interleave(torch.arange(len(order)), lengths))
     assert logprobs.reference_R is not None
     compared = Logprobs(
         logprobs.current_R[tokens],

@@ -12,7 +12,7 @@ from torch import Tensor
 from agl_algorithms.policy_gradient import PolicyGradient
 from agl_core.types import Workload
 from agl_torch.loading import LoadedModel
-from agl_torch.training.optimizer import passes_of
+from agl_torch.training.trainer import passes_of
 
 ACTIVATIONS_ON_CPU = 2**29
 """Bytes of one training pass. More makes passes no faster: a core is busy with far fewer tokens."""
