@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 45233,
-    "files of the product": 252,
-    "lines of the core": 27738,
-    "lines of the core's largest room": 4960,
-    "lines of all Python": 106648,
-    "files that one call passes": 45,
+    "lines of the product": 43846,
+    "files of the product": 241,
+    "lines of the core": 27094,
+    "lines of the core's largest room": 4761,
+    "lines of all Python": 99642,
+    "files that one call passes": 40,
     "folders that one call passes": 14,
     "settings": 145,
 }
