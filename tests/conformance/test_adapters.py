@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 START = """
     import sys
     import agl_core
-    from agl_core.capture import ActiveAttempt, Recording, running
+    from agl_core.capture import AttemptContext, Recording, running
 
     attachment = agl_core.attach()
     rollout, url, key = sys.argv[1:]
-    active = ActiveAttempt(rollout, 0, url, key, Recording())
+    active = AttemptContext(rollout, 0, url, key, Recording())
     assert not {"agents", "autogen_core", "langchain_core", "opentelemetry"} & set(sys.modules)
 """
 END = """

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from agl_core import kinds
-from agl_core.capture import ActiveAttempt, Identity, Recording, current_identity, running
+from agl_core.capture import AttemptContext, Identity, Recording, current_identity, running
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.types import (
@@ -176,7 +176,7 @@ def _try_adapter(adapter: Any) -> None:
     try:
         adapter.attach()
         assert framework.Agent().run() == Identity("solver")
-        active = ActiveAttempt("r", 0, "http://127.0.0.1:9", "key", Recording())
+        active = AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording())
         with running(active):
             assert framework.Agent().call_tool("c1", "search", {}) == "SEARCH"
         assert [(each.tool, each.tool_call_id) for each in active.recording.tool_results] == [("search", "c1")]

@@ -12,13 +12,12 @@ import pkgutil
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from agl_core.testing.scripts import CallTools
-from agl_core.types import Episode, ToolResult
+from agl_core.types import Episode
 
 
 @contextlib.contextmanager
@@ -137,23 +136,7 @@ def run_snippets(page: Path) -> dict[str, Any]:
 
 def weather(city: str) -> str:
     """Weather of a city."""
-    if city == "Atlantis":
-        raise ValueError("no such city")
-    if city == "Far":
-        raise TimeoutError("no answer")
-    return "" if city == "Nowhere" else "22 °C"
-
-
-WEATHER_STATUSES = {"Bern": "ok", "Atlantis": "error", "Far": "timeout", "Nowhere": "empty"}
-"""How `weather` ends, by city."""
-ASK_WEATHER = CallTools([("weather", {"city": city}, f"c-{city}") for city in WEATHER_STATUSES])
-"""A reply that asks for all of these at once."""
-
-
-def weather_statuses(results: Iterable[ToolResult]) -> dict[str, str]:
-    """How the calls of `weather` ended, by city."""
-    asked: list[tuple[Any, str]] = [(each.arguments, str(each.status)) for each in results]
-    return {arguments["city"]: status for arguments, status in asked}
+    return "22 °C"
 
 
 def tools_by_call(episode: Episode) -> list[tuple[Any, ...]]:

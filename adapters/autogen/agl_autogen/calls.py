@@ -27,7 +27,7 @@ from autogen_core.tools import Tool, ToolSchema
 
 from agl_autogen.watching import Arguments, Watch, argument, watch
 from agl_core.capture import (
-    ActiveAttempt,
+    AttemptContext,
     CapturedRollout,
     Identity,
     current_attempt,
@@ -44,7 +44,7 @@ _MAX_REQUEST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AloneAttempt(ActiveAttempt):
+class AloneAttempt(AttemptContext):
     """An attempt without a server: its calls are kept here."""
 
     captured: CapturedRollout

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import dspy
@@ -42,18 +41,18 @@ def watch() -> None:
 
 
 @contextmanager
-def _module_run(module: dspy.Module, *_: Any, **__: Any) -> Iterator[AgentRun]:
+def _module_run(module: dspy.Module, *_: Any, **__: Any) -> Iterator[None]:
     """One run of a module. What DSPy's own modules are made of, such as the predictors of a `ReAct`, is no agent.
 
     A module of the user's own runs the tools that its predictors ask for.
     """
     outer = _module.get()
     if current_attempt() is None or (_is_dspys(module) and _is_dspys(outer)):
-        yield AgentRun("")
+        yield
         return
     run = AgentRun(_name_of(module), only_calls=outer is not None and _is_dspys(module))
     with started(run), holding(_module, module):
-        yield run
+        yield
 
 
 def _is_dspys(module: dspy.Module | None) -> bool:
@@ -115,12 +114,12 @@ def _off_in_rollouts(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _sending(_: Any, request: Any) -> Iterator[Any]:
+def _sending(_: Any, request: Any) -> Iterator[None]:
     """One request, with the headers of its rollout if it goes to the server; it lasts until the head of the reply."""
     if not goes_to_the_server(request.url):
-        yield SimpleNamespace()
+        yield
         return
     headers = {name.lower(): value for name, value in request.headers}
     with Stamping().stamped(request.method, headers):
         request.headers = list(headers.items())
-        yield SimpleNamespace()
+        yield

@@ -11,7 +11,7 @@ from langchain_openai.chat_models import _client_utils
 
 import agl_core
 import agl_langchain
-from agl_core.capture import ActiveAttempt, Recording
+from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
@@ -45,9 +45,9 @@ def scripted() -> ScriptedUpstream:
 
 
 @pytest.fixture
-def attempt(server: ScriptedUpstream) -> Callable[..., ActiveAttempt]:
+def attempt(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
     """Makes attempts whose Lightning Server is the scripted one."""
-    return lambda rollout="r1": ActiveAttempt(rollout, 0, server.root, "key", Recording())
+    return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from agents.tracing import processors, setup
 from agents.tracing.processor_interface import TracingExporter
 
 import agl_core
-from agl_core.capture import ActiveAttempt, Recording
+from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
@@ -101,9 +101,9 @@ def no_retries(server: ScriptedUpstream, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def attempt(server: ScriptedUpstream) -> Callable[..., ActiveAttempt]:
+def attempt(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
     """Makes attempts whose Lightning Server is the scripted one."""
-    return lambda rollout="r1": ActiveAttempt(rollout, 0, server.root, "key", Recording())
+    return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
 
 
 @pytest.fixture

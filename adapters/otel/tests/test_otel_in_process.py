@@ -121,7 +121,7 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
     (tmp_path / "strands.py").write_text("from opentelemetry import trace\ntracer = trace.get_tracer('strands')\n")
     program = """
         import agl_core
-        from agl_core.capture import ActiveAttempt, Recording, running
+        from agl_core.capture import AttemptContext, Recording, running
 
         attachment = agl_core.attach()
 
@@ -134,7 +134,7 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
         assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
         recording, exporter, mine = Recording(), InMemorySpanExporter(), TracerProvider()
         mine.add_span_processor(SimpleSpanProcessor(exporter))
-        with running(ActiveAttempt("r1", 0, "http://127.0.0.1:9", "key", recording)):
+        with running(AttemptContext("r1", 0, "http://127.0.0.1:9", "key", recording)):
             for tool in ("before", "after"):
                 attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": tool}
                 strands.tracer.start_span(tool, attributes=attributes).end()

@@ -6,7 +6,7 @@ did (in the attempt's recording, which the worker sends when the attempt ends).
 
 from agl_core.capture.attaching import Attachment, attach, installed_adapters
 from agl_core.capture.context import (
-    ActiveAttempt,
+    AttemptContext,
     IdentityScope,
     current_attempt,
     current_identity,
@@ -32,8 +32,8 @@ from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Identity
 
 __all__ = [
-    "ActiveAttempt",
     "Attachment",
+    "AttemptContext",
     "Capture",
     "CapturedRollout",
     "Decided",

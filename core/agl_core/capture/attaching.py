@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 from agl_core import kinds
-from agl_core.capture.context import ActiveAttempt, Carried, start_running
+from agl_core.capture.context import AttemptContext, Carried, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
 from agl_core.capture.requests import HTTP_LIBRARIES, Stamping, stamp_library
@@ -249,7 +249,7 @@ def attach_to_attempt(environment: Mapping[str, str]) -> None:
     """Attach this process to the attempt that `bootstrap_variables` put into its environment."""
     recording = spooled(Path(environment["AGL_REPORTS"]))
     start_running(
-        ActiveAttempt(
+        AttemptContext(
             environment["AGL_ROLLOUT"],
             int(environment["AGL_ATTEMPT"]),
             environment["AGL_BASE_URL"],

@@ -122,7 +122,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ActiveAttempt:
+class AttemptContext:
     """The attempt that the current context runs."""
 
     rollout: str
@@ -172,7 +172,7 @@ class IdentityScope:
 class _Process:
     """What holds in every context of this process."""
 
-    attempt: ActiveAttempt | None = None
+    attempt: AttemptContext | None = None
 
 
 @functools.cache
@@ -180,12 +180,12 @@ def _this_process() -> _Process:
     return _Process()
 
 
-_attempt: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
+_attempt: ContextVar[AttemptContext | None] = ContextVar("agl_attempt", default=None)
 _scope: ContextVar[IdentityScope | None] = ContextVar("agl_identity", default=None)
 _variables: ContextVar[Mapping[str, Json] | None] = ContextVar("agl_variables", default=None)
 
 
-def current_attempt() -> ActiveAttempt | None:
+def current_attempt() -> AttemptContext | None:
     """The attempt that this context, or else the whole process, runs; None outside any rollout."""
     return _attempt.get() or _this_process().attempt
 
@@ -201,13 +201,13 @@ def holding(variable: ContextVar[V], value: V) -> Iterator[None]:
 
 
 @contextmanager
-def running(active: ActiveAttempt) -> Iterator[None]:
+def running(active: AttemptContext) -> Iterator[None]:
     """Everything inside, and every task or thread it starts, belongs to this attempt."""
     with holding(_attempt, active), holding(_variables, None):
         yield
 
 
-def start_running(active: ActiveAttempt | None) -> None:
+def start_running(active: AttemptContext | None) -> None:
     """The whole process belongs to this attempt from now on, in every thread and task; None: to none."""
     _this_process().attempt = active
 
@@ -305,7 +305,7 @@ def identify(agent: str | None = None, *, span: str | None = None, parent_span: 
 class Carried:
     """Attempt, identity and state on their way into a thread, which does not inherit context variables by itself."""
 
-    attempt: ActiveAttempt | None = None
+    attempt: AttemptContext | None = None
     scope: IdentityScope | None = None
     step: Step | None = None
     variables: Mapping[str, Json] | None = None

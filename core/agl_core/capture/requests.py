@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
 from agl_core.capture.context import (
-    ActiveAttempt,
+    AttemptContext,
     Step,
     current_attempt,
     current_identity,
@@ -81,7 +81,7 @@ class Stamping:
             if step is not None:
                 step.end_call()
 
-    def _headers(self, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
+    def _headers(self, active: AttemptContext, step: Step | None) -> dict[str, str]:
         who = current_identity() or Identity()
         if who.agent is None and who.parent_span is None:
             who = self._resolved() or who
@@ -155,7 +155,7 @@ def _address(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
 
 
-def _authorize(headers: MutableMapping[str, str], active: ActiveAttempt) -> None:
+def _authorize(headers: MutableMapping[str, str], active: AttemptContext) -> None:
     """Send the attempt's own key, whatever key the client has: one client may serve many attempts."""
     if "x-api-key" in headers:
         headers["x-api-key"] = active.api_key
@@ -179,18 +179,14 @@ def stamp_library(library: ModuleType, stamping: Stamping, patches: Patches) -> 
     _INSTALL[library.__name__](library, stamping, patches)
 
 
-class _Reply:
-    result: Any = None
-
-
 def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
     @contextmanager
-    def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[_Reply]:
+    def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if not goes_to_the_server(str(request.url)):
-            yield _Reply()
+            yield
             return
         with stamping.stamped(request.method, request.headers):
-            yield _Reply()
+            yield
 
     for client in (library.Client, library.AsyncClient):
         patches.replace(client, "send", within(sending))

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -53,29 +53,30 @@ class Patches:
         self._made.clear()
 
 
-class Outcome(Protocol):
-    """What a wrapped function returned."""
+def within(enter: Callable[..., AbstractContextManager[Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`.
 
-    result: Any
-
-
-def within(enter: Callable[..., AbstractContextManager[Outcome]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`, and is its result."""
+    What that yields, unless it is None, gets what the function returned as its `result`.
+    """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with enter(*args, **kwargs) as outcome:
-                outcome.result = function(*args, **kwargs)
-            return outcome.result
+            with enter(*args, **kwargs) as run:
+                return _noted(run, function(*args, **kwargs))
 
         async def inside_async(*args: Any, **kwargs: Any) -> Any:
-            with enter(*args, **kwargs) as outcome:
-                outcome.result = await function(*args, **kwargs)
-            return outcome.result
+            with enter(*args, **kwargs) as run:
+                return _noted(run, await function(*args, **kwargs))
 
         return inside_async if inspect.iscoroutinefunction(routine_of(function)) else inside
 
     return wrap
+
+
+def _noted(run: Any, result: Any) -> Any:
+    if run is not None:
+        run.result = result
+    return result
 
 
 def routine_of(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import openai
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from agl_core.capture import ActiveAttempt, Recording, attach, running
+from agl_core.capture import AttemptContext, Recording, attach, running
 from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
 from agl_core.protocols import Adapter, Upstream
@@ -70,7 +70,7 @@ class Stack:
     async def attempt(self, *, base_url: str | None = None, **fields: Any) -> RunningAttempt:
         """The attempt of a new rollout, which has these fields, to run an agent in; `base_url` is another way to it."""
         key = await self.lease(**fields)
-        active = ActiveAttempt(*key, base_url or self.server.base_url, self.key(key), Recording())
+        active = AttemptContext(*key, base_url or self.server.base_url, self.key(key), Recording())
         return RunningAttempt(self, key, active)
 
     def url(self, key: AttemptKey | None = None) -> str:
@@ -112,7 +112,7 @@ class RunningAttempt:
 
     stack: Stack
     key: AttemptKey
-    active: ActiveAttempt
+    active: AttemptContext
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Run an agent inside it, as a worker does."""

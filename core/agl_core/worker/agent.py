@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from agl_core.capture import ActiveAttempt, Recording, running
+from agl_core.capture import AttemptContext, Recording, running
 from agl_core.capture.recording import jsonable
 from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
@@ -130,9 +130,9 @@ def _wants_context(entry: str, function: Callable[..., Any]) -> bool:
     return wants_context
 
 
-def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> ActiveAttempt:
+def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> AttemptContext:
     """The attempt that the context of its code carries."""
-    return ActiveAttempt(assignment.rollout, assignment.attempt, base_url, assignment.key, recording)
+    return AttemptContext(assignment.rollout, assignment.attempt, base_url, assignment.key, recording)
 
 
 def agent_context(assignment: Assignment, base_url: str) -> AgentContext:

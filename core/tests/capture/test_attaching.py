@@ -77,7 +77,7 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
     program = """
         import sys
         import agl_core
-        from agl_core.capture import ActiveAttempt, Recording, identify, running
+        from agl_core.capture import AttemptContext, Recording, identify, running
 
         class Asked:
             framework = "colorsys"
@@ -97,7 +97,7 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
         for library in (httpx, httpx2):
             seen = []
             transport = library.MockTransport(lambda r: seen.append(r.headers) or library.Response(200))
-            with running(ActiveAttempt("r", 0, "http://h", "k", Recording())):
+            with running(AttemptContext("r", 0, "http://h", "k", Recording())):
                 library.Client(transport=transport).get("http://h/v1")
             assert (seen[0]["x-agl-rollout"], seen[0]["x-agl-agent"]) == ("r/0", "asked"), seen
     """

@@ -12,7 +12,7 @@ import pytest
 
 import agl_core
 from agl_core.capture import (
-    ActiveAttempt,
+    AttemptContext,
     Identity,
     Recording,
     current_attempt,
@@ -30,8 +30,8 @@ def attached() -> Iterator[None]:
     attachment.detach()
 
 
-def attempt(rollout: str = "r1") -> ActiveAttempt:
-    return ActiveAttempt(rollout, 0, "http://127.0.0.1:8000", "key", Recording())
+def attempt(rollout: str = "r1") -> AttemptContext:
+    return AttemptContext(rollout, 0, "http://127.0.0.1:8000", "key", Recording())
 
 
 def here() -> tuple[str | None, str | None]:

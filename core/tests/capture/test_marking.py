@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import agl_core
-from agl_core.capture import ActiveAttempt, Recording, current_identity, running
+from agl_core.capture import AttemptContext, Recording, current_identity, running
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
 from agl_core.testing.scripts import Fail, Hold, Say
@@ -226,7 +226,7 @@ async def test_a_retry_of_the_client_stays_in_its_step() -> None:
 
 def test_a_block_that_tells_no_result_is_no_empty_result_but_none_is() -> None:
     recording = Recording()
-    with running(ActiveAttempt("r", 0, "http://127.0.0.1:9", "key", recording)):
+    with running(AttemptContext("r", 0, "http://127.0.0.1:9", "key", recording)):
         with agl_core.tool("silent"):
             pass
         with agl_core.tool("none") as run:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 import agl_core
 from agl_core.capture import (
-    ActiveAttempt,
+    AttemptContext,
     Recording,
     guarded,
     jsonable,
@@ -31,8 +31,8 @@ from agl_core.errors import AgentError
 from agl_core.types import ToolStatus
 
 
-def attempt(recording: Recording | None = None) -> ActiveAttempt:
-    return ActiveAttempt("r1", 0, "http://127.0.0.1:8000", "key", recording or Recording())
+def attempt(recording: Recording | None = None) -> AttemptContext:
+    return AttemptContext("r1", 0, "http://127.0.0.1:8000", "key", recording or Recording())
 
 
 def caused(error: Exception, cause: Exception) -> Exception:

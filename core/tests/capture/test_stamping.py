@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 import agl_core
-from agl_core.capture import ActiveAttempt, Identity, Recording, identify, running
+from agl_core.capture import AttemptContext, Identity, Recording, identify, running
 from agl_core.capture.requests import Stamping, stamp_library
 from agl_core.capture.wrapping import Patches
 
@@ -47,8 +47,8 @@ def wire(request: pytest.FixtureRequest) -> Wire:
     return Wire(request.param)
 
 
-def attempt(rollout: str = "r1", base_url: str = BASE) -> ActiveAttempt:
-    return ActiveAttempt(rollout, 2, base_url, "key", Recording())
+def attempt(rollout: str = "r1", base_url: str = BASE) -> AttemptContext:
+    return AttemptContext(rollout, 2, base_url, "key", Recording())
 
 
 def test_rollout_agent_and_parent_span_are_stamped(wire: Wire) -> None:

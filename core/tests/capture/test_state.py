@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agl_core
-from agl_core.capture import ActiveAttempt, Recording, jsonable, running, unpack_variables
+from agl_core.capture import AttemptContext, Recording, jsonable, running, unpack_variables
 from agl_core.capture.context import packed_variables
 from agl_core.testing.server import attached_stack
 
@@ -29,7 +29,7 @@ values = st.recursive(
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8).filter(str.isidentifier), values, max_size=4))
 def test_any_state_travels_as_a_header(told: dict[str, Any]) -> None:
-    with running(ActiveAttempt("r", 0, "http://127.0.0.1:9", "no key", Recording())):
+    with running(AttemptContext("r", 0, "http://127.0.0.1:9", "no key", Recording())):
         agl_core.state(**told)
         packed = packed_variables()
     assert (packed is None) == (not told)
