@@ -18,7 +18,7 @@ from agl_core.capture import status as capture_status
 from agl_core.capture.status import REPORTED, WORDS
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
-from agl_verl.plugin import VerlOptions
+from agl_verl.plugin import NativeOptions, VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
 
@@ -89,7 +89,11 @@ def test_the_architecture_page_names_files_that_exist() -> None:
 
 def test_messages_name_settings_that_exist() -> None:
     """Every dotted key in a text of the product, and every key that a text tells the reader to set, raise or lower."""
-    keys = {*every_setting(Plugins.load()), *settings_of(VerlOptions, "engine.verl")}
+    keys = {
+        *every_setting(Plugins.load()),
+        *settings_of(VerlOptions, "engine.verl"),
+        *settings_of(NativeOptions, "algorithm.verl"),
+    }
     endings = {key.split(".", dots)[-1] for key in keys for dots in range(key.count(".") + 1)}
     known = [re.compile(re.escape(key).replace("NAME", r"[^.]+")) for key in _with_tables(keys)]
     sections = "|".join({key.split(".")[0] for key in keys})
