@@ -18,19 +18,13 @@ TABLE = "NAME"
 
 
 def every_setting(plugins: Plugins) -> list[str]:
-    """The keys of a run, and `KIND.COMPONENT.SETTING` for each setting of each component.
-
-    >>> class Options(BaseModel):
-    ...     depth: int = 1
-    >>> list(settings_of(Options, "engine.deep"))
-    ['engine.deep.depth']
-    """
-    found = list(settings_of(RunConfig))
+    """The keys of a run, and `KIND.COMPONENT.SETTING` for each setting of each component."""
+    settings = list(settings_of(RunConfig))
     for kind in kinds.KINDS:
         for name, component in plugins.components(kind).items():
             above = name if kind is kinds.SECTION else f"{kind.replace(' ', '_')}.{name}"
-            found += settings_of(component.options, above)
-    return found
+            settings += settings_of(component.options, above)
+    return settings
 
 
 def settings_of(model: type[BaseModel], above: str = "") -> Iterator[str]:
@@ -47,7 +41,7 @@ def _inside(annotation: Any, name: str) -> Iterator[str]:
         if get_origin(member) in (dict, Mapping):
             key, value = get_args(member)
             if isinstance(key, type) and issubclass(key, Enum):
-                yield from (f"{name}.{each.value}" for each in key)
+                yield from (f"{name}.{choice.value}" for choice in key)
                 return
             if isinstance(value, type) and issubclass(value, BaseModel):
                 yield name  # Which tables there are is a setting too.

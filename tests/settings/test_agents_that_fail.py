@@ -12,20 +12,11 @@ from typer.testing import CliRunner
 from agl_core.cli import app
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
 from agl_core.reading.runs import read_entry
-from agl_core.training.metrics import Observer
 from agl_core.training.run import train
 from agl_core.training.server import new_run_dir
 
 from . import scripted_parts
-from .settings_bench import Bench
-
-
-class Said(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
+from .settings_bench import Bench, Lines
 
 
 def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[str]]:
@@ -33,7 +24,7 @@ def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[s
     name = f"failing_{abs(hash(agent))}"
     (bench.folder / f"{name}.py").write_text(agent)
     loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, "train.patience": 2, **given})
-    observer = Said()
+    observer = Lines()
     run_dir = new_run_dir(loaded)
     with pytest.raises(AglError) as raised:
         asyncio.run(train(loaded, run_dir, observer))

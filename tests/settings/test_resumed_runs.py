@@ -18,24 +18,14 @@ from agl_core.config import load
 from agl_core.errors import ConfigError, PluginError
 from agl_core.reading.explained import superseded
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.metrics import Observer, Summary
+from agl_core.training.metrics import Summary
 from agl_core.training.run import evaluate, train
 from agl_core.training.server import new_run_dir
 from agl_core.types import Rollout, Run
 
 from . import scripted_agent, scripted_parts
 from .scripted_parts import SEEN
-from .settings_bench import Bench
-
-
-class Heard(Observer):
-    """Keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
+from .settings_bench import Bench, Lines
 
 
 async def trained(bench: Bench, **settings: Any) -> Path:
@@ -43,12 +33,12 @@ async def trained(bench: Bench, **settings: Any) -> Path:
     given = {"train.steps": 3, "train.checkpoint_every": 1, "train.keep_checkpoints": 3, "eval.tasks": 1, **settings}
     loaded = bench.load(given)
     run_dir = new_run_dir(loaded)
-    await train(loaded, run_dir, Heard())
+    await train(loaded, run_dir, Lines())
     return run_dir
 
 
-async def resumed(run_dir: Path, *overrides: str, heard: Heard | None = None) -> Summary:
-    return await train(load(run_dir / "config.toml", overrides), run_dir, heard or Heard(), resume=True)
+async def resumed(run_dir: Path, *overrides: str, heard: Lines | None = None) -> Summary:
+    return await train(load(run_dir / "config.toml", overrides), run_dir, heard or Lines(), resume=True)
 
 
 def agl(*arguments: str | Path) -> str:
@@ -76,12 +66,12 @@ async def test_a_checkpoint_that_is_named_is_gone_on_from_and_what_came_after_is
     checkpoints = run_dir / "checkpoints"
     later = [checkpoints / name for name in ("step-000002", "step-000003")]
     (run_dir / SEEN).unlink()
-    heard = Heard()
+    heard = Lines()
 
     loaded = load(run_dir / "config.toml", ["train.checkpoint_every=100"])
     summary = await train(loaded, run_dir, heard, resume=True, checkpoint=checkpoints / "step-000001")
 
-    assert [line for line in heard.said if "superseded" in line] == [
+    assert [line for line in heard.lines if "superseded" in line] == [
         f"removed {path}, which is superseded" for path in later
     ]
     assert (summary.state.step, summary.checkpoint) == (3, checkpoints / "step-000003")
@@ -98,22 +88,22 @@ async def test_a_checkpoint_that_is_named_is_gone_on_from_and_what_came_after_is
 async def settled(bench: Bench) -> Path:
     """A run with a checkpoint, which an evaluation with another seed has looked at since."""
     run_dir = await trained(bench)
-    await evaluate(load(run_dir / "config.toml", seed=5), run_dir, run_dir / "checkpoints" / "step-000003", Heard())
+    await evaluate(load(run_dir / "config.toml", seed=5), run_dir, run_dir / "checkpoints" / "step-000003", Lines())
     (run_dir / SEEN).unlink()
     return run_dir
 
 
 async def test_what_changes_is_listed_and_holds_from_then_on(settled: Path) -> None:
-    heard, again = Heard(), Heard()
+    heard, again = Lines(), Lines()
 
     await resumed(settled, "train.steps=4", "policies.default.optimizer.learning_rate=0.5", heard=heard)
     await resumed(settled, "train.steps=5", heard=again)
 
-    assert [line for line in heard.said if "changed" in line] == [
+    assert [line for line in heard.lines if "changed" in line] == [
         "changed since step-000003: policies.default.optimizer.learning_rate: 0.01 → 0.5",
         "changed since step-000003: train.steps: 3 → 4",
     ]
-    assert [line for line in again.said if "changed" in line] == ["changed since step-000004: train.steps: 4 → 5"]
+    assert [line for line in again.lines if "changed" in line] == ["changed since step-000004: train.steps: 4 → 5"]
     stored = tomllib.loads((settled / "config.toml").read_text())
     runs, _ = await recorded(settled)
     for config in (stored, runs[-1].config):
@@ -174,23 +164,23 @@ def project(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Pa
 async def test_a_project_is_moved_with_its_runs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(Path("train.toml"))
     run_dir = new_run_dir(loaded).resolve()
-    await train(loaded, run_dir, Heard())
+    await train(loaded, run_dir, Lines())
     assert str(project) not in (run_dir / "config.toml").read_text()
 
     moved = project.parent / "deep" / "moved"
     moved.parent.mkdir()
     shutil.move(project, moved)
     monkeypatch.chdir(moved.parent)
-    heard = Heard()
+    heard = Lines()
     summary = await resumed(moved / "runs" / "run", "train.steps=3", heard=heard)
 
     assert summary.state.step == 3
-    assert [line for line in heard.said if "changed" in line] == ["changed since step-000002: train.steps: 2 → 3"]
+    assert [line for line in heard.lines if "changed" in line] == ["changed since step-000002: train.steps: 2 → 3"]
 
     elsewhere = shutil.move(moved / "weights", moved.parent / "weights")
-    heard = Heard()
+    heard = Lines()
     await resumed(moved / "runs" / "run", f"policies.default.model.path={elsewhere}", heard=heard)
-    assert [line for line in heard.said if "changed" in line] == [
+    assert [line for line in heard.lines if "changed" in line] == [
         f'changed since step-000003: policies.default.model.path: "weights" → "{elsewhere}"'
     ]
 
@@ -200,7 +190,7 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
 ) -> None:
     loaded = load(Path("train.toml"))
     run_dir = new_run_dir(loaded).resolve()
-    await train(loaded, run_dir, Heard())
+    await train(loaded, run_dir, Lines())
     monkeypatch.chdir(tmp_path)
     kept = tmp_path / "kept" / "deeper" / "other-name"
     kept.parent.mkdir(parents=True)

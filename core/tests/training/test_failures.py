@@ -16,7 +16,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack
 from agl_core.training.failures import asserted_rewards, asserted_tool_results, who_waits
-from agl_core.types import AlarmName, Attempt, DropReason, Ending, Episode, Rollout, Source, ToolResult, ToolStatus
+from agl_core.types import AlarmName, DropReason, Ending, Episode, Rollout, Source, ToolResult, ToolStatus
 
 from .scripted_training import Bench, Lines, episode, make_bench
 
@@ -38,21 +38,6 @@ async def test_rollouts_that_nobody_rewarded(tmp_path: Path, judges: bool) -> No
 
     assert len(lines) == (not judges), "a reward of 0 is a reward"
     assert all("no rule in [rewards] had anything to say of 4 rollouts" in line for line in lines)
-
-
-async def test_rollouts_that_all_crash_are_told_with_the_first_error_and_stop_the_run(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path, steps=4)
-    bench.collector.ending = ends_as("all crash")
-    await bench.store.put(Attempt("s1-g0-m0", 0, "w", 0.0, 1.0, Ending.CRASHED, None, "KeyError: 'city'\n  in solve"))
-    observer = Lines()
-
-    with pytest.raises(TrainingError, match=r"in steps 1 to 2: all rollouts ended as crashed\. .*train\.patience"):
-        await replace(bench.trainer, observer=observer).train()
-
-    [line] = [line for line in observer.lines if "alarm failures" in line]
-    assert line.startswith("step 1: alarm failures: 4 of 4 rollouts ended as crashed.")
-    assert line.endswith("The first, s1-g0-m0:\nKeyError: 'city'\n  in solve")
-    assert bench.metric("ending/crashed") == [4.0, 4.0]
 
 
 @pytest.mark.parametrize(("gap", "limit", "steps"), [(0.79, None, 1), (0.19, None, 3), (0.19, 0.1, 1), (0.79, 1.0, 3)])
