@@ -109,7 +109,7 @@ class _ToolRun(Watch):
         self._outer = around if around and around._caller is self._caller else None
         self._result: Any = None
         self._raised: Exception | None = None
-        """What the tool raised. A workbench makes text of it, so the tool's run passes it to that of its workbench."""
+        """The tool's exception. A workbench makes text of it, so the tool's run passes it to that of its workbench."""
 
     def applied(self) -> AbstractContextManager[None]:
         return holding(_running, self)
@@ -132,7 +132,7 @@ class _ToolRun(Watch):
             self._report(text, message_status(text, "error" if self._result.is_error else None))
 
     def _runs(self, inner: _ToolRun) -> bool:
-        """Whether `inner` is the same run: a workbench's tool, or the base class of a tool that overrides it."""
+        """True if `inner` is the same run: a workbench's tool, or the base class of a tool that overrides it."""
         return inner._id == self._id and (inner._runner is self._runner or isinstance(self._runner, Workbench))
 
     def _report(self, result: Any, decided: Decided | None = None) -> None:
@@ -157,8 +157,8 @@ _running: ContextVar[_ToolRun | None] = ContextVar("agl_autogen_tool", default=N
 
 def _in_workbench(workbench: Workbench, arguments: Arguments) -> Watch | None:
     active, id = current_attempt(), argument(arguments, 3, "call_id") or None
-    name, given = argument(arguments, 0, "name"), argument(arguments, 1, "arguments")
-    return _ToolRun(active.recording, workbench, name, given, id) if active else None
+    tool, tool_arguments = argument(arguments, 0, "name"), argument(arguments, 1, "arguments")
+    return _ToolRun(active.recording, workbench, tool, tool_arguments, id) if active else None
 
 
 def _by_itself(tool: BaseTool[Any, Any], arguments: Arguments) -> Watch | None:

@@ -59,10 +59,10 @@ class _ModelCall(Watch):
         self._is_kept = False
         self.reply: Mapping[str, Any] = {}
         """The endpoint's reply in AutoGen's event, with its token ids; there is none when streaming."""
-        given, named = argument(arguments, 0, "messages"), arguments[1]
+        messages, named = argument(arguments, 0, "messages"), arguments[1]
         # A client's settings have no public name; a call is kept without them too.
         settings = {**getattr(client, "_create_args", {}), **named.get("extra_create_args", {})}
-        self._request = jsonable(_request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
+        self._request = jsonable(_request_body(messages, named.get("tools", ()), settings), limit=_MAX_REQUEST)
 
     def applied(self) -> AbstractContextManager[None]:
         return holding(_open, self)

@@ -35,12 +35,12 @@ def agentchat() -> None:
 
 
 class Recorded:
-    """What the agents in a `record` block did."""
+    """The episode of the agents in a `record` block."""
 
     def __init__(self, rollout: CapturedRollout) -> None:
         self._rollout = rollout
         self.result: Any = None
-        """What the agent returned; set it in the block if rewards need it."""
+        """The agent's result; set it in the block if rewards need it."""
 
     def episode(self) -> Episode | None:
         """The block's calls as an episode; None before its end, and in a rollout of agl."""

@@ -19,7 +19,7 @@ class Watch:
         return nullcontext()
 
     def item(self, item: Any) -> None:
-        """What the method returned, or one thing that it yields."""
+        """The method returned this, or yields it."""
 
     def closed(self, error: Exception | None) -> None:
         """The method came to its end, or raised. It is not called when the run was cancelled or left early."""
@@ -30,14 +30,14 @@ Start: TypeAlias = Callable[[Any, Arguments], Watch | None]
 """Called with `self` and the arguments when the method is called; None: this run is not watched."""
 
 
-def argument(arguments: Arguments, place: int, name: str) -> Any:
-    """An argument by its place or name; None if it was not given.
+def argument(arguments: Arguments, position: int, name: str) -> Any:
+    """An argument by its position or name; None if it was not given.
 
     >>> argument(((1, 2), {"c": 3}), 1, "b"), argument(((1, 2), {"c": 3}), 2, "c")
     (2, 3)
     """
     positional, named = arguments
-    return positional[place] if place < len(positional) else named.get(name)
+    return positional[position] if position < len(positional) else named.get(name)
 
 
 def watch(root: type[Any], names: tuple[str, ...], start: Start) -> None:

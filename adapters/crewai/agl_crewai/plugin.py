@@ -1,4 +1,4 @@
-"""What this package registers, and attaching without code."""
+"""The adapter that this package registers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package registers: an adapter for Haystack, whose conversations show what the tools did."""
+"""The adapter that this package registers; what the tools did, Haystack's conversations show."""
 
 from __future__ import annotations
 

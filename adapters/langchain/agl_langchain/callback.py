@@ -260,8 +260,8 @@ def attach() -> None:
 
 def _nodes_around(metadata: Mapping[str, Any]) -> Iterator[str]:
     """The graph nodes around this one, innermost first: of "alice:<uuid>|model:<uuid>", alice."""
-    places = str(metadata.get("langgraph_checkpoint_ns") or "").split("|")[-2::-1]
-    return (place.partition(":")[0] for place in places)
+    namespaces = str(metadata.get("langgraph_checkpoint_ns") or "").split("|")[-2::-1]
+    return (namespace.partition(":")[0] for namespace in namespaces)
 
 
 def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:
@@ -293,11 +293,11 @@ def _choices(result: LLMResult) -> tuple[Choice, ...]:
     """The responses of one call: text, and log-probabilities where the agent asked for them."""
     # Each call's end is reported by itself: one prompt, one or (n > 1) several responses.
     generations = result.generations[0] if result.generations else ()
-    return tuple(_choice(index, each) for index, each in enumerate(generations) if isinstance(each, Generation))
+    return tuple(_choice(index, reply) for index, reply in enumerate(generations) if isinstance(reply, Generation))
 
 
 def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
-    """What `on_tool_end` was given: a ToolMessage, a Command that holds one, or what the tool returned."""
+    """The result in a ToolMessage, in a Command that holds one, or in what the tool returned; and its status."""
     message = next((m for m in _tool_messages(output) if m.tool_call_id == tool_call_id), None)
     if message is None:
         return output, status_of(output)

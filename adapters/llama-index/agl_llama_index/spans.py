@@ -37,7 +37,7 @@ from agl_core.capture.context import Steps, current_scope
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     """Who asked for a run of a tool."""
 
     agent: str | None
@@ -53,10 +53,10 @@ class _Tool:
 
     name: str
     arguments: Any
-    asked: _Asked | None
+    request: _Request | None
     """None if it is not reported by itself: the step around it is, or another tool has called it."""
     error: Exception | None = None
-    """What it raised, of which an agent makes a text."""
+    """The exception that it raised, of which an agent makes a text."""
     started: float = field(default_factory=time.time)
 
 
@@ -73,7 +73,7 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
     """Reports, in a rollout, who makes each call and what the tools did."""
 
     _open: Latest[str, _Span] = PrivateAttr(default_factory=Latest)
-    _asked: Latest[tuple[str | None, str], _Asked] = PrivateAttr(default_factory=Latest)
+    _requests: Latest[tuple[str | None, str], _Request] = PrivateAttr(default_factory=Latest)
     """By the span of the agent's run, and the id that LlamaIndex gives the tool call."""
 
     def new_span(
@@ -98,12 +98,12 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
     def _start(self, id: str, parent: str | None, instance: Any, arguments: Mapping[str, Any]) -> None:
         if current_attempt() is None:
             return
-        event = next((each for each in arguments.values() if isinstance(each, Event)), None)
+        event = next((value for value in arguments.values() if isinstance(value, Event)), None)
         tool, steps = None, None
         if isinstance(event, ToolCall):
-            asked = self._asked.get((parent, event.tool_id), _Asked(None, parent, event.tool_id))
-            tool = _Tool(event.tool_name, event.tool_kwargs, asked)
-            who = Identity(asked.agent, id, id)
+            request = self._requests.get((parent, event.tool_id), _Request(None, parent, event.tool_id))
+            tool = _Tool(event.tool_name, event.tool_kwargs, request)
+            who = Identity(request.agent, id, id)
         elif isinstance(instance, BaseTool):
             tool = self._tool(instance, arguments, parent)
             who = Identity(None, id, id)
@@ -120,12 +120,12 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
 
     def _tool(self, tool: BaseTool, arguments: Mapping[str, Any], parent: str | None) -> _Tool:
         """A tool that runs by itself, or in the step of an agent, or in another tool."""
-        around, asked = self._open.get(parent or ""), None
+        around, request = self._open.get(parent or ""), None
         if around is None or around.tool is None:
             scope = current_scope()
             who = scope.identity if scope else Identity()
-            asked = _Asked(who.agent, scope.steps.span() if scope and scope.steps else who.parent_span)
-        return _Tool(tool.metadata.get_name(), _given(tool, arguments), asked)
+            request = _Request(who.agent, scope.steps.span() if scope and scope.steps else who.parent_span)
+        return _Tool(tool.metadata.get_name(), _given(tool, arguments), request)
 
     @guarded
     def _end(self, id: str, result: Any) -> None:
@@ -137,9 +137,9 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             self._tool_ended(id, span, span.tool, result)
         elif isinstance(result, AgentOutput):
             in_reply = _tool_call_ids(result.response)
-            for each in result.tool_calls:
-                known = each.tool_id if each.tool_id in in_reply else None
-                self._asked[span.parent, each.tool_id] = _Asked(span.scope.identity.agent, id, known)
+            for call in result.tool_calls:
+                known = call.tool_id if call.tool_id in in_reply else None
+                self._requests[span.parent, call.tool_id] = _Request(span.scope.identity.agent, id, known)
 
     def _tool_ended(self, id: str, span: _Span, tool: _Tool, result: Any) -> None:
         around = self._open.get(span.parent or "")
@@ -148,16 +148,16 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         output = result.tool_output if isinstance(result, ToolCallResult) else result
         active = current_attempt()
         is_over = isinstance(output, ToolOutput | Exception) and not isinstance(output, WaitingForEvent)
-        if tool.asked is None or active is None or not is_over:
+        if tool.request is None or active is None or not is_over:
             return  # it was cancelled, or waits for a person and will run again
         text, decided = _said(output, tool.error)
         report = tool_result_report(
             id,
             tool.name,
             text,
-            Identity(span.scope.identity.agent, id, tool.asked.parent_span),
+            Identity(span.scope.identity.agent, id, tool.request.parent_span),
             decided=decided,
-            tool_call_id=tool.asked.tool_call_id,
+            tool_call_id=tool.request.tool_call_id,
             arguments=tool.arguments,
             started=tool.started,
             adapter="llama-index",
@@ -172,23 +172,23 @@ def attach() -> None:
 
 
 def _said(output: ToolOutput | Exception, error: Exception | None) -> tuple[Any, Decided | None]:
-    """What a tool gave, as the model reads it, or what it raised."""
+    """A tool's result, as the model reads it, or its exception."""
     if error is not None or isinstance(output, Exception):
         return error or output, None
-    text = "".join(getattr(each, "text", f"[{each.block_type}]") for each in output.blocks)
+    text = "".join(getattr(block, "text", f"[{block.block_type}]") for block in output.blocks)
     return text, message_status(text, "error" if output.is_error else None)
 
 
 def _given(tool: BaseTool, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a tool by name, as far as it names them."""
     named = dict(arguments.get("kwargs") or {})
-    placed = [*(arguments.get("args") or ()), *([arguments["input"]] if "input" in arguments else ())]
-    names = (each for each in tool.metadata.get_parameters_dict().get("properties", {}) if each not in named)
-    return {**dict(zip(names, placed, strict=False)), **named}
+    positional = [*(arguments.get("args") or ()), *([arguments["input"]] if "input" in arguments else ())]
+    names = (name for name in tool.metadata.get_parameters_dict().get("properties", {}) if name not in named)
+    return {**dict(zip(names, positional, strict=False)), **named}
 
 
 def _tool_call_ids(message: ChatMessage) -> set[str | None]:
     """The ids of the tool calls that a reply has."""
     calls = [*message.blocks, *(message.additional_kwargs.get("tool_calls") or ())]
-    fields = [each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in calls]
-    return {each.get(name) for each in fields for name in ("tool_call_id", "call_id", "id")}
+    fields = [call if isinstance(call, Mapping) else getattr(call, "__dict__", {}) for call in calls]
+    return {call.get(name) for call in fields for name in ("tool_call_id", "call_id", "id")}

@@ -112,8 +112,8 @@ def _chat_request(data: Any) -> dict[str, Json]:
 
 def _responses_request(data: ResponseSpanData, reply: Mapping[str, Any]) -> dict[str, Json]:
     """The request as chat messages; as its items if the SDK cannot convert one (a hosted tool's)."""
-    given, items = reply["instructions"], data.input or ()
-    system = [{"role": "system", "content": given}] if isinstance(given, str) else []
+    instructions, items = reply["instructions"], data.input or ()
+    system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     try:
         messages = _plain(Converter.items_to_messages(items))
     except UserError:

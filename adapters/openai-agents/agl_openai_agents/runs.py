@@ -58,7 +58,7 @@ class _ToolRun:
     tool: Any
     started: float = dataclasses.field(default_factory=time.time)
     error: BaseException | None = None
-    """What it raised."""
+    """Its exception."""
     decided: Decided | None = None
     """The status that its MCP server reports, if it reports a failure."""
 
@@ -222,11 +222,11 @@ def _variables_of(context: Any) -> Mapping[str, Json] | None:
     return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 
-def _enter(given: tuple[Any, ...]) -> IdentityScope | None:
+def _enter(arguments: tuple[Any, ...]) -> IdentityScope | None:
     if current_attempt() is None:
         return None
     try:
-        wrapper = next((value for value in given if isinstance(value, RunContextWrapper)), None)
+        wrapper = next((value for value in arguments if isinstance(value, RunContextWrapper)), None)
         variables = _variables_of(wrapper.context) if wrapper else None
     except Exception as error:
         report_problem("Reading the context of a run", error)

@@ -1,4 +1,4 @@
-"""What this package registers: one adapter for all spans, and one for each framework whose tracing has to be on.
+"""Adapters that this package registers: one for all spans, and one for each framework whose tracing has to be on.
 
 Each of the latter switches on what the framework brings itself, when the agent has imported it. No text of prompts,
 arguments or results is added to spans that an exporter of the user's sees.

@@ -61,10 +61,10 @@ class AglSpanProcessor(WatchingProcessor, Alone):
 
 def episodes(spans: Iterable[ReadableSpan]) -> list[Episode]:
     """The agent's runs in ended spans (an `InMemorySpanExporter`'s, say): one for each root that has LLM calls."""
-    found = [plain(span) for span in spans]
-    outer = {(span.trace, span.id): span for span in found}
+    ended = [plain(span) for span in spans]
+    outer = {(span.trace, span.id): span for span in ended}
     groups: dict[tuple[str, str], list[Span]] = {}
-    for span in found:
+    for span in ended:
         root, seen = span, {span.id}
         while (above := outer.get((root.trace, root.parent or ""))) is not None and above.id not in seen:
             root = above
@@ -172,8 +172,8 @@ def _request_of(spans: Sequence[Span]) -> dict[str, Json]:
         if isinstance(raw, Mapping) and isinstance(raw.get("messages"), list):
             return dict(raw)
         settings.update(_settings(span))
-    found = (list(_messages(span, "input")) for span in spans)
-    return {**settings, "messages": next(filter(None, found), [])}
+    messages = (list(_messages(span, "input")) for span in spans)
+    return {**settings, "messages": next(filter(None, messages), [])}
 
 
 def _choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
@@ -181,8 +181,8 @@ def _choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
     if raw := _raw_reply(spans):
         # Of a stream, it keeps only some fields of the chunks, and so not all token ids.
         is_whole = raw.get("object") == "chat.completion"
-        return tuple(_raw_choice(index, each, is_whole) for index, each in enumerate(raw["choices"]))
-    found = next(filter(None, (list(_messages(span, "output")) for span in spans)), [])
+        return tuple(_raw_choice(index, choice, is_whole) for index, choice in enumerate(raw["choices"]))
+    messages = next(filter(None, (list(_messages(span, "output")) for span in spans)), [])
     reasons = next(filter(None, (span.attributes.get("gen_ai.response.finish_reasons") for span in spans)), ())
     reason_of = dict(enumerate(reasons))
     return tuple(
@@ -191,7 +191,7 @@ def _choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
             message={name: value for name, value in message.items() if name != "finish_reason"},
             finish_reason=_finish_reason(message, message.get("finish_reason") or reason_of.get(index)),
         )
-        for index, message in enumerate(found)
+        for index, message in enumerate(messages)
     )
 
 
@@ -240,11 +240,11 @@ def _settings(span: Span) -> dict[str, Json]:
 
 
 def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
-    found = loads(span.attributes.get(f"gen_ai.{side}.messages"))
+    messages = loads(span.attributes.get(f"gen_ai.{side}.messages"))
     instructions = loads(span.attributes.get("gen_ai.system_instructions"))
     if side == "input" and isinstance(instructions, list):
         yield from _from_parts({"role": "system", "parts": instructions})
-    for message in found if isinstance(found, list) else ():
+    for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping):
             yield from _from_parts(message) if isinstance(message.get("parts"), list) else [dict(message)]
 
@@ -252,7 +252,8 @@ def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
 def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     """A message of the GenAI conventions; one that answers several tool calls becomes a `tool` message for each."""
     content: list[Json] = []
-    tool_calls, said = [], {name: value for name, value in message.items() if name in ("role", "name", "finish_reason")}
+    fields = {name: value for name, value in message.items() if name in ("role", "name", "finish_reason")}
+    tool_calls = []
     for part in message["parts"]:
         kind = part.get("type")
         if kind == "tool_call":
@@ -261,14 +262,14 @@ def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
             response = part.get("response", part.get("result"))
             yield {"role": "tool", "tool_call_id": part.get("id"), "content": _as_text(response)}
         elif kind == "reasoning":
-            said["reasoning_content"] = part.get("content")
+            fields["reasoning_content"] = part.get("content")
         else:
             content.append({"type": "text", "text": part.get("content")} if kind == "text" else dict(part))
     if content or tool_calls or message.get("role") != "tool":
         texts = [part["text"] or "" for part in content if part.get("type") == "text"]
         text = "".join(texts) or (None if tool_calls else "")
-        said["content"] = text if len(texts) == len(content) else content
-        yield {**said, "tool_calls": tool_calls} if tool_calls else said
+        fields["content"] = text if len(texts) == len(content) else content
+        yield {**fields, "tool_calls": tool_calls} if tool_calls else fields
 
 
 def _tool_call(id: Json, name: Json, arguments: Json) -> dict[str, Json]:

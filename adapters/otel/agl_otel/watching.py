@@ -65,11 +65,11 @@ class _Node:
 
     def around(self) -> list[_Node]:
         """This node and those around it, innermost first."""
-        found, node = [self], self.outer
-        while node is not None:
-            found.append(node)
-            node = node.outer
-        return found
+        nodes, outer = [self], self.outer
+        while outer is not None:
+            nodes.append(outer)
+            outer = outer.outer
+        return nodes
 
 
 class RunningSpans:
@@ -98,18 +98,18 @@ class RunningSpans:
         if not isinstance(seen.did, ToolResult):
             return
         around = node.around()
-        lineage = [seen, *(see(plain(each.span)) for each in around[1:])]
+        lineage = [seen, *(see(plain(outer.span)) for outer in around[1:])]
         outermost = around[lineage.index(outermost_execution(lineage))]
         outermost.same.append((len(around), seen))
         if outermost is node:
-            spans = [each for _, each in sorted(node.same, key=lambda same: same[0])]
+            spans = [span for _, span in sorted(node.same, key=lambda same: same[0])]
             node.recording.tool_result(tool_result_of(spans, agent_of(lineage)))
 
     def identity(self) -> Identity | None:
         """Who makes a call that is sent now."""
         with self._lock:
             node = self._node(trace.get_current_span())
-        return identity_of([see(plain(each.span)) for each in node.around()]) if node else None
+        return identity_of([see(plain(outer.span)) for outer in node.around()]) if node else None
 
     def _node(self, span: trace.Span) -> _Node | None:
         node = self._nodes.get(_key(span))

@@ -120,8 +120,8 @@ async def _ask_a2a(service: _Service, task: Json, attempt: Mapping[str, Any]) ->
         "parts": [{"text": text}],
         "metadata": {"agl": attempt},
     }
-    given = {"message": message, "configuration": {"returnImmediately": False}}
-    answer = await _call(service, "SendMessage", given)
+    request = {"message": message, "configuration": {"returnImmediately": False}}
+    answer = await _call(service, "SendMessage", request)
     while _state(answer) in UNFINISHED:
         await asyncio.sleep(POLL_INTERVAL)
         answer = await _call(service, "GetTask", {"id": answer["id"]})

@@ -232,12 +232,12 @@ def _report_code(code: str, result: Any, started: float) -> None:
 
 
 def _shown(result: Any) -> dict[str, Any]:
-    """What the code printed, and the value of its last line, where there is any."""
+    """The text that the code printed, and the value of its last line, where there is any."""
     output, logs, *_ = result if isinstance(result, tuple) else (result.output, result.logs)
     shown = {"logs": str(logs), "output": output}
     return {name: value for name, value in shown.items() if value not in (None, "")}
 
 
 def _is_reported(error: BaseException | None) -> bool:
-    """Whether it is that of a tool, which the code has let through."""
+    """True if a tool raised it, and the code has let it through."""
     return error is not None and (hasattr(error, _REPORTED) or _is_reported(error.__cause__ or error.__context__))

@@ -32,7 +32,7 @@ _TELEMETRY = "OTEL_EXPORTER_OTLP_"
 
 
 class Attachment:
-    """What is patched in this process, so that agents are seen without a change to their code."""
+    """The patches in this process by which agents are seen without a change to their code."""
 
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
@@ -117,7 +117,7 @@ _Action: TypeAlias = Callable[[ModuleType], None]
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Calls an action with a module right after it was imported, before the importer goes on.
 
-    _Actions must not raise: an exception would fail the user's own import.
+    An action must not raise: an exception would fail the user's own import.
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ def attach_to_attempt(environment: Mapping[str, str]) -> None:
             recording,
         )
     )
-    attach(_adapters([Path(each) for each in environment.get("AGL_PLUGINS", "").split(os.pathsep) if each]))
+    attach(_adapters([Path(file) for file in environment.get("AGL_PLUGINS", "").split(os.pathsep) if file]))
 
 
 def _adapters(files: Sequence[Path]) -> list[Adapter]:

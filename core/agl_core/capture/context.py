@@ -50,7 +50,7 @@ class Step:
     def __init__(self, steps: Steps, agent: str | None) -> None:
         self.steps, self.agent, self.span, self.thread = steps, agent, new_span(), threading.get_ident()
         self.is_followed = False
-        """Whether a context that inherited this step has begun another."""
+        """A context that inherited this step has begun another."""
         self._is_running = True
 
     def end_call(self) -> None:
@@ -130,7 +130,7 @@ class AttemptContext:
     base_url: str
     """The root of the Lightning Server, `http://127.0.0.1:8000` say; only requests below it are stamped."""
     api_key: str
-    """What the agent's client sends as its bearer token."""
+    """The bearer token of the agent's client."""
     recording: Recording
     """Where its tool results and rewards are collected."""
 
@@ -170,7 +170,7 @@ class IdentityScope:
 
 @dataclass(slots=True)
 class _Process:
-    """What holds in every context of this process."""
+    """State that holds in every context of this process."""
 
     attempt: AttemptContext | None = None
 
@@ -247,7 +247,7 @@ def _packed(text: bytes) -> str:
 
 
 def unpack_variables(header: str | None) -> Mapping[str, Json] | None:
-    """What `packed_variables` packed; None for anything else."""
+    """The variables that `packed_variables` packed; None for any other text."""
     if header is None:
         return None
     try:

@@ -24,7 +24,7 @@ _NOT_SET: Any = object()
 
 
 class _Run(Protocol):
-    """What is marked, while it runs."""
+    """A marked agent or tool, while it runs."""
 
     result: Any
 
@@ -55,10 +55,10 @@ class Marker(Generic[R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entered = _entered.get()
-        for place in reversed(range(len(entered))):
-            marker, run = entered[place]
+        for index in reversed(range(len(entered))):
+            marker, run = entered[index]
             if marker is self:
-                _entered.set(entered[:place] + entered[place + 1 :])
+                _entered.set(entered[:index] + entered[index + 1 :])
                 run.end(error)
                 return
 
@@ -132,7 +132,7 @@ class ToolRun:
     ) -> None:
         self.result: Any = _NOT_SET
         self.decided: Decided | None = None
-        """What became of it, if the framework says more than the result."""
+        """Its status, if the framework says more than the result."""
         self.only_failures = only_failures
         """It is recorded only if it failed: it answers in the agent's name, or was cut off."""
         self._tool, self._call_id, self._arguments, self._adapter = tool, call_id, arguments, adapter
@@ -230,5 +230,5 @@ def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
     return dict(bound.arguments)

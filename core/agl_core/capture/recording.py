@@ -1,4 +1,4 @@
-"""What one attempt's agent reports besides its calls: tool results, rewards, and what adapters could not do."""
+"""Reports of one attempt's agent besides its calls: tool results, rewards, and problems of adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_SPOOL = 64 << 20
 """Bytes of the reports of a command's processes."""
 _MIN_LINE = 1024
-"""What a line counts for at least: many short ones take long too."""
+"""Bytes that a line counts for at least: many short ones take long too."""
 _MAX_SPOOLS = 4096
 """Processes of a command whose reports are read."""
 
@@ -68,7 +68,7 @@ class Recording:
 
     @property
     def tool_results(self) -> tuple[ToolResult, ...]:
-        """What the tools did, in the order reported; an id reported twice counts once."""
+        """The results of tools, in the order reported; an id reported twice counts once."""
         with self._lock:
             return tuple(self._tool_results.values())
 
@@ -80,7 +80,7 @@ class Recording:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What adapters could not do, each once; the agent went on without them."""
+        """The problems of adapters, each once; the agent went on without them."""
         with self._lock:
             return tuple(self._problems)
 
@@ -229,7 +229,7 @@ def jsonable(value: Any, limit: int = 16_384) -> Json:
 
 
 def _plain(value: Any) -> Any:
-    """What stands for a value that is not JSON itself."""
+    """A value that stands for one that is not JSON itself."""
     if isinstance(value, BaseModel):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, Mapping):

@@ -68,7 +68,7 @@ def tool_result_report(
     started: float | None = None,
     adapter: str | None = None,
 ) -> ToolResult:
-    """What a tool returned, or the exception that it raised, as a report of bounded size.
+    """A report of bounded size of what a tool returned, or of the exception that it raised.
 
     The tool has ended just now; `started` is in Unix seconds. `id` names this run of it: the same id is recorded once.
     `who` is the agent that asked for it, the run's own span, and the span around it. The status is decided by the

@@ -96,7 +96,7 @@ class Stamping:
 
     def _resolved(self) -> Identity | None:
         """The first answer that names an agent, else the first answer."""
-        answered: Identity | None = None
+        unnamed: Identity | None = None
         for resolver in self.resolvers:
             try:
                 identity = resolver()
@@ -105,8 +105,8 @@ class Stamping:
                 continue
             if identity is not None and identity.agent is not None:
                 return identity
-            answered = answered or identity
-        return answered
+            unnamed = unnamed or identity
+        return unnamed
 
 
 def header_value(text: str) -> str:
@@ -119,7 +119,7 @@ def header_value(text: str) -> str:
 
 
 def goes_to_the_server(url: str) -> bool:
-    """Whether a request belongs to an attempt of this context: its URL is below the base URL of the server.
+    """True if a request belongs to an attempt of this context: its URL is below the base URL of the server.
 
     A call to a model API elsewhere is reported.
     """
@@ -138,13 +138,13 @@ def goes_to_the_server(url: str) -> bool:
 
 
 def _is_below(url: str, base_url: str) -> bool:
-    found, base = urlsplit(url), urlsplit(base_url)
-    hosts = {"127.0.0.1" if each.hostname == "localhost" else each.hostname for each in (found, base)}
+    parts, base = urlsplit(url), urlsplit(base_url)
+    hosts = {"127.0.0.1" if part.hostname == "localhost" else part.hostname for part in (parts, base)}
     return (
-        found.scheme == base.scheme
+        parts.scheme == base.scheme
         and len(hosts) == 1
-        and (found.port or _DEFAULT_PORTS.get(found.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
-        and (found.path.startswith(f"{base.path.rstrip('/')}/") or found.path == base.path)
+        and (parts.port or _DEFAULT_PORTS.get(parts.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
+        and (parts.path.startswith(f"{base.path.rstrip('/')}/") or parts.path == base.path)
     )
 
 
@@ -228,11 +228,11 @@ def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
             pool: Any, method: str, url: str, body: Any = None, headers: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             address = f"{pool.scheme}://{pool.host}:{pool.port or ''}{url}" if url.startswith("/") else url
-            ours = _ours(address, pool.headers if headers is None else headers)
-            if ours is None:
+            headers_to_send = _headers_to_stamp(address, pool.headers if headers is None else headers)
+            if headers_to_send is None:
                 return urlopen(pool, method, url, body, headers, *args, **kwargs)
-            with stamping.stamped(method, ours):
-                return urlopen(pool, method, url, body, ours, *args, **kwargs)
+            with stamping.stamped(method, headers_to_send):
+                return urlopen(pool, method, url, body, headers_to_send, *args, **kwargs)
 
         return stamped_urlopen
 
@@ -243,27 +243,27 @@ def _aiohttp(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
     def stamping_request(request: _Send) -> _Send:
         async def stamped_request(session: Any, method: str, url: Any, **options: Any) -> Any:
             address = str(session._build_url(url))
-            ours = _ours(address, [*session.headers.items(), *_pairs(options.get("headers"))])
-            if ours is None:
+            headers_to_send = _headers_to_stamp(address, [*session.headers.items(), *_pairs(options.get("headers"))])
+            if headers_to_send is None:
                 return await request(session, method, url, **options)
-            with stamping.stamped(method, ours):
-                return await request(session, method, url, **{**options, "headers": ours})
+            with stamping.stamped(method, headers_to_send):
+                return await request(session, method, url, **{**options, "headers": headers_to_send})
 
         return stamped_request
 
     patches.replace(library.ClientSession, "_request", stamping_request)
 
 
-def _ours(url: str, headers: Any) -> dict[str, str] | None:
+def _headers_to_stamp(url: str, headers: Any) -> dict[str, str] | None:
     """The headers of a request to the server, by names in lower case; None for any other, and one that is stamped."""
     try:
         if not goes_to_the_server(url):
             return None
-        given = {_text(name).lower(): _text(value) for name, value in _pairs(headers)}
+        by_name = {_text(name).lower(): _text(value) for name, value in _pairs(headers)}
     except Exception as error:
         report_problem("Reading a request", error)
         return None
-    return None if HEADER_ROLLOUT in given else given
+    return None if HEADER_ROLLOUT in by_name else by_name
 
 
 def _pairs(headers: Any) -> Iterable[tuple[Any, Any]]:

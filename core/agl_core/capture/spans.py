@@ -49,7 +49,7 @@ _RESULT = (
     "traceloop.entity.output",
 )
 _LEFT_OUT = "<not specified>"
-"""What Google ADK writes where it knows nothing."""
+"""Google ADK writes this where it knows nothing."""
 _UNSPECIFIC = ("_OTHER", "pydantic_ai.exceptions.ToolRetryError")
 """Types of errors of any kind: OpenTelemetry's own, and that of every tool that fails in pydantic-ai 2.68."""
 _METHOD = re.compile(
@@ -77,7 +77,7 @@ class Span:
     failed: bool = False
     """Its status is an error."""
     description: str | None = None
-    """What its status says."""
+    """The text of its status."""
     events: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
     """The attributes of its events, by name; of several with one name, the last."""
 
@@ -91,7 +91,7 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class SeenSpan:
-    """What agl takes from one span: its place in the trace, the agent that it names, and what it did."""
+    """A span as agl reads it: its place in the trace, the agent that it names, and what it did."""
 
     trace: str
     id: str
@@ -121,12 +121,6 @@ def see(span: Span) -> SeenSpan:
     ('search', 'empty')
     """
     kind = _kind(span.attributes)
-    did: ModelCall | ToolResult | None = None
-    """A call, or what one run of a tool did, as far as this span knows it."""
-    if kind == "tool":
-        did = _tool(span)
-    elif kind == "call":
-        did = _call(span.attributes)
     return SeenSpan(
         span.trace,
         span.id,
@@ -136,7 +130,7 @@ def see(span: Span) -> SeenSpan:
         agent=_agent(span, kind == "agent"),
         node=_text(span.attributes, "graph.node.name", "graph.node.id"),
         is_agent=kind == "agent",
-        did=did,
+        did=_tool(span) if kind == "tool" else _call(span.attributes) if kind == "call" else None,
     )
 
 
@@ -190,8 +184,8 @@ def _call(attributes: Mapping[str, Json]) -> ModelCall:
     response_id = _text(attributes, "gen_ai.response.id", "ai.response.id")
     if response_id is None and "output.value" in attributes:
         raw = loads(attributes["output.value"])
-        found = raw.get("id") if isinstance(raw, Mapping) else None
-        response_id = found if isinstance(found, str) else None
+        raw_id = raw.get("id") if isinstance(raw, Mapping) else None
+        response_id = raw_id if isinstance(raw_id, str) else None
     return ModelCall(response_id)
 
 
@@ -223,27 +217,28 @@ def _tool(span: Span) -> ToolResult:
 
 
 def _arguments(span: Span) -> Json:
-    found = loads(_first(span.attributes, *_ARGUMENTS) or _event(span, "gen_ai.tool.message").get("content"))
-    if not isinstance(found, Mapping):
-        return found
-    if not found and "gcp.vertex.agent.tool_call_args" in span.attributes:
+    arguments = loads(_first(span.attributes, *_ARGUMENTS) or _event(span, "gen_ai.tool.message").get("content"))
+    if not isinstance(arguments, Mapping):
+        return arguments
+    if not arguments and "gcp.vertex.agent.tool_call_args" in span.attributes:
         return None  # Google ADK writes this too where content is not captured
     # OpenInference writes how the tool's function was called.
-    is_call = isinstance(found.get("kwargs"), Mapping) and not found.get("args")
-    return found["kwargs"] if is_call and found.keys() <= {"args", "kwargs", "sanitize_inputs_outputs"} else found
+    is_call = isinstance(arguments.get("kwargs"), Mapping) and not arguments.get("args")
+    is_call &= arguments.keys() <= {"args", "kwargs", "sanitize_inputs_outputs"}
+    return arguments["kwargs"] if is_call else arguments
 
 
 def _result(span: Span) -> tuple[Json, Decided]:
     """The tool's result, and its status if the span did not fail."""
-    place = next((name for name in _RESULT if name in span.attributes), None)
-    found = span.attributes[place] if place else _event(span, "gen_ai.choice").get("message")
-    value = loads(found)
-    is_left_out = place == "gcp.vertex.agent.tool_response" and value in ({}, {"result": _LEFT_OUT})
-    if is_left_out or (place is None and found is None):
+    attribute = next((name for name in _RESULT if name in span.attributes), None)
+    result = span.attributes[attribute] if attribute else _event(span, "gen_ai.choice").get("message")
+    value = loads(result)
+    is_left_out = attribute == "gcp.vertex.agent.tool_response" and value in ({}, {"result": _LEFT_OUT})
+    if is_left_out or (attribute is None and result is None):
         return None, unknown_status()  # users may leave results out of spans for privacy: that is no empty result
-    if isinstance(value, list) and value and all(isinstance(each, Mapping) and set(each) == {"text"} for each in value):
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) and set(part) == {"text"} for part in value):
         return message_text(value), message_status(value)  # Strands' content blocks
-    return found, status_of(value)
+    return result, status_of(value)
 
 
 def _status(span: Span, error_type: str | None) -> Decided:
@@ -330,19 +325,19 @@ def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResult:
     # Its id stays the same when spans around it come in later.
     first = min(spans, key=lambda span: span.ended or 0.0)
     seen = [span.did for span in spans if isinstance(span.did, ToolResult)]
-    failed = [each for each in (seen[-1], seen[0]) if each.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
-    counts = next((each for each in (*failed, *seen) if failed or each.result is not None), seen[0])
-    told = {
+    failed = [run for run in (seen[-1], seen[0]) if run.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
+    counts = next((run for run in (*failed, *seen) if failed or run.result is not None), seen[0])
+    merged = {
         "id": f"{first.trace}:{first.id}",
         "agent": agent,
         "status": counts.status,
         "status_rule": counts.status_rule,
         "result": counts.result,
         "error": counts.error,
-        "tool_call_id": next((each.tool_call_id for each in seen if each.tool_call_id), None),
-        "arguments": next((each.arguments for each in seen if each.arguments is not None), None),
+        "tool_call_id": next((run.tool_call_id for run in seen if run.tool_call_id), None),
+        "arguments": next((run.arguments for run in seen if run.arguments is not None), None),
     }
-    return replace(seen[0], **told)
+    return replace(seen[0], **merged)
 
 
 class SpanTree:
@@ -362,12 +357,12 @@ class SpanTree:
 
     def lineage(self, span: SeenSpan) -> list[SeenSpan]:
         """The span and those around it, as far as they are known; innermost first."""
-        found: dict[tuple[str, str], SeenSpan] = {}
-        place: SeenSpan | None = span
-        while place is not None and place.key not in found and len(found) < _MAX_LINEAGE:
-            found[place.key] = place
-            place = self._spans.get((place.trace, place.parent)) if place.parent else None
-        return list(found.values())
+        lineage: dict[tuple[str, str], SeenSpan] = {}
+        outer: SeenSpan | None = span
+        while outer is not None and outer.key not in lineage and len(lineage) < _MAX_LINEAGE:
+            lineage[outer.key] = outer
+            outer = self._spans.get((outer.trace, outer.parent)) if outer.parent else None
+        return list(lineage.values())
 
     def calls(self) -> list[SeenCall]:
         """The LLM invocations in the order they started; one that several instrumentations saw has a span in a span."""
@@ -378,16 +373,16 @@ class SpanTree:
         return [self._call(group) for group in groups.values()]
 
     def tool_results(self) -> list[ToolResult]:
-        """What the tools did, in the order they started."""
+        """The results of tools, in the order in which the tools started."""
         runs: dict[tuple[str, str], list[SeenSpan]] = {}
         for span, did in self._ordered():
             if isinstance(did, ToolResult):
                 runs.setdefault(outermost_execution(self.lineage(span)).key, []).append(span)
-        found = []
+        results = []
         for run in runs.values():
             run.sort(key=lambda span: len(self.lineage(span)))
-            found.append(tool_result_of(run, agent_of(self.lineage(run[-1]))))
-        return found
+            results.append(tool_result_of(run, agent_of(self.lineage(run[-1]))))
+        return results
 
     def _ordered(self) -> Iterator[tuple[SeenSpan, ModelCall | ToolResult]]:
         for span in sorted(self._spans.values(), key=lambda span: span.started or 0.0):
@@ -396,12 +391,12 @@ class SpanTree:
 
     def _calls_around(self, span: SeenSpan) -> list[SeenSpan]:
         """A call's span, and those directly around it that are calls too; innermost first."""
-        return list(itertools.takewhile(lambda each: isinstance(each.did, ModelCall), self.lineage(span)))
+        return list(itertools.takewhile(lambda outer: isinstance(outer.did, ModelCall), self.lineage(span)))
 
     def _call(self, spans: list[SeenSpan]) -> SeenCall:
         spans.sort(key=lambda span: len(self.lineage(span)))
-        told = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
-        response_id = next(filter(None, told), None)
+        ids = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
+        response_id = next(filter(None, ids), None)
         return SeenCall(response_id, identity_of(self.lineage(spans[-1])), tuple(spans))
 
 

@@ -1,4 +1,4 @@
-"""What an adapter keeps when it is used alone, without a gateway that records the calls."""
+"""The records of an adapter that is used alone, without a gateway that records the calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from agl_core.types import (
 from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 Records: TypeAlias = tuple[Rollout, Attempt, list[Call], list[ToolResult]]
-"""What `agl_core.learning.build_episode` makes an episode of."""
+"""`agl_core.learning.build_episode` makes an episode of these."""
 
 
 class CapturedRollout:
@@ -163,14 +163,14 @@ def sampling_of(request: Mapping[str, Json]) -> Sampling:
     )
 
 
-def ids_of(found: Any) -> Tokens | None:
+def ids_of(ids: Any) -> Tokens | None:
     """Token ids that an endpoint returned; None if it returned none."""
-    return np.array(found, np.int32) if isinstance(found, list) and found else None
+    return np.array(ids, np.int32) if isinstance(ids, list) and ids else None
 
 
-def logprobs_of(found: Any) -> Logprobs | None:
+def logprobs_of(logprobs: Any) -> Logprobs | None:
     """The log-probabilities of a choice's `logprobs`, one for each token; None if it has none."""
-    content = found.get("content") if isinstance(found, Mapping) else None
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
     return np.array([token["logprob"] for token in content], np.float32) if content else None
 
 
@@ -194,7 +194,7 @@ def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
 
     episodes = agl_core.load_episodes("episodes.jsonl")
     """
-    found = []
+    episodes = []
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -203,9 +203,9 @@ def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
         if not line.strip():
             continue
         try:
-            found.append(from_json(Episode, json.loads(line)))
+            episodes.append(from_json(Episode, json.loads(line)))
         except ValueError as error:
             raise EpisodesError(
                 f"Line {number} of {path} is no episode: {error}. Write it with agl_core.save_episodes, one a line."
             ) from error
-    return found
+    return episodes

@@ -1,4 +1,4 @@
-"""What became of a tool call: one ordered table of rules for adapters, spans and conversations.
+"""The status of a tool call: one ordered table of rules for adapters, spans and conversations.
 
 The first rule that matches decides, and its name is kept with the tool result (`ToolResult.status_rule`). A reported
 failure counts: an exception, or a status "error". A reported success counts only if the tool's author set it, because
@@ -32,9 +32,9 @@ _EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
 _NO_ERROR = frozenset({"", "none", "null", "nil", "no", "false", "0"})
 """Words for nothing."""
 _SETTING = r"\s* \d+(?:\.\d+)? \s* \w* \s* \n"
-"""What follows "timeout:" where it is one of several settings."""
-_REASON = "|".join(re.escape(each.phrase) for each in HTTPStatus if each >= 400)
-"""What stands beside the number of an HTTP error."""
+"""This follows "timeout:" where that is one of several settings."""
+_REASON = "|".join(re.escape(status.phrase) for status in HTTPStatus if status >= 400)
+"""The words beside the number of an HTTP error."""
 _WHO = r"""
     (?: (?: the | your | this | a | an ) \s )?
     (?: (?! (?: of | in | on | at | by | that | this | the | and | or | but | sa(?:id|ys) ) \b )
@@ -44,14 +44,14 @@ _WHO = r"""
       | socket | task | tool | transaction | url | write )
     (?: \s ["'`[] .{0,200}? ["'`\])] | \s (?: to | for | from | of | with ) \s \S{1,200} )?
 """
-"""What can time out: "The read operation", "Command '['sleep', '9']'", "Request to https://…"."""
+"""Things that can time out: "The read operation", "Command '['sleep', '9']'", "Request to https://…"."""
 _MAX_PRINTED = 20_000
 """Characters of a printed dictionary that is read: Python's own reader is slow."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of one run of a tool."""
+    """One run of a tool, as far as it is known."""
 
     text: str = ""
     """Its result, if that is a text."""
@@ -61,7 +61,7 @@ class Seen:
     reported: Json = None
     """"error", or "success" if the tool's author set it."""
     is_known: bool = True
-    """Whether its result is known."""
+    """False if nothing is known of its result."""
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
@@ -78,12 +78,12 @@ class Seen:
 def _object(text: str) -> Mapping[str, Any]:
     try:
         if text.startswith("{'") and len(text) <= _MAX_PRINTED:
-            found = ast.literal_eval(text)
+            value = ast.literal_eval(text)
         else:
-            found = json.loads(text) if text.startswith("{") else {}
+            value = json.loads(text) if text.startswith("{") else {}
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return value if isinstance(value, Mapping) else {}
 
 
 def message_text(content: Json) -> str:
@@ -114,7 +114,7 @@ class StatusRule:
 
     name: str
     when: str
-    """What it matches, in words; what is in backticks is an example."""
+    """The texts that it matches, in words; in backticks are examples."""
     status: ToolStatus
     """An ERROR whose beginning names a timeout is a TIMEOUT."""
     finds: Finder
@@ -140,15 +140,15 @@ def _if(condition: Callable[[Seen], bool]) -> Finder:
 def _status_error(seen: Seen) -> str | None:
     if seen.fields.get("status") != "error":
         return None
-    said = (seen.fields.get(name) for name in ("error_message", "content", "message", "error"))
-    return next((message_text(each) for each in said if each), "")
+    messages = (seen.fields.get(name) for name in ("error_message", "content", "message", "error"))
+    return next((message_text(message) for message in messages if message), "")
 
 
 def _error_field(seen: Seen) -> str | None:
     error = seen.fields.get("error")
-    said = str(error).strip()
-    is_none = not error or said.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
-    return None if is_none else said
+    text = str(error).strip()
+    is_none = not error or text.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
+    return None if is_none else text
 
 
 _LOOKS_LIKE_ERROR = re.compile(
@@ -215,7 +215,7 @@ REPORTED = (
         _if(lambda seen: seen.reported is not None),
     ),
 )
-"""What somebody said of the tool call."""
+"""Rules for what somebody said of the tool call."""
 
 WORDS = (
     StatusRule(
@@ -308,7 +308,7 @@ WORDS = (
     ),
     StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
 )
-"""What the result itself says; the last one always matches."""
+"""Rules for what the result itself says; the last one always matches."""
 
 
 @cache
@@ -323,14 +323,14 @@ def status_rules() -> tuple[StatusRule, ...]:
 
 
 class Decided(NamedTuple):
-    """What became of a tool call, and the rule that decided it."""
+    """The status of a tool call, and the rule that decided it."""
 
     status: ToolStatus
     rule: str
 
 
 def decide(seen: Seen) -> Decided:
-    """What the first rule that matches says, of what is in `{"result": …}` if that is all there is.
+    """The status by the first rule that matches, of what is in `{"result": …}` if that is all there is.
 
     Google ADK 2.13.0 sends everything in it that is no dictionary.
     """
@@ -347,11 +347,11 @@ def decide(seen: Seen) -> Decided:
 
 
 def status_of(result: Any) -> Decided:
-    """What became of a tool call, by what it returned or raised.
+    """The status of a tool call, by what it returned or raised.
 
     An exception that was raised from a timeout is a timeout. A text is read as in a message (see `message_status`).
 
-    >>> [str(status_of(each).status) for each in (7, "", [], ValueError(), TimeoutError())]
+    >>> [str(status_of(result).status) for result in (7, "", [], ValueError(), TimeoutError())]
     ['ok', 'empty', 'empty', 'error', 'timeout']
     >>> status_of({"error": "no city"}).rule, status_of({"error": None, "rows": 3}).rule
     ('error-field', 'ok')
@@ -362,13 +362,13 @@ def status_of(result: Any) -> Decided:
 
 
 def message_status(content: Json, status: Json = None) -> Decided:
-    """What a `tool` message says became of the tool.
+    """The status of a tool, by the `tool` message that answers its call.
 
     `status` is what was reported of it: "error", or "success" if the tool's author said so, and not the framework,
     which calls anything that did not raise a success. Otherwise the content decides. A tool that words its failure in
     its own way needs an adapter or a rule of the user's.
 
-    >>> [str(message_status(each).status) for each in ("22 °C", "5 errors", "null", "Error: no city", "Timed out.")]
+    >>> [str(message_status(text).status) for text in ("22 °C", "5 errors", "null", "Error: no city", "Timed out.")]
     ['ok', 'ok', 'empty', 'error', 'timeout']
     >>> message_status("ValueError: no such city").rule, message_status("no such city", "error").rule
     ('exception', 'reported-error')
