@@ -22,9 +22,9 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.testing.engines import Row, batch_of
 from agl_torch import attention
 from agl_torch.loading import LoadedModel
-from agl_torch.serving.requests import Request
-from agl_torch.serving.sampler import Sampler
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.requests import Request
+from agl_torch.sampler import Sampler
+from agl_torch.trainer import PolicyTrainer
 
 STEPS, PROMPTS, GROUP, PROMPT, RESPONSE = 5, 16, 8, 60, 32
 

@@ -26,7 +26,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
 from agl_torch.loading import LoadedModel, load_model
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.trainer import PolicyTrainer
 
 from .recorded_data import Data
 

@@ -46,7 +46,7 @@ from agl_core.types import Batch
 from agl_torch.engine import TorchEngine
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.plugin import TorchOptions
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.trainer import PolicyTrainer
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples" / "calc" / "policy"

@@ -23,7 +23,7 @@ from agl_core.protocols import PolicySpec
 from agl_torch import attention
 
 if TYPE_CHECKING:
-    from agl_torch.training.trainer import PolicyTrainer
+    from agl_torch.trainer import PolicyTrainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")

@@ -12,7 +12,7 @@ from torch import Tensor
 from agl_algorithms.policy_gradient import PolicyGradient
 from agl_core.types import Workload
 from agl_torch.loading import LoadedModel
-from agl_torch.training.trainer import passes_of
+from agl_torch.trainer import passes_of
 
 ACTIVATIONS_ON_CPU = 2**29
 """Bytes of one training pass. More makes passes no faster: a core is busy with far fewer tokens."""
@@ -72,7 +72,7 @@ PROCESS = 500 * 2**20
 FULL_PRECISION = 4
 """Bytes of a float32: of a gradient, of each of AdamW's two moments, and of the master of a smaller weight."""
 LOGITS = 2**28
-"""Bytes of the logits that exist at the same time, with copies (`agl_torch.training.batching`)."""
+"""Bytes of the logits that exist at the same time, with copies (`agl_torch.batching`)."""
 DECODING = 2.5
 """What sampling a token takes against one of a long forward pass, measured on a CPU with 64 rows of a 135M model."""
 STEP_SECONDS = 1e-8

@@ -30,14 +30,14 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, find_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
+from agl_torch.api import ModelServer, create_app
+from agl_torch.conversation import tokenized
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
+from agl_torch.loop import EngineLoop
 from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
 from agl_torch.plugin import TorchOptions
-from agl_torch.serving.api import ModelServer, create_app
-from agl_torch.serving.conversation import tokenized
-from agl_torch.serving.loop import EngineLoop
-from agl_torch.serving.sampler import Sampler
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.sampler import Sampler
+from agl_torch.trainer import PolicyTrainer
 
 TINY = 10_000_000
 """Weights of a model that samples on one thread: what is computed for one of its tokens is not worth sharing out."""

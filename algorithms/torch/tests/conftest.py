@@ -22,13 +22,13 @@ from agl_core.testing.engines import Row, batch_of
 from agl_core.training.child import UpdateRequest
 from agl_core.types import Batch, FinishReason
 from agl_torch import attention
+from agl_torch.api import ChatRequest, ModelServer, parse_request
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies
-from agl_torch.serving.api import ChatRequest, ModelServer, parse_request
-from agl_torch.serving.requests import Generated, Request, Response
-from agl_torch.serving.sampler import Sampler
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.requests import Generated, Request, Response
+from agl_torch.sampler import Sampler
+from agl_torch.trainer import PolicyTrainer
 
 CHATML = (Path(__file__).parents[3] / "examples" / "imitation.jinja").read_text()
 

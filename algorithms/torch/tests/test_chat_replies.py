@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from agl_core.types import FinishReason
-from agl_torch.serving.api import ModelServer
-from agl_torch.serving.conversation import ChatError
-from agl_torch.serving.requests import Generated, Response
+from agl_torch.api import ModelServer
+from agl_torch.conversation import ChatError
+from agl_torch.requests import Generated, Response
 
 from .conftest import CALCULATOR, Loaded, ScriptedChat, parsed
 

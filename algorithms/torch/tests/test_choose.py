@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agl_torch.serving.requests import Uniforms, choose
+from agl_torch.requests import Uniforms, choose
 
 
 def pick(logits: list[float], uniforms: list[float], temperature: float = 1.0, top_p: float = 1.0, forced: int = -1):

@@ -17,7 +17,7 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch
 from agl_torch.loading import LoadedModel, load_model
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.trainer import PolicyTrainer
 
 from .conftest import make_batch, trainer_of, weights_of
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from agl_core.errors import EngineError
-from agl_torch.serving.loop import EngineLoop
-from agl_torch.serving.requests import Request
-from agl_torch.serving.sampler import Sampler
+from agl_torch.loop import EngineLoop
+from agl_torch.requests import Request
+from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, random_ids
 

@@ -13,9 +13,9 @@ import openai
 import pytest
 import uvicorn
 
-from agl_torch.serving.api import ModelServer, create_app
-from agl_torch.serving.loop import EngineLoop
-from agl_torch.serving.sampler import Sampler
+from agl_torch.api import ModelServer, create_app
+from agl_torch.loop import EngineLoop
+from agl_torch.sampler import Sampler
 
 from .conftest import Loaded
 

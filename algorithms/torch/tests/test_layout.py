@@ -13,9 +13,9 @@ from transformers import CohereConfig, CohereForCausalLM
 
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
+from agl_torch import batching
+from agl_torch.batching import Limits, MicroBatch, micro_batches, score
 from agl_torch.loading import LoadedModel
-from agl_torch.training import batching
-from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
 
 from .conftest import make_batch, plain_logprobs
 

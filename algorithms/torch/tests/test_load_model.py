@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.loading import LoadedModel, load_model
-from agl_torch.serving.requests import Request
-from agl_torch.serving.sampler import Sampler
+from agl_torch.requests import Request
+from agl_torch.sampler import Sampler
 
 from .conftest import LORA, TEXTS, Shape, make_checkpoint
 

@@ -18,7 +18,7 @@ from agl_torch.loading import LoadedModel
 from agl_torch.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies, Policy
-from agl_torch.serving.requests import Request
+from agl_torch.requests import Request
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 

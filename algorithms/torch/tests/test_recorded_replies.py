@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agl_core.types import RecordedReply
-from agl_torch.serving.conversation import tokenized
+from agl_torch.conversation import tokenized
 
 from .conftest import CALCULATOR, Loaded, ScriptedChat
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from agl_torch.serving.requests import Request
-from agl_torch.serving.sampler import Sampler
+from agl_torch.requests import Request
+from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, drive, random_ids, recomputed
 

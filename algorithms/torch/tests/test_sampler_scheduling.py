@@ -27,8 +27,8 @@ from transformers import (
 
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_torch.serving.requests import Generated, Request
-from agl_torch.serving.sampler import Sampler
+from agl_torch.requests import Generated, Request
+from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, drive, random_ids, recomputed
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_torch.serving.conversation import Sessions
+from agl_torch.conversation import Sessions
 
 from .conftest import CALCULATOR, CHATML, Loaded, ScriptedChat
 

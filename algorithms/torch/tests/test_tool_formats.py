@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_torch.serving.formats import FORMATS, ToolFormat, detect_format, in_plain_text
+from agl_torch.formats import FORMATS, ToolFormat, detect_format, in_plain_text
 
 from .conftest import CALCULATOR, CHATML, LLAMA
 

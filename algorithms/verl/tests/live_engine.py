@@ -23,7 +23,7 @@ from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.wire.headers import HEADER_POLICY
 from agl_torch.loading import LoadedModel, load_model, save_policy
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
 from agl_verl.plugin import VerlOptions

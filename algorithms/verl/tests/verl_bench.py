@@ -26,7 +26,7 @@ from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.loading import LoadedModel, load_model
-from agl_torch.training.trainer import PolicyTrainer
+from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.losses import STEP_WEIGHT, TOTAL_LOSS, TRAINING_STEP, actor_loss, critic_loss

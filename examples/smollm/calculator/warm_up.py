@@ -18,8 +18,8 @@ import torch
 from sum_tool import TOOLS
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from agl_torch.conversation import ChatText
 from agl_torch.loading import load_tokenizer
-from agl_torch.serving.conversation import ChatText
 
 sys.path += [str(folder) for folder in Path(__file__).parents[1:3]]
 from imitation import imitate

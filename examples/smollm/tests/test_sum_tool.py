@@ -13,7 +13,7 @@ from sum_tool import TOOLS, use
 from transformers import AutoTokenizer
 from warm_up import PlainTextDemonstrations, conversation
 
-from agl_torch.serving.conversation import ChatText
+from agl_torch.conversation import ChatText
 
 TOKENIZER = Path(__file__).parents[2] / "calc" / "policy"
 TURNS = (

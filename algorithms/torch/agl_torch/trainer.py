@@ -25,8 +25,8 @@ from agl_core.errors import EngineError
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
+from agl_torch.batching import Limits, MicroBatch, micro_batches, read_values, score
 from agl_torch.loading import LoadedModel
-from agl_torch.training.batching import Limits, MicroBatch, micro_batches, read_values, score
 
 BACKWARD_COST = 2.0
 """A backward pass takes about as long as two forward passes."""

@@ -29,11 +29,11 @@ from agl_core.errors import AglError, nearest
 from agl_core.learning.transitions import DISTORTING, distorting
 from agl_core.types import FinishReason
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
+from agl_torch.conversation import ChatError, ChatText, Prompt, Sessions, normalise
+from agl_torch.formats import Message, Parsed, ToolFormat
 from agl_torch.loading import LoadedModel
-from agl_torch.serving.conversation import ChatError, ChatText, Prompt, Sessions, normalise
-from agl_torch.serving.formats import Message, Parsed, ToolFormat
-from agl_torch.serving.loop import EngineLoop
-from agl_torch.serving.requests import Generated, Request, Response
+from agl_torch.loop import EngineLoop
+from agl_torch.requests import Generated, Request, Response
 
 MAX_CHOICES = 128
 _LONGEST_NOTE = 1000
@@ -308,7 +308,7 @@ class ModelServer:
         if self.text.tool_format is None or not self.text.takes_tools:
             raise ChatError(
                 f"The chat template of {self.name!r} writes tool calls in no format that this engine knows "
-                "(see agl_torch.serving.formats), so tools cannot be offered to it.",
+                "(see agl_torch.formats), so tools cannot be offered to it.",
                 param="tools",
                 code="tools_not_supported",
             )

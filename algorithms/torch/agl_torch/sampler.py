@@ -18,9 +18,9 @@ from torch import Tensor
 
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
+from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.loading import LoadedModel
-from agl_torch.serving.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
-from agl_torch.serving.requests import Counters, Generated, Job, Request, Row, Uniforms, choose
+from agl_torch.requests import Counters, Generated, Job, Request, Row, Uniforms, choose
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4

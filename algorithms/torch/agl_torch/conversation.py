@@ -24,7 +24,7 @@ import numpy as np
 
 from agl_core.errors import ServerError
 from agl_core.types import RecordedReply, TokenizedReply, Tokens
-from agl_torch.serving.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
+from agl_torch.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
 
 
 class ChatError(ServerError):

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from agl_core.errors import EngineError
-from agl_torch.serving.requests import Generated, Request
-from agl_torch.serving.sampler import Sampler
+from agl_torch.requests import Generated, Request
+from agl_torch.sampler import Sampler
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
