@@ -168,7 +168,7 @@ policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/imitation.py calc --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)
-	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_kills.py
+	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_processes.py -k kills
 
 fuzz: install ## Run the property tests with other examples than `make test` (ten minutes)
 	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,(import|from) hypothesis))
