@@ -63,7 +63,7 @@ def export(
 
     For instance: agl export calc --to sft --min-reward 1 --out sft.jsonl
     """
-    query = Query(step, mode, agent=agent, low=min_reward, high=max_reward, split=split, verdict=verdict)
+    query = Query(step=step, mode=mode, agent=agent, low=min_reward, high=max_reward, split=split, verdict=verdict)
     exported = asyncio.run(export_run(find_run(run), to, out, query))
     if as_json:
         print_json(exported)
@@ -92,7 +92,7 @@ def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> Non
     `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; any other key is the task's
     metadata, which reward rules see. If a line is wrong, it is named, and nothing is imported.
     """
-    imported = asyncio.run(import_file(file, name, RUNS))
+    imported = import_file(file, name, RUNS)
     if as_json:
         print_json(imported)
         return
@@ -159,7 +159,7 @@ def try_(
         _ask(config, read_config(config, set_))
     loaded = load(config, set_, needs=SCORED)
     check(loaded)
-    trial = asyncio.run(try_rewards(loaded, config, run, rollout, step))
+    trial = try_rewards(loaded, config, run, rollout, step)
     if as_json:
         print_json(trial)
     else:

@@ -124,7 +124,19 @@ def rollouts(
 ) -> None:
     """List the rollouts of a run, the newest last."""
     query = Query(
-        *(step, mode, ending, agent, policy, tool, tool_status, dropped, min_reward, max_reward, text, split, verdict)
+        step=step,
+        mode=mode,
+        ending=ending,
+        agent=agent,
+        policy=policy,
+        tool=tool,
+        status=tool_status,
+        dropped=dropped,
+        low=min_reward,
+        high=max_reward,
+        text=text,
+        split=split,
+        verdict=verdict,
     )
 
     async def read(store: Store) -> tuple[RolloutList, dict[str, Health]]:

@@ -36,12 +36,12 @@ def check(loaded: LoadedConfig) -> None:
 
     Of a configuration that was not read as a whole, what was read is checked.
     """
-    found: dict[str, list[str]] = {}
+    policies_of: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
         for check_one in (_groups, _time_axis, _tool_results, _engine, _replay):
             for problem in check_one(loaded, plan):
-                found.setdefault(problem, []).append(policy)
-    problems = [*_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in found.items())]
+                policies_of.setdefault(problem, []).append(policy)
+    problems = [*_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in policies_of.items())]
     if problems:
         raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
 

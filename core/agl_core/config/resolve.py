@@ -137,9 +137,9 @@ class _Resolver:
         else:
             self._unknown(kind, section.name, (*place, "name"))
             tables.pop(section.name, None)
-        found = {name: self._chosen(kind, name, settings, (*place, name)) for name, settings in tables.items()}
-        settings = {name: chosen.settings for name, chosen in found.items() if chosen}
-        return PluginChoice(name=section.name, **settings), found.get(section.name)
+        options = {name: self._chosen(kind, name, settings, (*place, name)) for name, settings in tables.items()}
+        settings = {name: chosen.settings for name, chosen in options.items() if chosen}
+        return PluginChoice(name=section.name, **settings), options.get(section.name)
 
     def policies(
         self, sections: Mapping[str, PolicySection], algorithm: Chosen | None, credit: Chosen | None
@@ -162,19 +162,22 @@ class _Resolver:
         self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, Named]
     ) -> tuple[dict[str, Named], dict[str, Chosen]]:
         """Tables of which each names its plugin by the key `named_by`, or else by its own name."""
-        resolved, found = {}, {}
+        resolved, components = {}, {}
         for name, table in tables.items():
             model = type(table)
             own = {key: getattr(table, key) for key in model.model_fields}
             chosen = self._chosen(
-                *(kind, own[named_by] or name, table.settings, (*place, name)),
+                kind,
+                own[named_by] or name,
+                table.settings,
+                (*place, name),
                 named_by=named_by if own[named_by] else None,
                 reserved=model,
             )
             resolved[name] = model(**own, **(chosen.settings if chosen else {}))
             if chosen:
-                found[name] = chosen
-        return resolved, found
+                components[name] = chosen
+        return resolved, components
 
     def sections(self, tables: Mapping[str, Any]) -> dict[str, Chosen]:
         """The tables of plugins; one that no installed plugin brings is left out if sections need not be there."""
@@ -196,14 +199,14 @@ class _Resolver:
         known = self._plugins.components(kinds.TRACKER)
         wanted = {**({_TENSORBOARD: {}} if _TENSORBOARD in known else {}), **sections}
         resolved: dict[str, dict[str, Any] | Literal[False]] = {}
-        found = {}
+        components = {}
         for name, settings in wanted.items():
             if settings is False:
                 resolved[name] = False
             elif chosen := self._chosen(kinds.TRACKER, name, settings, ("trackers", name)):
-                found[name] = chosen
+                components[name] = chosen
                 resolved[name] = dict(chosen.settings)
-        return resolved, found
+        return resolved, components
 
     def _chosen(
         self,
@@ -247,7 +250,7 @@ def with_absolute_paths(value: Any, folder: Path) -> Any:
         case BaseModel():
             given = {name: getattr(value, name) for name in type(value).model_fields}
             resolved = {name: with_absolute_paths(inside, folder) for name, inside in given.items()}
-            return value.model_copy(update={name: each for name, each in resolved.items() if each != given[name]})
+            return value.model_copy(update={name: path for name, path in resolved.items() if path != given[name]})
         case dict():
             return {key: with_absolute_paths(inside, folder) for key, inside in value.items()}
         case list() | tuple() | set() | frozenset():

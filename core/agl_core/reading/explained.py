@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import Health, build_episode, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
-from agl_core.training.rollouts import counted_attempts
+from agl_core.training.rollouts import Recorded, by_rollout, counted_attempts
 from agl_core.types import (
     Attempt,
     AttemptKey,
@@ -184,15 +183,20 @@ async def counted_of(store: Store, rollouts: Sequence[Rollout]) -> list[tuple[Ro
 async def attempt_reports(store: Store, attempts: Sequence[tuple[Rollout, Attempt]]) -> list[AttemptReport]:
     """Everything that is recorded of these attempts."""
     keys = [attempt.key for _, attempt in attempts]
-    calls, tool_results = _by_attempt(await store.calls(keys)), _by_attempt(await store.tool_results(keys))
-    rewards, records = _by_attempt(await store.rewards(keys)), _by_attempt(await store.training_records(keys))
+    calls, tool_results = by_rollout(await store.calls(keys)), by_rollout(await store.tool_results(keys))
+    rewards, records = by_rollout(await store.rewards(keys)), by_rollout(await store.training_records(keys))
 
     def report(rollout: Rollout, attempt: Attempt) -> AttemptReport:
-        key, own_calls = attempt.key, calls.get(attempt.key, [])
-        episode = build_episode(rollout, attempt, own_calls, tool_results.get(key, ()), rewards.get(key, ()))
-        return AttemptReport(attempt, episode, records.get(key, ()), any(call.pruned for call in own_calls))
+        own_calls = _of(attempt, calls)
+        episode = build_episode(rollout, attempt, own_calls, _of(attempt, tool_results), _of(attempt, rewards))
+        return AttemptReport(attempt, episode, _of(attempt, records), any(call.pruned for call in own_calls))
 
     return [report(rollout, attempt) for rollout, attempt in attempts]
+
+
+def _of(attempt: Attempt, records: Mapping[str, Sequence[Recorded]]) -> list[Recorded]:
+    """The records of one attempt, among those of its rollout."""
+    return [record for record in records.get(attempt.rollout, ()) if record.attempt == attempt.attempt]
 
 
 async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Health]:
@@ -218,21 +222,3 @@ def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
 def reward_weights(run: Run) -> dict[str, float]:
     """The weights of a run's reward rules in the terminal reward, by name."""
     return {name: float(section["weight"]) for name, section in run.config.get("rewards", {}).items()}
-
-
-class _OfAttempt(Protocol):
-    @property
-    def rollout(self) -> str: ...
-
-    @property
-    def attempt(self) -> int: ...
-
-
-_Record = TypeVar("_Record", bound=_OfAttempt)
-
-
-def _by_attempt(records: Sequence[_Record]) -> dict[AttemptKey, list[_Record]]:
-    grouped: dict[AttemptKey, list[_Record]] = {}
-    for record in records:
-        grouped.setdefault(AttemptKey(record.rollout, record.attempt), []).append(record)
-    return grouped

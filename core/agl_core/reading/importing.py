@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class _Conversation(BaseModel):
     model: str = "unknown"
 
 
-def import_file(file: Path, name: str, runs: Path) -> Coroutine[Any, Any, Imported]:
+def import_file(file: Path, name: str, runs: Path) -> Imported:
     """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file.
 
     Each line of the file is a conversation in OpenAI's chat format, or an episode (`agl_core.save_episodes`,
@@ -90,7 +91,7 @@ def import_file(file: Path, name: str, runs: Path) -> Coroutine[Any, Any, Import
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
     if not file.is_file():
         raise EpisodesError(f"{file} is no file.")
-    return _import(file, runs / name)
+    return asyncio.run(_import(file, runs / name))
 
 
 async def _import(file: Path, base: Path) -> Imported:
@@ -176,7 +177,12 @@ def _episode_of(number: int, data: dict[str, Any], run: str, members: Counter[tu
     member = members[line.split, id]
     members[line.split, id] += 1
     return Episode(
-        *(rollout, 0, id, member, Task(id, question, line.split, dict(line.model_extra or {})), Mode.EVAL_SAMPLED),
+        rollout=rollout,
+        attempt=0,
+        group=id,
+        member=member,
+        task=Task(id, question, line.split, dict(line.model_extra or {})),
+        mode=Mode.EVAL_SAMPLED,
         ending=Ending.FINISHED,
         transitions=tuple(
             _transition(rollout, turn, messages[:at], messages[at], line) for turn, at in enumerate(replies)
@@ -216,7 +222,14 @@ def episode_records(episode: Episode, run: str) -> list[Record]:
     rollout, now = episode.rollout, time.time()
     records: list[Record] = [
         Rollout(
-            *(rollout, run, 0, episode.group, episode.task, episode.mode, episode.step, episode.member),
+            id=rollout,
+            run=run,
+            restart=0,
+            group=episode.group,
+            task=episode.task,
+            mode=episode.mode,
+            step=episode.step,
+            member=episode.member,
             state=RolloutState.DONE,
             counted_attempt=episode.attempt,
             ending=episode.ending,
@@ -239,11 +252,21 @@ def _call(choices: Sequence[Transition], now: float) -> Call:
     """The call of these transitions, one for each of its choices."""
     first = choices[0]
     return Call(
-        *(first.key.call, first.key.rollout, first.key.attempt, first.turn, first.policy, first.version),
+        id=first.key.call,
+        rollout=first.key.rollout,
+        attempt=first.key.attempt,
+        sequence=first.turn,
+        policy=first.policy,
+        version=first.version,
         request={"messages": list(first.messages), **({"tools": list(first.tools)} if first.tools else {})},
         choices=tuple(
             Choice(
-                *(t.key.choice, t.response, t.finish_reason, t.response_ids, t.logprobs, t.mask),
+                index=t.key.choice,
+                message=t.response,
+                finish_reason=t.finish_reason,
+                response_ids=t.response_ids,
+                logprobs=t.logprobs,
+                mask=t.mask,
                 parse_error=t.parse_error,
             )
             for t in choices

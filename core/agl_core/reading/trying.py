@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from agl_core.config import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
@@ -16,7 +17,7 @@ from agl_core.learning import BatchPlan, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.explained import superseded
 from agl_core.reading.importing import import_file
-from agl_core.reading.rollouts import entries_of
+from agl_core.reading.rollouts import RolloutEntry, entries_of
 from agl_core.reading.runs import find_run, has_store, is_capture, open_store
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts, recorded_episodes, scoring_rules
@@ -30,6 +31,7 @@ from agl_core.types import (
     RolloutState,
     ToolResult,
     TrainingRecord,
+    Transition,
     TransitionKey,
 )
 
@@ -120,51 +122,46 @@ class Trial:
 
 def try_rewards(
     loaded: LoadedConfig, config: Path, run: Path | None, ids: Sequence[str] = (), step: int | None = None
-) -> Coroutine[Any, Any, Trial]:
-    """`try_run` as `loaded`, the configuration in the file `config`, says.
+) -> Trial:
+    """Score recorded rollouts as `loaded`, the configuration in the file `config`, says, and credit those of training.
 
-    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration.
+    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration. The rollouts are those
+    of the groups, or with the beginnings of ids, in `ids`, or those of a training step, by default the last complete
+    one; of what was recorded without training, all. Each is credited with the members of its group. Nothing is written.
+    ConfigError if there is nothing to try, or if the configuration lacks a policy that training rollouts were sampled
+    from; PluginError if a credit rule fails.
     """
     if run is not None and run.is_file():
-        return _try_file(run, loaded, ids, step)
-    folder = _run_of(config, loaded) if run is None else find_run(run)
-    return try_run(folder, open_store(folder), loaded, ids, step)
+        with TemporaryDirectory(prefix="agl-try-") as folder:
+            imported = import_file(run, "episodes", Path(folder))
+            return replace(asyncio.run(_try(imported.run, loaded, ids, step)), run=run)
+    return asyncio.run(_try(_run_of(config, loaded) if run is None else find_run(run), loaded, ids, step))
 
 
-async def _try_file(file: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | None) -> Trial:
-    with TemporaryDirectory(prefix="agl-try-") as folder:
-        imported = await import_file(file, "episodes", Path(folder))
-        return replace(await try_run(imported.run, open_store(imported.run), loaded, ids, step), run=file)
-
-
-async def try_run(
-    run: Path, opened: Store, loaded: LoadedConfig, ids: Sequence[str] = (), step: int | None = None
-) -> Trial:
-    """Score recorded rollouts as the configuration says, and credit those of training.
-
-    The rollouts are those of the groups, or with the beginnings of ids, in `ids`, or those of a training step, by
-    default the last complete one; of what was recorded without training, all. Each is credited with the members of its
-    group. Nothing is written. ConfigError if there is nothing to try, or if the configuration lacks a policy that
-    training rollouts were sampled from; PluginError if a credit rule fails.
-    """
-    async with opened as store:
+async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | None) -> Trial:
+    async with open_store(run) as store:
         chosen = await _chosen(store, run, ids, step)
         groups = await _groups(store, chosen)
         done = [[member for member in group if member.state is RolloutState.DONE] for group in groups]
         unfinished = sum(map(len, groups)) - sum(map(len, done))
         everyone = [*(r for group in done for r in group), *(r for r in chosen if not r.mode.trains)]
         scored, failures = await _scored(loaded, await recorded_episodes(store, everyone, loaded.plugins.hook))
-        recorded = await _recorded(store, everyone)
+        records = await store.training_records(counted_attempts(everyone))
+        entries = {entry.rollout.id: entry for entry in await entries_of(store, everyone)}
     episodes = {episode.rollout: episode for episode in scored}
+    # Training left these out for their age: other rewards would not change that.
+    stale = {record.rollout for record in records if record.dropped == DropReason.STALE}
     in_training = {
-        id: replace(episode, dropped=DropReason.STALE) if recorded[id].stale and episode.dropped is None else episode
+        id: replace(episode, dropped=DropReason.STALE) if id in stale and episode.dropped is None else episode
         for id, episode in episodes.items()
     }
-    of_groups = [[in_training[member.id] for member in group] for group in done]
-    before = {key: value for record in recorded.values() for key, value in record.credit.items()}
-    after = _credited(loaded, of_groups)
+    before = {record.key: _credit(record) for record in records}
+    after = _credited(loaded, [[in_training[member.id] for member in group] for group in done])
     credit = {key: Change(before.get(key), after.get(key)) for key in {**before, **after}}
-    changes = [_rollout_change(episodes[r.id], recorded[r.id], credit) for r in chosen if r.id in episodes]
+    by_id = by_rollout(records)
+    changes = [
+        _rollout_change(episodes[r.id], entries[r.id], by_id.get(r.id, ()), credit) for r in chosen if r.id in episodes
+    ]
     mean = Change(_mean([c.terminal.before for c in changes]), _mean([c.terminal.after for c in changes]))
     return Trial(run, changes, mean, unfinished, failures)
 
@@ -248,51 +245,53 @@ def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict
     return credit
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """The records of one rollout."""
-
-    rewards: Sequence[Reward]
-    terminal: Value
-    credit: Mapping[TransitionKey, Value]
-    """Of the transitions that a step used."""
-    stale: bool
-    """Training left it out for its age: other rewards would not change that."""
-
-
-async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Recorded]:
-    records = by_rollout(await store.training_records(counted_attempts(rollouts)))
-    recorded = {}
-    for entry in await entries_of(store, rollouts):
-        uses, terminal = records.get(entry.rollout.id, []), entry.reward
-        value: Value = 0.0 if terminal is None and uses else terminal
-        if reasons := {str(use.dropped) for use in uses if use.credit is None and use.dropped not in _SCORED}:
-            value = f"dropped: {min(reasons)}"
-        stale = any(use.dropped == DropReason.STALE for use in uses)
-        credit = {use.key: _credit(use) for use in uses}
-        recorded[entry.rollout.id] = _Recorded(entry.rewards, value, credit, stale)
-    return recorded
+def _rollout_change(
+    episode: Episode,
+    entry: RolloutEntry,
+    records: Sequence[TrainingRecord],
+    credit: Mapping[TransitionKey, Change],
+) -> RolloutChange:
+    after: Value = episode.terminal if episode.dropped is None else f"dropped: {episode.dropped.value}"
+    before = _recorded_terminal(entry, records)
+    terminal = Change(after if before is None and isinstance(after, str) else before, after)
+    parts = ([reward for reward in rewards if reward.call is None] for rewards in (entry.rewards, episode.rewards))
+    rewards = _reward_changes(*parts)
+    transitions = [_transition_change(transition, entry, credit) for transition in episode.transitions]
+    return RolloutChange(
+        rollout=episode.rollout,
+        task=episode.task.id,
+        mode=episode.mode,
+        ending=episode.ending,
+        changed=any(part.changed for part in (terminal, *rewards, *transitions)),
+        terminal=terminal,
+        rewards=rewards,
+        transitions=transitions,
+    )
 
 
-def _rollout_change(episode: Episode, recorded: _Recorded, credit: Mapping[TransitionKey, Change]) -> RolloutChange:
-    now: Value = episode.terminal if episode.dropped is None else f"dropped: {episode.dropped.value}"
-    terminal = Change(now if recorded.terminal is None and isinstance(now, str) else recorded.terminal, now)
-    rewards = _reward_changes(*([r for r in all_ if r.call is None] for all_ in (recorded.rewards, episode.rewards)))
-    transitions = []
-    for t in episode.transitions:
-        own = [r for r in recorded.rewards if (r.call, r.choice) == (t.key.call, t.key.choice)]
-        before = [reward for reward in own if reward.source != AGENT_SOURCE]
-        transitions.append(
-            TransitionChange(
-                *(t.turn, t.agent, t.key.call, t.key.choice, t.tool_results),
-                rewards=_reward_changes(before, t.rewards),
-                reward=Change(sum(reward.value for reward in before), t.reward),
-                credit=credit.get(t.key, Change(None, None)),
-            )
-        )
-    changed = any([terminal.changed, *(r.changed for r in rewards), *(t.changed for t in transitions)])
-    of_rollout = episode.rollout, episode.task.id, episode.mode, episode.ending
-    return RolloutChange(*of_rollout, changed, terminal, rewards, transitions)
+def _transition_change(
+    transition: Transition, entry: RolloutEntry, credit: Mapping[TransitionKey, Change]
+) -> TransitionChange:
+    key = transition.key
+    own = [r for r in entry.rewards if (r.call, r.choice) == (key.call, key.choice) and r.source != AGENT_SOURCE]
+    return TransitionChange(
+        turn=transition.turn,
+        agent=transition.agent,
+        call=key.call,
+        choice=key.choice,
+        tool_results=transition.tool_results,
+        rewards=_reward_changes(own, transition.rewards),
+        reward=Change(sum(reward.value for reward in own), transition.reward),
+        credit=credit.get(key, Change(None, None)),
+    )
+
+
+def _recorded_terminal(entry: RolloutEntry, records: Sequence[TrainingRecord]) -> Value:
+    """R as it was in training: 0 for what was trained on without one, or the reason why it was dropped unscored."""
+    reasons = {str(r.dropped) for r in records if r.credit is None and r.dropped not in _SCORED}
+    if reasons:
+        return f"dropped: {min(reasons)}"
+    return 0.0 if entry.reward is None and records else entry.reward
 
 
 def _reward_changes(before: Sequence[Reward], after: Sequence[Reward]) -> list[RewardChange]:

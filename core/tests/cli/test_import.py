@@ -192,11 +192,8 @@ def test_export_then_import_gives_the_same_episodes(tmp_path_factory: Any, episo
     folder: Path = tmp_path_factory.mktemp("round")
     agl_core.save_episodes(folder / "first.jsonl", episodes)
 
-    async def round_trip() -> None:
-        imported = await import_file(folder / "first.jsonl", "one", folder)
-        await export_run(imported.run, Format.EPISODES, folder / "out")
-
-    asyncio.run(round_trip())
+    imported = import_file(folder / "first.jsonl", "one", folder)
+    asyncio.run(export_run(imported.run, Format.EPISODES, folder / "out"))
     found = {each.rollout: to_json(each) for each in agl_core.load_episodes(folder / "out")}
     assert found == {episode.rollout: to_json(episode) for episode in episodes}
 

@@ -223,7 +223,7 @@ def test_imported_conversations_with_their_rewards(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     said = '{{"messages": [{{"role": "user", "content": "2 + 3?"}}, {{"role": "assistant", "content": "{}"}}], "id": "a", "reward": {}}}\n'  # noqa: E501
     file.write_text(said.format("5", 1) + said.format("7", -0.5))
-    run = asyncio.run(import_file(file, "chats", tmp_path)).run
+    run = import_file(file, "chats", tmp_path).run
 
     taken = Taken(run, without_logprobs=True)
 
