@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from agl_algorithms.policy_gradient import Samples
 from agl_core import hooks, kinds
+from agl_core.capture import AttemptContext, Identity, Recording, current_identity, running
 from agl_core.config import check, load
+from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
+from agl_core.testing import episodes as make
+from agl_core.types import DropReason, Ending, Episode, Reward, Task
 
-PROGRAM = Path(__file__).parent / "plugins_page.py"
-PAGE = SimpleNamespace(**runpy.run_path(str(PROGRAM)))
-EXAMPLES: dict[str, str] = PAGE.examples()
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+FILES = {
+    code.split("\n", 1)[0].removeprefix("# "): code for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+}
+EXAMPLES = {name: code for name, code in FILES.items() if not name.startswith("test_")}
+CONFIGURATIONS: list[str] = re.findall(r"^\s*```toml\n(.*?)^\s*```$", PAGE, re.M | re.S)
+
+MADE = {
+    kinds.REWARD: {"brevity", "well_formed", "calculated", "shortest"},
+    kinds.CREDIT: {"relative"},
+    kinds.ALGORITHM: {"rloo"},
+    kinds.TASK_SOURCE: {"sums"},
+    kinds.TRACKER: {"reward_curve"},
+    kinds.BUFFER: {"unequal"},
+    kinds.STORE: {"fast_disk"},
+    kinds.ENGINE: {"endpoint"},
+    kinds.ADAPTER: {"tiny"},
+    kinds.SECTION: {"opening"},
+}
+"""The components of the page's files."""
 
 
 @pytest.fixture
@@ -42,7 +67,7 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
         kind: {name for name, each in plugins.components(kind).items() if each.origin in origins}
         for kind in kinds.KINDS
     }
-    assert brought == PAGE.MADE
+    assert brought == MADE
     other = {name for name in vars(hooks) if re.match(r"(rollout|episode|policy)_", name)}
     code = "\n".join(EXAMPLES.values())
     assert len(other) == 4
@@ -50,18 +75,17 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
 
 
 def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
-    PAGE.exercise(Plugins.load(files))
+    exercise(Plugins.load(files))
 
 
 async def test_the_example_of_a_test_passes() -> None:
-    code = PAGE.example_of_a_test()
     names: dict[str, Any] = {}
-    exec(compile(code, "test_my_agent.py", "exec"), names)
+    exec(compile(FILES["test_my_agent.py"], "test_my_agent.py", "exec"), names)
     await names["test_my_agent"]()
 
 
 def test_a_run_with_the_examples_is_accepted(files: list[Path], tmp_path: Path) -> None:
-    plugins, _, rewards, tasks, *_ = PAGE.configurations()
+    plugins, _, rewards, tasks, *_ = CONFIGURATIONS
     assert plugins.strip() == 'plugins = ["brevity.py"]'
     config = tmp_path / "train.toml"
     config.write_text(
@@ -85,6 +109,109 @@ store = {{ name = "fast_disk" }}
     assert loaded.tasks["train"].options.model_dump() == {"count": 500}
 
 
+def exercise(plugins: Plugins) -> None:
+    """Try each of the page's components; AssertionError for one that does not do what the page says."""
+
+    def made(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
+        component = plugins.component(kind, name, "the page")
+        assert component.doc, f"{kind} {name} has no description"
+        return component.build(component.options(**settings), *context)
+
+    for kind, names in MADE.items():
+        assert names <= plugins.components(kind).keys(), kind
+    short, long = _episode(0, "4", terminal=1.0), _episode(1, "It is four.")
+    assert made(kinds.REWARD, "brevity", limit=5)(short) == 1.0
+    assert made(kinds.REWARD, "brevity", limit=5)(long) == 0.0
+    assert made(kinds.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
+    calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
+    assert asyncio.run(made(kinds.REWARD, "calculated")(calculated)) == 1.0
+    assert made(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
+    assert made(kinds.REWARD, "shortest").reward([short]) == [None]
+    assert made(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
+    _try_algorithm(made(kinds.ALGORITHM, "rloo"))
+    sums = made(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
+    assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
+    unequal = made(kinds.BUFFER, "unequal")
+    unequal.add([short, replace(short, member=1)])
+    assert len(unequal) == 0
+    unequal.add([short, long])
+    assert len(unequal) == 1
+    asyncio.run(
+        _try_engine(made(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
+    )
+    assert made(kinds.SECTION, "opening", hour=8).hour == 8
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        curve = made(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")
+        curve.log(1, {"reward/mean": 0.5})
+        curve.log(2, {"loss": 0.5})
+        assert (folder / "rewards.csv").read_text() == "1,0.5\n"
+        asyncio.run(_try_store(made(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
+        assert (folder / "my-run.sqlite").exists()
+    _try_adapter(made(kinds.ADAPTER, "tiny"))
+    _try_run_hooks(plugins, short)
+
+
+def _episode(member: int, result: str, terminal: float = 0.0) -> Episode:
+    """Of two calls; the tool calls of the second cannot be parsed."""
+    calls = [make.transition(0, rollout=f"r{member}"), make.transition(1, rollout=f"r{member}", parse_error="no JSON")]
+    task = Task("t", "2 + 2 = ?")
+    return make.episode(*calls, rollout=f"r{member}", member=member, task=task, result=result, terminal=terminal)
+
+
+def _try_algorithm(algorithm: Any) -> None:
+    each, zeros = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
+    samples = Samples(
+        transition_R=each,
+        mask_R=torch.tensor([True, True]),
+        behaviour_R=torch.zeros(2),
+        values_N=torch.tensor([1.0, 0.0]),
+        scores_N=torch.tensor([1.0, 0.0]),
+        group_N=zeros,
+        rollout_N=each,
+        turn_N=zeros,
+    )
+    assert algorithm.advantages(samples).tolist() == [1.0, -1.0]
+
+
+async def _try_engine(engine: Any) -> None:
+    assert (await engine.start()).models == {"a": "m"}
+    assert await engine.versions() == {"a": 0}
+    await engine.stop()
+
+
+async def _try_store(store: Any) -> None:
+    async with store:
+        await store.put(Reward("r", 0, "right", 1.0, "right"))
+
+
+def _try_adapter(adapter: Any) -> None:
+    framework: Any = ModuleType("tiny_agents")
+    framework.Agent = type("Agent", (), {"name": "solver", "run": lambda self: current_identity()})
+    framework.Agent.call_tool = lambda self, call_id, tool, arguments: tool.upper()
+    sys.modules["tiny_agents"] = framework
+    try:
+        adapter.attach()
+        assert framework.Agent().run() == Identity("solver")
+        active = AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording())
+        with running(active):
+            assert framework.Agent().call_tool("c1", "search", {}) == "SEARCH"
+        assert [(each.tool, each.tool_call_id) for each in active.recording.tool_results] == [("search", "c1")]
+    finally:
+        del sys.modules["tiny_agents"]
+
+
+def _try_run_hooks(plugins: Plugins, built: Episode) -> None:
+    run = plugins.hook
+    run.rollout_started(make.rollout(), 0)
+    run.rollout_finished(make.rollout(), make.attempt())
+    run.policy_updated("default", 1, {})
+    assert run.episode_built(built) is built
+    assert run.episode_built(replace(built, result="I cannot answer.")).dropped is DropReason.PLUGIN
+    assert run.failures == {}
+    assert sys.modules["watching"].seen == {"started": 1, Ending.FINISHED: 1, "updated": 1}
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder to put on PYTHONPATH, with the page's files installed in it as a package."""
@@ -94,7 +221,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     (package / "__init__.py").touch()
     for name, code in EXAMPLES.items():
         (package / name).write_text(code)
-    _, project, *_, frameworks, commands = PAGE.configurations()
+    _, project, *_, frameworks, commands = CONFIGURATIONS
     entries = [f'{Path(name).stem} = "my_agl_plugins.{Path(name).stem}"' for name in EXAMPLES]
     assert entries[0] in project
     backend = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
@@ -117,15 +244,10 @@ AGL = "from agl_core.cli import main; main()"
 
 
 @pytest.mark.storm
-def test_the_examples_work_as_an_installed_package(installed: str) -> None:
-    run(str(PROGRAM), path=installed)
-
-
-@pytest.mark.storm
 def test_the_package_is_listed_with_its_settings_and_brings_its_command(installed: str) -> None:
     listed = json.loads(run("-c", AGL, "plugins", "--json", path=installed))
     mine = {(each["kind"], each["name"]): each for each in listed if each["origin"] == "my-agl-plugins 0.1"}
-    assert set(mine) == {(kind, name) for kind, names in PAGE.MADE.items() for name in names}
+    assert set(mine) == {(kind, name) for kind, names in MADE.items() for name in names}
     brevity = mine["reward", "brevity"]
     assert brevity["doc"] == "1 if the answer is short."
     assert brevity["settings"] == [{"name": "limit", "required": False, "default": 200, "description": ""}]

@@ -257,12 +257,13 @@ def _rollout_change(
     parts = ([reward for reward in rewards if reward.call is None] for rewards in (entry.rewards, episode.rewards))
     rewards = _reward_changes(*parts)
     transitions = [_transition_change(transition, entry, credit) for transition in episode.transitions]
+    changed = [terminal.changed, *(part.changed for part in rewards), *(part.changed for part in transitions)]
     return RolloutChange(
         rollout=episode.rollout,
         task=episode.task.id,
         mode=episode.mode,
         ending=episode.ending,
-        changed=any(part.changed for part in (terminal, *rewards, *transitions)),
+        changed=any(changed),
         terminal=terminal,
         rewards=rewards,
         transitions=transitions,
