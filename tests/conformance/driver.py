@@ -130,9 +130,6 @@ ATTACH = "attach"
 """The form in which the agent's code has no line of agl: everything installed is attached, as agl's workers do."""
 
 
-EVERY = "every scenario"
-
-
 class InexpressibleError(Exception):
     """The framework, or this driver, has no way to play the scenario."""
 
@@ -176,7 +173,6 @@ class Gap:
     """Cells that cannot pass, and why. An empty selection stands for all."""
 
     scenario: str
-    """Its name, or EVERY."""
     reason: str
     """One sentence for the matrix."""
     apis: tuple[str, ...] = ()
@@ -185,7 +181,7 @@ class Gap:
 
     def covers(self, scenario: str, api: str, streaming: bool, form: str) -> bool:
         return (
-            self.scenario in (EVERY, scenario)
+            self.scenario == scenario
             and (not self.apis or api in self.apis)
             and (not self.streaming or streaming in self.streaming)
             and (not self.forms or form in self.forms)

@@ -188,6 +188,13 @@ def test_after_a_call_of_an_unknown_agent_only_tool_and_arguments_decide(make: A
     assert of(make, calls, looked(make, "1", "west", parent_span="step-1")) == ([], ["1"])
 
 
+@pytest.mark.parametrize("uncounted", ["late", "undelivered"])
+def test_a_report_under_a_call_that_does_not_count_joins_nothing(make: Any, uncounted: str) -> None:
+    calls = [*looking(make, "north"), make.call(1, parent_span="step-1", **{uncounted: True})]
+    assert of(make, calls, looked(make, "1", "north", parent_span="step-1")) == ([], ["1"])
+    assert of(make, calls, replace(looked(make, "1", "north"), tool_call_id="of no call")) == ([], ["1"])
+
+
 def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open(make: Any) -> None:
     calls = looking(make, "north", "north")
     by_id = told(make, "9", "c0", "langchain")
