@@ -131,7 +131,7 @@ class World:
         ids, logprobs = np.array([1, 2, 3], dtype=np.int32), np.full(3, -0.5)
         reply = make.transition(prompt_ids=ids, response_ids=ids, logprobs=logprobs)
         replies = {"eval/sampled": [make.episode(reply, mode=Mode.EVAL_SAMPLED)]}
-        return Evaluated([], {"eval/greedy/reward/mean": reward}, 0, scores, [], replies)
+        return Evaluated(metrics={"eval/greedy/reward/mean": reward}, scores=scores, episodes=replies)
 
     async def train(self, steps: int) -> None:
         """Start a learner, which goes on from the last checkpoint, and have it train to this step."""

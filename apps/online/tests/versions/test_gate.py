@@ -20,7 +20,7 @@ NEAR = {"eval/sampled/kl": 0.02}
 def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
     scores = [TaskScore("eval", mode, f"task-{number}", (float(each),)) for number, each in enumerate(rewards)]
     metrics = {"reward/mean": float(np.mean(rewards)), "length/response": 20.0, **shares}
-    return Evaluated([], {f"eval/{mode}/{key}": value for key, value in metrics.items()}, 0, scores, [])
+    return Evaluated(metrics={f"eval/{mode}/{key}": value for key, value in metrics.items()}, scores=scores)
 
 
 def decision(
