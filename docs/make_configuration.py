@@ -67,12 +67,14 @@ def default_of(field: FieldInfo) -> str:
 
 
 def rows_of(model: type[BaseModel]) -> dict[str, str]:
-    """One row per key."""
-    return {
-        (key := field.alias or name): f"| `{key}` | {default_of(field)} | {_cell(field.description or '')} |"
-        for name, field in model.model_fields.items()
-        if not is_table(field)
-    }
+    """One row per key, each of which must have a description."""
+    rows = {}
+    for name, field in model.model_fields.items():
+        if not is_table(field):
+            assert field.description, f"{model.__name__}.{name} has no description"
+            key = field.alias or name
+            rows[key] = f"| `{key}` | {default_of(field)} | {_cell(field.description)} |"
+    return rows
 
 
 def _cell(text: str) -> str:
@@ -101,6 +103,7 @@ def tables(model: type[BaseModel], path: str = "", about: str = "") -> Iterator[
 
 def settings(component: Component, shown: dict[str, str]) -> Iterator[str]:
     """A component's settings; those that one of its kind above has too are only named. `shown` says whose they are."""
+    assert component.doc, f"{component.kind} {component.name} has no description"
     rows = rows_of(component.options)
     common = [key for key, row in rows.items() if row in shown]
     yield from (f"### {component.kind} `{component.name}` ({component.origin.split()[0]})", "", component.doc, "")

@@ -41,7 +41,7 @@ def component(
     options: type[BaseModel] | None = None,
     **declared: Any,
 ) -> Any:
-    """What a decorator of a kind returns: the decorated function, or without one, as in `@decorator(name=…)`, itself.
+    """The result of a decorator of a kind: the decorated function, or without one, as in `@decorator(name=…)`, itself.
 
     `make(function, *context, **settings)` makes the component; by default it is the function with its settings filled
     in. With `options`, the decorated thing is the builder.

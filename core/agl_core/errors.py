@@ -77,8 +77,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def last_frames(error: BaseException) -> str:
     """The end of an error's traceback, and before it, where that is in a library, the last place outside of any."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
-    own = [each for each in frames[:-_FRAMES] if not each.filename.startswith(_INSTALLED)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    own = [frame for frame in frames[:-_FRAMES] if not frame.filename.startswith(_INSTALLED)]
     last = frames[-_FRAMES:]
-    is_in_library = all(each.filename.startswith(_INSTALLED) for each in last)
+    is_in_library = all(frame.filename.startswith(_INSTALLED) for frame in last)
     return "".join(traceback.format_list([*(own[-1:] if is_in_library else ()), *last])).rstrip()

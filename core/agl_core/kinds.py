@@ -13,7 +13,7 @@ from agl_core.types import CreditKind
 
 
 class Capability(StrEnum):
-    """What a component needs of the rest of the run, or provides to it; checked before anything starts."""
+    """A need of a component, or its offer to the rest of the run; checked before anything starts."""
 
     TOKEN_IDS = "token ids"
     """Engines provide these seven."""
@@ -84,7 +84,7 @@ class Component:
 
 
 class Register:
-    """What `register_components` is called with; call it for each component. It keeps what one plugin brings."""
+    """The argument of `register_components`: call it for each component. It keeps those of one plugin."""
 
     def __init__(self, origin: str) -> None:
         self._origin = origin

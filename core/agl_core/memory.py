@@ -18,9 +18,9 @@ def peak_rss_bytes() -> int:
     """
     status = Path("/proc/self/status")
     if status.exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024
+        peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        if peak_kib:
+            return int(peak_kib[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -28,7 +28,7 @@ def peak_rss_bytes() -> int:
 
 
 def descendants_bytes() -> int:
-    """What the processes below this one have resident now, in bytes; a page that some share counts once for all.
+    """Bytes that the processes below this one have resident now; a page that some share counts once.
 
     0 where there is no /proc.
     """
@@ -36,11 +36,11 @@ def descendants_bytes() -> int:
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # A process may end meanwhile.
             children[int(status.read_text().rpartition(")")[2].split()[1])].append(int(status.parent.name))
-    found, below = 0, list(children[os.getpid()])
+    resident, below = 0, list(children[os.getpid()])
     while below:
         pid = below.pop()
         below += children[pid]
         with suppress(OSError):
             pages = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            found += int(pages[1]) * 1024 if pages else 0
-    return found
+            resident += int(pages[1]) * 1024 if pages else 0
+    return resident

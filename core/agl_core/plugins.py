@@ -28,7 +28,7 @@ DECORATED = "__agl_plugin__"
 """The attribute of a decorated function or class that registers the component made of it."""
 
 
-def lazily(package: str, **places: str) -> Callable[[str], Any]:
+def lazily(package: str, **modules: str) -> Callable[[str], Any]:
     """The `__getattr__` of a package whose names are imported when they are first used: the module of each, by name.
 
     A plugin's package is imported in every agl process, also where its framework is not used.
@@ -37,9 +37,9 @@ def lazily(package: str, **places: str) -> Callable[[str], Any]:
     """
 
     def get(name: str) -> Any:
-        if name not in places:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(places[name], package), name)
+        return getattr(importlib.import_module(modules[name], package), name)
 
     return get
 
@@ -70,11 +70,11 @@ class Plugins:
         """The installed plugins that failed when they were imported, or asked what they bring."""
         self._components: list[Component] = []
         self._decorated: set[Any] = set()
-        """What decorators made, each once: a plugin may import what another one has."""
+        """The components that decorators made, each once: a plugin may import those of another."""
 
     @classmethod
     def load(cls, files: Sequence[Path] = ()) -> Plugins:
-        """What is installed, and the user's own plugin files.
+        """The installed plugins, and the user's own plugin files.
 
         An installed plugin that fails is among the `broken` ones, because most runs do not need it; a file that fails
         is a PluginError, because it was asked for.
@@ -123,7 +123,7 @@ class Plugins:
         return register.components
 
     def components(self, kind: Kind) -> dict[str, Component]:
-        """What all plugins brought of one kind, by name."""
+        """The components of one kind, by name."""
         components: dict[str, Component] = {}
         for component in self._components:
             if component.kind == kind and (first := components.setdefault(component.name, component)) is not component:
@@ -141,7 +141,7 @@ class Plugins:
         return known[name]
 
     def unknown(self, kind: Kind, name: str) -> str:
-        """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
+        """The message about a component that no plugin brings: the nearest names, and the plugins that may have it."""
         elsewhere = [f"It may be in a plugin that is broken. {plugin}" for plugin in self.broken] or [
             "It may be in a package that is not installed here, or in a file that `plugins` does not name."
         ]
@@ -184,7 +184,7 @@ class RunHooks:
         """The episode as the plugins leave it; each gets what the one before it returned."""
         for hook in self._implementations("episode_built"):
             with self._guard(hook):
-                episode = _left(episode, hook.function(*(episode for _ in hook.argnames)))
+                episode = _returned(episode, hook.function(*(episode for _ in hook.argnames)))
         return episode
 
     def _call(self, name: str, **arguments: object) -> None:
@@ -213,8 +213,8 @@ class RunHooks:
                 )
 
 
-def _left(before: Episode, episode: object) -> Episode:
-    """What a plugin left of an episode, with the reason for which it dropped it, if it did."""
+def _returned(before: Episode, episode: object) -> Episode:
+    """The episode as a plugin returned it, with the reason for which it dropped it, if it did."""
     if episode is None:
         return before
     if not isinstance(episode, Episode):

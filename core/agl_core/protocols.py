@@ -1,4 +1,4 @@
-"""What the parts of agl are to each other: the interfaces that plugins implement."""
+"""The interfaces that plugins implement, and the values that cross them."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 
 
 class Algorithm(Protocol):
-    """What the core knows of an algorithm; an engine asks more of it."""
+    """An algorithm as the core knows it; an engine asks more of it."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether its loss compares with the initial weights."""
+        """True if its loss compares with the initial weights."""
 
     @property
     def needs_critic(self) -> bool:
-        """Whether its advantages come from a critic."""
+        """True if its advantages come from a critic."""
 
 
 class TaskSource(Protocol):
@@ -84,7 +84,7 @@ class RecordedTasks(TaskSource, Protocol):
     size: int
 
     without_logprobs: bool
-    """Whether calls without log-probabilities are trained on, and those without token ids tokenised."""
+    """Calls without log-probabilities are trained on, and those without token ids tokenised."""
 
     def members(self, index: int) -> int:
         """How many rollouts there are of the task at this index."""
@@ -133,7 +133,7 @@ class DrawnGroup:
 
     episodes: Sequence[Episode]
     weight: float = 1.0
-    """What the share of each of its transitions in the loss is multiplied by, at least 0."""
+    """Multiplies the share of each of its transitions in the loss; at least 0."""
 
 
 class Buffer(Protocol):
@@ -178,7 +178,7 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What an engine needs to know of one policy."""
+    """One policy as an engine needs to know it."""
 
     model: str
     """A folder or a hub name."""
@@ -187,19 +187,19 @@ class PolicySpec:
     lora: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str = ""
-    """What trains it, and with which options, as `Engine.update` will say: an engine may have to prepare for it."""
+    """The algorithm that trains it, as `Engine.update` will say: an engine may have to prepare for it."""
     algorithm_options: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     """The model as the configuration names it; `model` is where that is on this machine."""
     adapter: str | None = None
     """A folder with a saved adapter to put on the model, which is then served, and not trained."""
     version: int = 0
-    """What replies of a policy that is served, and not trained, name as their version."""
+    """The version that replies name if the policy is served, and not trained."""
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine needs to know of its run."""
+    """The run as an engine needs to know it."""
 
     run_dir: Path
     seed: int
@@ -208,7 +208,7 @@ class EngineContext:
     plugin_files: tuple[Path, ...]
     """The user's own plugin files, so that the engine's processes find the user's algorithm."""
     api_key: str
-    """What the gateway sends upstream as its bearer token."""
+    """The bearer token of the gateway's requests."""
     steps: int = 0
     """How many training steps the run is to make: schedules of the step size end there. 0: none is made."""
 
@@ -223,13 +223,13 @@ class Upstream:
     """The served model name of each policy."""
     api_key: str
     returns_ids: bool = True
-    """Whether replies carry token ids and log-probabilities."""
+    """Replies carry token ids and log-probabilities."""
     context_length: int | None = None
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an engine says about one update of one policy."""
+    """The result of one update of one policy."""
 
     version: int
     """The policy version that is served from now on."""
@@ -323,7 +323,7 @@ class Engine(ABC):
         """End all its processes; calling it again changes nothing."""
 
     def supports(self, method: str) -> bool:
-        """Whether it has this optional method, one of those below."""
+        """True if it has this optional method, one of those below."""
         return getattr(type(self), method) is not getattr(Engine, method)
 
     def report_stages(self, report: StageReport) -> None:
@@ -338,7 +338,7 @@ class Engine(ABC):
         raise self._not_supported("describe")
 
     async def estimate(self, work: Workload) -> Needs:
-        """What a run would take (`agl doctor CONFIG`); asked of a running engine, before it trains."""
+        """Memory and time that a run would take (`agl doctor CONFIG`); asked of a running engine, before it trains."""
         raise self._not_supported("estimate")
 
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:

@@ -22,7 +22,7 @@ EQUAL_WITHIN = 1e-9
 
 
 def are_equal(values: Iterable[float]) -> bool:
-    """Whether all are equal but for rounding, so that a comparison has nothing to learn from.
+    """True if all are equal but for rounding, so that a comparison has nothing to learn from.
 
     >>> are_equal([0.3, 0.1 + 0.2]), are_equal([0.3, 0.3001]), are_equal([])
     (True, False, True)

@@ -39,7 +39,7 @@ class Command(NamedTuple):
     panel: str
     help: str
     takes_all: bool = False
-    """Whether everything after its first argument is an argument too."""
+    """Everything after its first argument is an argument too."""
 
     def load(self, name: str) -> ClickCommand:
         """The command itself."""

@@ -174,7 +174,7 @@ def try_(
 
 
 def _ask(file: Path, config: RunConfig) -> None:
-    """Whether the rules may run; ConfigError without a terminal to ask on."""
+    """Ask for leave to run the rules; ConfigError without a terminal."""
     files = "".join(f", and of {plugin}" for plugin in config.plugin_files)
     runs = f"Trying runs the code of the rules in {file}{files}, with your rights."
     if not sys.stdin.isatty():

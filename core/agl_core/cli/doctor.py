@@ -50,10 +50,10 @@ class Finding:
 
     mark: str
     """`ok`, `note`, or `FAIL` if nothing works without it."""
-    what: str
-    said: str
+    subject: str
+    text: str
     remedy: str = ""
-    """What to do; empty if nothing is wrong."""
+    """Empty if nothing is wrong."""
 
 
 Findings: TypeAlias = Iterator[Finding]
@@ -78,7 +78,7 @@ def doctor(
     for finding in _findings(target, upstream, upstream_key_env, model):
         findings.append(finding)
         if not as_json:
-            typer.echo(harmless(f"{finding.mark:<4}  {finding.what}: {finding.said}"))
+            typer.echo(harmless(f"{finding.mark:<4}  {finding.subject}: {finding.text}"))
             if finding.remedy:
                 typer.echo(harmless(f"      → {finding.remedy}"))
     if as_json:
@@ -101,13 +101,13 @@ def _findings(target: Path | None, upstream: str | None, key_env: str | None, mo
         yield from _checked("model server", lambda: _server(upstream, key_env, model))
 
 
-def _checked(what: str, look: Callable[[], Findings]) -> Findings:
+def _checked(subject: str, look: Callable[[], Findings]) -> Findings:
     """The findings of `look`; the message of an error that agl raises on purpose says what to do."""
     try:
         yield from look()
     except AglError as error:
-        said, _, remedy = str(error).partition(". ")
-        yield Finding("FAIL", what, said, remedy or "see above")
+        text, _, remedy = str(error).partition(". ")
+        yield Finding("FAIL", subject, text, remedy or "see above")
 
 
 def _plugins() -> Findings:
@@ -115,8 +115,8 @@ def _plugins() -> Findings:
     for kind in (kinds.ENGINE, kinds.ALGORITHM, kinds.ADAPTER):
         yield Finding("ok", f"{kind}s", ", ".join(sorted(plugins.components(kind))) or "none")
     for broken in plugins.broken:
-        said = f"'{broken.name}' of {broken.origin} cannot be used ({broken.error})"
-        yield Finding("note", "plugins", said, "reinstall or uninstall it; what it brings is missing")
+        text = f"'{broken.name}' of {broken.origin} cannot be used ({broken.error})"
+        yield Finding("note", "plugins", text, "reinstall or uninstall it; what it brings is missing")
 
 
 def _configuration(file: Path) -> Findings:
@@ -125,12 +125,12 @@ def _configuration(file: Path) -> Findings:
     check(loaded)
     yield Finding("ok", "configuration", f"{file} is valid")
     if loaded.config.agent is not None:
-        said = (
+        text = (
             f"no tool that a model drives should be able to read {loaded.folder} (tasks with their answers) or "
             f"{loaded.config.runs.resolve()} (records, keys): run such tools as another user, or in a container "
             f"(docs/security.md)"
         )
-        yield Finding("ok", "agent's reach", said)
+        yield Finding("ok", "agent's reach", text)
     yield from _checked("start", lambda: _start(loaded))
 
 
@@ -175,15 +175,15 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
 def _resources(work: Workload, needs: Needs) -> Finding:
     """Memory and time of training; too little memory is a note, since the figure is rough."""
     gib, minutes = 2**30, max(1, round(needs.seconds / 60))
-    said = (
+    text = (
         f"training takes about {needs.memory_bytes / gib:.1f} GiB of {needs.available_bytes / gib:.0f} GiB and, at the "
         f"speed that this machine has now, {minutes} min: {work.steps} steps with {work.groups * work.group_size} "
         f"rollouts each, and {work.evaluated} rollouts in evaluations, each with one call of {work.prompt_tokens} + "
         f"{work.response_tokens} tokens (more calls take as much each; agents and tools take their own time)"
     )
     if needs.memory_bytes <= needs.available_bytes:
-        return Finding("ok", "resources", said)
-    return Finding("note", "resources", said, "train a LoRA adapter (policies.NAME.model.lora), or a smaller model")
+        return Finding("ok", "resources", text)
+    return Finding("note", "resources", text, "train a LoRA adapter (policies.NAME.model.lora), or a smaller model")
 
 
 def _run(run: Path) -> Findings:
@@ -194,8 +194,8 @@ def _run(run: Path) -> Findings:
         why, _, remedy = entry.verdict.text.partition(". ")
         yield Finding("FAIL" if entry.verdict.failed else "note" if remedy else "ok", "verdict", why, remedy)
     for line in health.damaged:
-        said = f"line {line} of {folder / 'metrics.jsonl'} is no line of metrics"
-        yield Finding("FAIL", "metrics", said, "remove it; a run is not resumed with such a line")
+        text = f"line {line} of {folder / 'metrics.jsonl'} is no line of metrics"
+        yield Finding("FAIL", "metrics", text, "remove it; a run is not resumed with such a line")
     for step, alarm in health.alarms:
         since = "since step" if health.holding.get(alarm.name) == step else "step"
         yield Finding("note", f"alarm {alarm.name}, {since} {step}", alarm.seen, alarm.remedy)
@@ -209,8 +209,8 @@ def _run(run: Path) -> Findings:
 def _waiting(folder: Path) -> Findings:
     server = find_server(None, folder, None, take_keys(), OPERATOR_KEY)
     if server is None:
-        said = "a process writes the run's store, but serves no run"
-        yield Finding("FAIL", "waiting", said, "see the log of the process that runs it (agl train)")
+        text = "a process writes the run's store, but serves no run"
+        yield Finding("FAIL", "waiting", text, "see the log of the process that runs it (agl train)")
         return
 
     async def look(store: Store) -> tuple[Activity, str, str]:
@@ -233,9 +233,9 @@ def _server(url: str, key_env: str | None, model: str | None) -> Findings:
     yield _ids("token ids", missing, "note")
 
 
-def _ids(what: str, missing: str, mark: str) -> Finding:
-    """Whether exact ids are returned; `mark` is that of a server that returns none."""
+def _ids(subject: str, missing: str, mark: str) -> Finding:
+    """The finding about exact ids; `mark` is that of a server that returns none."""
     if not missing:
-        return Finding("ok", what, "exact ids and log-probabilities are returned")
+        return Finding("ok", subject, "exact ids and log-probabilities are returned")
     remedy = "its replies can be recorded and scored, not trained on; servers like vLLM return ids when asked"
-    return Finding(mark, what, missing, remedy)
+    return Finding(mark, subject, missing, remedy)

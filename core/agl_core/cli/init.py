@@ -28,7 +28,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite files that are t
 FIRST_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """Small, and it can call tools."""
 _USUAL = ("solve", "run", "answer", "agent", "main")
-"""What agents are called, the likeliest first."""
+"""Usual names of agents, the likeliest first."""
 _NOWHERE = "http://127.0.0.1:9"
 """Clients that the file makes when it is imported need an address; nothing is sent there."""
 CONFIG = "train.toml"
@@ -164,7 +164,7 @@ def _chosen(file: Path, functions: Mapping[str, _Function]) -> str:
 
 
 def _takes_one(function: _Function) -> bool:
-    """Whether it can be called with one argument, but for the context."""
+    """True if it can be called with one argument, besides the context."""
     arguments = function.args
     named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     needed = [name for name in named[: len(named) - len(arguments.defaults)] if name != "context"]

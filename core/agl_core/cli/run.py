@@ -67,9 +67,9 @@ class _Recording:
     folder: Path
     store: Store
     is_new: bool
-    """Whether nothing was recorded there before."""
+    """Nothing was recorded there before."""
     described: Mapping[str, Any]
-    """What is stored as the run's configuration."""
+    """Stored as the run's configuration."""
     answering: Upstream | LoadedConfig
 
 
@@ -200,12 +200,12 @@ async def _launch(
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
     process: asyncio.subprocess.Process | None = None
-    came: list[signal.Signals] = []
+    signals: list[signal.Signals] = []
     # A terminal sends its Ctrl-C to the command too.
     has_terminal = any(os.isatty(descriptor) for descriptor in range(3))
 
     def pass_on(number: signal.Signals) -> None:
-        came.append(number)
+        signals.append(number)
         if process is not None and not (number is signal.SIGINT and has_terminal):
             with suppress(ProcessLookupError):
                 process.send_signal(number)
@@ -217,11 +217,11 @@ async def _launch(
         bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
         environment = {**inherited, **attempt_variables(lease, base_url), **bootstrap}
         process = await asyncio.create_subprocess_exec(*command, env=environment)
-        for number in tuple(came):  # They came before it had started.
+        for number in tuple(signals):  # Those from before its start.
             pass_on(number)
         status = await process.wait()
         read_spool(reports, recording)
-    return status if status >= 0 else 128 - status, bool(came), recording
+    return status if status >= 0 else 128 - status, bool(signals), recording
 
 
 def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What commands share: their options, and how they print: agents' text is never obeyed by the terminal."""
+"""Options and output that commands share; the terminal never obeys agents' text."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def print_json(value: Any) -> None:
 
 def table(*columns: str, numbers: tuple[str, ...] = (), **options: Any) -> Table:
     """A table with these columns; those of `numbers` are to the right, and never broken."""
-    made = Table(*columns, **options)
+    rows = Table(*columns, **options)
     for column in numbers:
-        made.add_column(column, justify="right", no_wrap=True)
-    return made
+        rows.add_column(column, justify="right", no_wrap=True)
+    return rows
 
 
 class Screen(Console):

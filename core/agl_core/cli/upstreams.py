@@ -60,7 +60,7 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]
 
 
 def missing_ids(completion: Mapping[str, Any]) -> str:
-    """What a completion lacks of token ids and their log-probabilities, in words; empty if it has them."""
+    """The token ids and log-probabilities that a completion lacks, in words; empty if it has them."""
     choice = completion["choices"][0]
     fields = {
         "prompt_token_ids": completion.get("prompt_token_ids"),

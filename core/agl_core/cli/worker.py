@@ -175,13 +175,13 @@ def _draining(worker: Worker, seconds: float, console: Screen) -> Iterator[None]
         console.print(f"ending: {worker.running} rollouts get {seconds:g} s to end; a second signal ends them now")
         worker.drain(seconds)
 
-    for each in signals:
-        loop.add_signal_handler(each, drain)
+    for number in signals:
+        loop.add_signal_handler(number, drain)
     try:
         yield
     finally:
-        for each in signals:
-            loop.remove_signal_handler(each)
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 async def _show(worker: Worker, console: Screen) -> None:

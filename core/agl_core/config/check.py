@@ -1,4 +1,4 @@
-"""Whether the chosen parts of a run go together, checked before anything starts: no setting is silently ignored."""
+"""The check that the chosen parts of a run go together, before anything starts: no setting is silently ignored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(loaded: LoadedConfig) -> None:
 
 
 def cautions(loaded: LoadedConfig) -> Iterator[str]:
-    """What works, and may still surprise."""
+    """Warnings about what works, and may still surprise."""
     staleness = loaded.config.asynchronous.max_staleness
     uncorrected = [policy for policy, plan in loaded.policies.items() if not corrects_staleness(plan)]
     if staleness and uncorrected:
@@ -58,7 +58,7 @@ def cautions(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def corrects_staleness(plan: PolicyPlan) -> bool:
-    """Whether importance weights are on; also if the algorithm has no such setting."""
+    """True if importance weights are on, or the algorithm has no such setting."""
     return getattr(plan.algorithm.options, "importance_cap", 0) is not None
 
 
@@ -78,7 +78,7 @@ def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
 
 
 def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
-    """What needs this, of the parts that train one policy."""
+    """The parts that train one policy and need this."""
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
@@ -154,7 +154,7 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """What is trained on again was sampled by weights of some updates ago."""
+    """Replayed groups were sampled by weights of some updates ago."""
     for chosen in needing(loaded, plan, Capability.REPLAY):
         if not loaded.config.asynchronous.max_staleness:
             yield (

@@ -22,11 +22,11 @@ from agl_core.plugins import Plugins
 CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
 STORED: tuple[Kind, ...] = (kinds.STORE,)
-"""What reading a run's records needs."""
+"""Needed to read a run's records."""
 SERVED: tuple[Kind, ...] = (kinds.STORE, kinds.SECTION)
-"""What a server without training needs."""
+"""Needed by a server without training."""
 SCORED: tuple[Kind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
-"""What rewards and credit of recorded rollouts need."""
+"""Needed for rewards and credit of recorded rollouts."""
 
 Key: TypeAlias = tuple[str, ...]
 """A dotted key, as its parts."""
@@ -46,7 +46,7 @@ class LoadedConfig:
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
     is_whole: bool
-    """Whether everything that it names was needed."""
+    """True if everything that it names was needed."""
     single: Mapping[str, Chosen | None]
     """Of the kinds of which a run has one, by the name of their table."""
     policies: Mapping[str, PolicyPlan]
@@ -78,7 +78,7 @@ class LoadedConfig:
         return chosen
 
     def weights(self, policy: str) -> str:
-        """What a policy starts from: a folder, absolute, or a hub name. ConfigError if that folder is gone."""
+        """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""
         path = self.config.policies[policy].model.path
         local = below(self.folder, Path(path))
         if local.is_dir():

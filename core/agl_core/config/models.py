@@ -217,7 +217,7 @@ class PassthroughSection(Section):
 
 
 class GatewaySection(Section):
-    """What agents may ask of the Lightning Server besides model calls."""
+    """Requests of agents besides model calls."""
 
     passthrough: PassthroughSection = PassthroughSection()
 
@@ -302,7 +302,7 @@ class RunConfig(Section):
 
     @property
     def tables_of_plugins(self) -> dict[str, Any]:
-        """What is not a key of agl's own: tables of plugins, if these are installed."""
+        """The tables that are not agl's own: those of plugins, if these are installed."""
         return dict(self.model_extra or {})
 
     @field_validator("tasks")

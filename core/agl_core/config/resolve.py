@@ -51,7 +51,7 @@ class Chosen:
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """What it needs of the rest of the run, with these settings."""
+        """Its needs of the rest of the run, with these settings."""
         return self.component.needs(self.options)
 
     @property
@@ -69,7 +69,7 @@ class PolicyPlan:
 
     @property
     def credit_kind(self) -> CreditKind:
-        """What the credited values are to the algorithm; a rule that yields both leaves it to the algorithm."""
+        """The kind of the credited values; a rule that yields both leaves it to the algorithm."""
         owns_time = CreditKind.RETURN not in self.credit.component.yields
         return self.algorithm.takes or (CreditKind.REWARD if owns_time else CreditKind.RETURN)
 
@@ -299,7 +299,7 @@ class Report:
         self._path, self._overridden = path, overridden
         self._lines: list[str] = []
         self.hint = ""
-        """What else may explain the problems."""
+        """Another possible explanation of the problems."""
 
     def add(self, place: Place, text: str) -> None:
         is_override = any(place[: len(key)] == key for key in self._overridden)

@@ -1,4 +1,4 @@
-"""What every table of a run's file is made of, and the tables of a policy: its agents, its weights, how it learns."""
+"""The kinds of tables in a run's file, and the tables of a policy: its agents, its weights, how it learns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def is_among(agent: str | None, patterns: Sequence[str]) -> bool:
-    """Whether an agent has one of these names; `*`, `?` and `[…]` in them are wildcards, upper case counts.
+    """True if an agent has one of these names; `*`, `?` and `[…]` in them are wildcards, upper case counts.
 
     A call whose agent is unknown has the empty name, so that `*` is everybody.
 
@@ -154,7 +154,7 @@ _RATE, _WEIGHTS, _EXPONENT = 2e-5, 135e6, 0.6
 """A step size that suits a model of so many weights, and how it falls with the size: tiny models of 0.85 million
 weights bear 4e-4, those of billions about 1e-6."""
 _ADAPTER = 10
-"""What a LoRA adapter takes against all weights: it starts without effect, and has few weights to make one."""
+"""Times the rate of all weights for a LoRA adapter: it starts without effect, and has few weights to make one."""
 
 
 def usual_learning_rate(weights: int | None, *, adapter: bool) -> float:

@@ -208,7 +208,7 @@ async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Hea
 
 
 def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
-    """Whether a later restart resumed from before this rollout's step."""
+    """True if a later restart resumed from before this rollout's step."""
     return any(
         r.id == rollout.run
         and r.restart > rollout.restart

@@ -9,12 +9,12 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from agl_core.errors import ConfigError
 from agl_core.reading.explained import AttemptReport, attempt_reports, counted_of
@@ -52,7 +52,7 @@ class Exported:
 
 @dataclass(slots=True)
 class Export:
-    """What was written."""
+    """The result of an export."""
 
     out: Path
     rows: Counter[str] = field(default_factory=Counter)
@@ -74,12 +74,12 @@ async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -
     async with open_store(run) as store:
         trains = to in (Format.SFT, Format.PREFERENCES) and query.mode is None and query.split is None
         held_out = not trains or not any([await store.rollouts(mode=m, newest=1) for m in Mode if not m.evaluates])
-        with _appearing(out) as part, _files(to, part) as files:
+        with _appearing(out) as part, _writers(to, part) as writers:
             async for group in _groups(store, query):
                 exported = await _selected(store, group, query, held_out, export.left_out)
-                export.pruned += sum(each.report.pruned for each in exported)
+                export.pruned += sum(rollout.report.pruned for rollout in exported)
                 for name, rows in _rows(to, exported, query.agent).items():
-                    files[name].write(rows)
+                    writers[name](rows)
                     export.rows[name] += len(rows)
             if not export.rows.total():
                 why = "; ".join(f"{count} {reason}" for reason, count in export.left_out.items())
@@ -213,12 +213,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=dict)
 
 
-class _File(Protocol):
-    def write(self, rows: Sequence[Row]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """A path beside `target`, which becomes `target` when the block ends well, and is removed if not."""
@@ -232,29 +226,17 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _files(to: Format, path: Path) -> Iterator[Mapping[str, _File]]:
-    """A file for each table: in a new folder if there are several."""
-    with ExitStack() as stack:
-        if to is not Format.PARQUET:
-            yield {to.value: stack.enter_context(closing(_JsonLines(path)))}
-            return
+def _writers(to: Format, path: Path) -> Iterator[Mapping[str, Callable[[Sequence[Row]], None]]]:
+    """Functions that write rows, by table: to a folder of Parquet files, or to a file with a JSON object a line."""
+    if to is Format.PARQUET:
         path.mkdir()
-        names = ("transitions", "episodes")
-        yield {name: stack.enter_context(closing(_Parquet(path / f"{name}.parquet", name))) for name in names}
-
-
-class _JsonLines:
-    """One JSON object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
-
-    def write(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._file.write(_json(row) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+        transitions = _Parquet(path / "transitions.parquet", "transitions")
+        episodes = _Parquet(path / "episodes.parquet", "episodes")
+        with closing(transitions), closing(episodes):
+            yield {"transitions": transitions.write, "episodes": episodes.write}
+    else:
+        with path.open("w", encoding="utf-8") as file:
+            yield {to.value: lambda rows: file.writelines(f"{_json(row)}\n" for row in rows)}
 
 
 class _Parquet:

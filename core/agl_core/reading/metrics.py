@@ -94,7 +94,7 @@ def keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RunHealth:
-    """What a run's metrics say of its health."""
+    """The health of a run by its metrics."""
 
     alarms: Sequence[tuple[int, Alarm]]
     """Each with its step, in the order in which they were raised."""
@@ -110,7 +110,7 @@ class RunHealth:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """What a run came to."""
+    """The result of a run."""
 
     word: Literal["learned", "not yet", "cannot"]
     """cannot: no step had anything to learn from, and further ones like them have nothing either."""
@@ -142,7 +142,7 @@ def read_health(folder: Path) -> RunHealth:
 
 
 def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
-    """What the run with these metrics came to; None before its first step."""
+    """The result of the run with these metrics; None before its first step."""
     steps = [line.values for line in lines if line.kind == "train"]
     if not steps:
         return None
@@ -212,9 +212,9 @@ def _training_change(steps: Sequence[Mapping[str, float]]) -> tuple[bool, str] |
 
 
 def _change(name: str, before: _Sample | None, after: _Sample | None, least: float) -> tuple[bool, str] | None:
-    """Whether a reward rose by more than chance, and how it changed in words; None where it is not known.
+    """True if a reward rose by more than chance, and its change in words; None where it is not known.
 
-    More than chance are `least` standard errors of the difference, if all rewards were drawn from one distribution.
+    Chance is `least` standard errors of the difference, if all rewards were drawn from one distribution.
     """
     if before is None or after is None:
         return None

@@ -33,7 +33,7 @@ class RolloutList:
 
     entries: Sequence[RolloutEntry]
     pruned: bool
-    """Whether the calls of the oldest step among these were pruned."""
+    """The calls of the oldest step among these were pruned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Query:
     """On the rollout's health."""
 
     def takes(self, entry: RolloutEntry) -> bool:
-        """Whether a rollout matches as far as its own record says; step and mode are for the store to select by."""
+        """True if a rollout matches as far as its own record says; step and mode are for the store to select by."""
         rollout, reward = entry.rollout, entry.reward
         return (
             self.split in (None, rollout.task.split)

@@ -67,7 +67,7 @@ class RunEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed from a run."""
+    """The calls and checkpoints that were removed from a run."""
 
     folder: Path
     calls: int
@@ -144,7 +144,7 @@ def read_run(run: Path | None, read: Callable[[Store], Awaitable[_Result]]) -> _
 
 
 def is_capture(folder: Path) -> bool:
-    """Whether `agl run` recorded here, in front of an upstream."""
+    """True if `agl run` recorded here, in front of an upstream."""
     return "capture" in read_settings(folder)
 
 
@@ -162,7 +162,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def has_store(folder: Path) -> bool:
-    """Whether a run was recorded in its own folder, and not by a server elsewhere."""
+    """True if a run was recorded in its own folder, and not by a server elsewhere."""
     return any((folder / name).exists() for name in (_STORE, SERVER_FILE))
 
 

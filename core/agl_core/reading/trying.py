@@ -49,7 +49,7 @@ class Change:
     before: Value
     after: Value
     changed: bool = field(init=False)
-    """Whether they differ by more than rounding."""
+    """They differ by more than rounding."""
 
     def __post_init__(self) -> None:
         changed = self.before != self.after

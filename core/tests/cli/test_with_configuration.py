@@ -9,14 +9,13 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core import capture
 from agl_core.cli import SERVER_MODULES
-from agl_core.cli.upstreams import missing_ids
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
@@ -268,20 +267,6 @@ def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Be
     assert rollout.id in listed.stdout, listed.stderr
 
 
-def completion() -> dict[str, Any]:
-    """What a server that returns ids answers."""
-    choice = {"token_ids": [5, 6, 7], "logprobs": {"content": [{"logprob": -0.5}] * 3}}
-    return {"prompt_token_ids": [1, 2], "choices": [choice]}
-
-
-@pytest.mark.parametrize("field", ["prompt_token_ids", "token_ids", "logprobs"])
-def test_what_is_missing_is_named(field: str) -> None:
-    whole = completion()
-    whole.pop(field, None)
-    whole["choices"][0].pop(field, None)
-    assert missing_ids(whole) == f"its replies lack {field}"
-
-
 def test_what_only_limits_is_a_note(running: Bench) -> None:
     running.upstream.returns_ids = False
     found = running.agl("doctor", "--upstream", running.upstream.url)
@@ -295,7 +280,7 @@ def test_what_is_broken_is_an_error_with_a_remedy(agl: Agl) -> None:
     assert found.returncode == 1
     assert "FAIL  configuration: The configuration no-such.toml does not exist" in found.stdout
     listed = json.loads(agl("doctor", "no-such.toml", "--json").stdout)
-    assert [each["what"] for each in listed if each["mark"] == "FAIL"] == ["configuration"]
+    assert [each["subject"] for each in listed if each["mark"] == "FAIL"] == ["configuration"]
 
 
 def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Agl, tmp_path: Path) -> None:
