@@ -60,14 +60,14 @@ async def run_sandboxed(
     in each evaluation. SandboxError if the function raises, SandboxLimitError if it exceeds a limit.
     """
     request = {
-        "functions": [_named(each) for each in (function, *arguments) if inspect.isfunction(each)],
-        "path": [each for each in sys.path if each],
+        "functions": [_named(callee) for callee in (function, *arguments) if inspect.isfunction(callee)],
+        "path": [folder for folder in sys.path if folder],
         "seconds": seconds,
-        "reads": [str(each.absolute()) for each in reads],
+        "reads": [str(path.absolute()) for path in reads],
         "prepare": prepare and [_named(prepare[0]), *prepare[1:]],
     }
     messages = [json.dumps(request).encode(), pickle.dumps(arguments)]
-    data = b"".join(len(each).to_bytes(8, "big") + each for each in messages)
+    data = b"".join(len(message).to_bytes(8, "big") + message for message in messages)
     loop, reply = asyncio.get_running_loop(), bytearray()
     with await asyncio.to_thread(_connected) as ours:  # Once it is closed, the evaluation is ended.
         ours.setblocking(False)
@@ -116,8 +116,8 @@ def _in_json(function: Callable[..., RewardValue], episode: Episode, settings: M
     if value is None or isinstance(value, int | float):
         return None if value is None else float(value)
     if isinstance(value, Mapping):
-        return [["part", part, float(each)] for part, each in value.items()]
-    return [["reward", dataclasses.asdict(each)] for each in value]
+        return [["part", part, float(number)] for part, number in value.items()]
+    return [["reward", dataclasses.asdict(reward)] for reward in value]
 
 
 def _from_json(value: Any) -> RewardValue:

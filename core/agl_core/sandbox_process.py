@@ -90,7 +90,7 @@ def _begin(client: socket.socket, folder: Path) -> int | None:
     request = json.loads(_received(client))
     sys.path[:] = request["path"]
     try:
-        function, *_ = [_function(*each) for each in request["functions"]]
+        function, *_ = [_function(*name) for name in request["functions"]]
         if request["prepare"] is not None:
             prepare, *arguments = request["prepare"]
             _function(*prepare)(*arguments)
@@ -110,7 +110,7 @@ def _begin(client: socket.socket, folder: Path) -> int | None:
 
 
 def _finish(pid: int, client: socket.socket, folder: Path, *, wait: bool) -> bool:
-    """Whether an evaluation has ended; its exit status goes to the caller."""
+    """True if an evaluation has ended; its exit status goes to the caller."""
     ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     if ended:
         with contextlib.suppress(OSError):
@@ -147,14 +147,14 @@ def _function(module_name: str, file: str | None, name: str) -> Callable[..., An
         except BaseException:
             del sys.modules[module_name]
             raise
-    found: Any = importlib.import_module(module_name)
+    function: Any = importlib.import_module(module_name)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+        function = getattr(function, part)
+    return function  # type: ignore[no-any-return]
 
 
 def _evaluate(function: Callable[..., Any], client: socket.socket, folder: Path, request: dict[str, Any]) -> None:
-    """What the evaluator does: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON."""
+    """In the evaluator: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON."""
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
@@ -315,7 +315,7 @@ def _restrict_system_calls() -> None:
     allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050000 | 38, 0x80000000
     number, architecture, first_argument = 0, 4, 16
     thread = 0x10000
-    numbers = [each for pair in _DENIED.values() if (each := pair[machine == "aarch64"]) is not None]
+    numbers = [call for pair in _DENIED.values() if (call := pair[machine == "aarch64"]) is not None]
     program = [
         (load, 0, 0, architecture),
         (equal, 1, 0, _ARCHITECTURES[machine]),
@@ -335,10 +335,10 @@ def _restrict_system_calls() -> None:
         (equal, 0, 1, 0),
         (done, 0, 0, allow),
         (done, 0, 0, refuse),
-        *(instruction for each in numbers for instruction in ((equal, 0, 1, each), (done, 0, 0, refuse))),
+        *(instruction for call in numbers for instruction in ((equal, 0, 1, call), (done, 0, 0, refuse))),
         (done, 0, 0, allow),
     ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     filters = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
     _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(filters))
 

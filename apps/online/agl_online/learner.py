@@ -21,9 +21,8 @@ from agl_core.store.connections import is_written
 from agl_core.store.interface import ErasableStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.evaluation import Evaluated
-from agl_core.training.loop import Trainer, uninterrupted
+from agl_core.training.loop import GroupSource, Trainer, uninterrupted
 from agl_core.training.metrics import Observer, Summary
-from agl_core.training.rollouts import Source
 from agl_core.training.run import train
 from agl_core.training.server import make_run_dir
 from agl_core.types import AlarmName
@@ -105,7 +104,7 @@ class Learner(Trainer):
     def _standing(self) -> Standing:
         return self.ledger.current()
 
-    def _source(self) -> Source:
+    def _source(self) -> GroupSource:
         tasks = self._section.groups_of_tasks
         return SessionExperience(
             *(self._store, self.session.collector, self.session.run, self._section),

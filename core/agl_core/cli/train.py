@@ -155,8 +155,6 @@ def print_summary(
         ("summary", str(summary.file)),
         *(("adapter", f"{problem} ({count} times)") for problem, count in summary.problems.items()),
     ]
-    if summary.abandoned:
-        facts.append(("abandoned", f"{summary.abandoned} agents did not end when their time was up"))
     for name, fact in facts:
         console.print(f"{name:<12} {fact}")
     following = f"agl rollouts {summary.run_dir} --limit 5"

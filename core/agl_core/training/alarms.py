@@ -22,8 +22,6 @@ Numbers: TypeAlias = Mapping[str, float]
 """The metrics of one training step (docs/metrics.md)."""
 Values: TypeAlias = Sequence[float | None]
 """One metric of the steps so far, the latest last; None where a step lacks it."""
-Check: TypeAlias = Callable[..., Any]
-"""The function of an alarm."""
 NumberCheck = TypeVar("NumberCheck", bound=Callable[..., str | None])
 
 FIRST = 5
@@ -45,7 +43,7 @@ class Alarm:
     """More of what was seen, in lines of its own: the first error, for example."""
 
     @classmethod
-    def of(cls, check: Check, seen: str, *, remedy: str = "", details: str = "") -> Alarm:
+    def of(cls, check: Callable[..., Any], seen: str, *, remedy: str = "", details: str = "") -> Alarm:
         """The alarm of this function; `remedy` is for a cause that is known more exactly."""
         return cls(AlarmName(check.__name__), seen, remedy or paragraphs(check)[1], details)
 
@@ -54,7 +52,7 @@ class Alarm:
         return " ".join(part for part in (f"alarm {self.name}: {self.seen}.", self.remedy, self.details) if part)
 
 
-def paragraphs(check: Check) -> tuple[str, str]:
+def paragraphs(check: Callable[..., Any]) -> tuple[str, str]:
     """When an alarm is raised, and what to do; without its docstring (`python -OO`), nothing."""
     when, remedy, *_ = [*(inspect.getdoc(check) or "").split("\n\n"), "", ""]
     return when.replace("\n", " "), remedy.replace("\n", " ")

@@ -83,7 +83,8 @@ class Evaluator:
             for mode in self.settings.modes:
                 tries = 1 if mode is Mode.EVAL_GREEDY else repeat
                 groups = plan_evaluation(
-                    *(source, count),
+                    source,
+                    count,
                     run=self.run,
                     restart=self.restart,
                     step=step,

@@ -26,6 +26,9 @@ from agl_core.wire.workers import Activity, RunningAttempt
 if TYPE_CHECKING:
     from agl_core.training.rollouts import Drawn
 
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
 """An alarm on the new rollouts of a step; `alarms` says what an alarm is."""
 
@@ -47,6 +50,18 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
 """What to do about what keeps rollouts from being trained on."""
 _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STALLED})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
+SHORTEST, ENGINE_SHORTEST, TIMES = 60.0, 600.0, 3.0
+"""Seconds without an end that are always allowed to rollouts and to the engine; times the longest wait so far."""
+_MAX_NAMED = 3
+"""The most rollouts, or tools, that a sentence names."""
+_ENGINE_REMEDY = (
+    "See the engine's log in the run's folder, and whether its process was stopped, swaps, or waits for a device. "
+    "If it stays so, stop the run (Ctrl-C) and resume it."
+)
+_PROCESS_REMEDY = (
+    "See whether it was stopped, the machine was suspended or swaps, or a reward rule or plugin blocks it."
+)
+_MAX_STANDSTILLS = 100
 
 
 def no_reward(episodes: Sequence[Episode]) -> str | None:
@@ -202,26 +217,6 @@ def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: 
             f"than the trainer, or one of them changes the logits. When the cause is fixed, go on from the last "
             f"checkpoint (agl train --resume)."
         )
-
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
-SHORTEST, ENGINE_SHORTEST, TIMES = 60.0, 600.0, 3.0
-"""Seconds without an end that are always allowed to rollouts and to the engine; times the longest wait so far."""
-_MAX_NAMED = 3
-"""The most rollouts, or tools, that a sentence names."""
-_ENGINE_REMEDY = (
-    "See the engine's log in the run's folder, and whether its process was stopped, swaps, or waits for a device. "
-    "If it stays so, stop the run (Ctrl-C) and resume it."
-)
-
-
-_PROCESS_REMEDY = (
-    "See whether it was stopped, the machine was suspended or swaps, or a reward rule or plugin blocks it."
-)
-_MAX_STANDSTILLS = 100
 
 
 def stall(seconds: float, who_waits: str) -> str:

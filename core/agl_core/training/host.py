@@ -186,7 +186,10 @@ class ProcessEngine(Engine, Generic[Options]):
         try:
             self._log_start = os.fstat(log).st_size  # What came before is of another restart, and explains nothing.
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", self.module),
+                sys.executable,
+                "-P",
+                "-m",
+                self.module,
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,

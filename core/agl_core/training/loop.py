@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
 
@@ -32,7 +32,7 @@ from agl_core.training.metrics import (
     step_line,
     update_metrics,
 )
-from agl_core.training.rollouts import Drawn, Experience, Source, TrainingPlan
+from agl_core.training.rollouts import Drawn, Experience, TrainingPlan
 from agl_core.training.session import Session
 from agl_core.types import AlarmName, Rollout, TrainingRecord
 
@@ -52,6 +52,24 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
 def _part(phase: Phase, number: int, count: int) -> Progress:
     """The progress of part `number` of `count` equal parts of a phase."""
     return lambda share: phase.advance((number + share) / count)
+
+
+class GroupSource(Protocol):
+    """Where the groups of updates come from."""
+
+    @property
+    def begun(self) -> int:
+        """How many groups of rollouts were begun."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The positions of the groups that were begun and that no update has had."""
+
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+        """The groups of the next update; waits until there are enough."""
+
+    async def cancel(self) -> None:
+        """Cancel running groups; they stay unfinished."""
 
 
 @dataclass
@@ -76,7 +94,7 @@ class Trainer:
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _plan: BatchPlan = field(init=False)
-    _experience: Source = field(init=False)
+    _experience: GroupSource = field(init=False)
 
     def __post_init__(self) -> None:
         tasks = self.session.tasks.get("train")
@@ -109,7 +127,7 @@ class Trainer:
     async def _after_step(self) -> None:
         """Hook for subclasses, called after each step."""
 
-    def _source(self) -> Source:
+    def _source(self) -> GroupSource:
         """Where the groups of updates come from: rollouts of tasks."""
         return self._of_tasks(self.loaded.config.train.groups_per_step)
 
@@ -117,7 +135,10 @@ class Trainer:
         """Groups of rollouts of `[tasks.train]`."""
         config, session = self.loaded.config, self.session
         plan = TrainingPlan(
-            *(session.tasks["train"], session.run, session.restart, config.seed),
+            session.tasks["train"],
+            session.run,
+            session.restart,
+            config.seed,
             groups_per_step=per_step,
             group_size=config.train.group_size,
         )

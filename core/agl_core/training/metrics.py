@@ -291,8 +291,6 @@ class Summary:
     stopped_by: signal.Signals | None
     """The signal that stopped it early: Ctrl-C is SIGINT."""
     checkpoint: Path | None
-    abandoned: int
-    """Agents that could not be ended when their time was up."""
     problems: dict[str, int]
     """Failures of adapters."""
 
@@ -346,7 +344,6 @@ class Summary:
             "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "models": [str(model) for model in self.models],
-            "agents_abandoned": self.abandoned,
             "adapter_problems": self.problems,
             "evaluations": state.evaluations,
             "train_rewards": [step["reward/mean"] for step in self.steps],

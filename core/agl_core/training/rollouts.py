@@ -74,15 +74,10 @@ def train_index(source: TaskSource, position: int, seed: int) -> int:
     """The task at a position of training: endless sources continue; finite ones are shuffled each epoch."""
     if source.size is None:
         return position
-    epoch, place = divmod(position, source.size)
+    epoch, index = divmod(position, source.size)
     order = list(range(source.size))
     random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order[place]
-
-
-def plan_look(source: TaskSource, *, run: str, restart: int) -> list[Rollout]:
-    """Rollouts of the first task of training that nothing is trained on."""
-    return group_of(Rollout("", run, restart, "s0-look", source.task(0), Mode.EVAL_SAMPLED, 0, 0, position=0), 3)
+    return order[index]
 
 
 def group_of(first: Rollout, size: int) -> list[Rollout]:
@@ -319,24 +314,6 @@ class Drawn(Collected):
     """Numbers of the step: groups that wait or are trained on again, among others."""
     note: str = ""
     """What the line of the step says of it."""
-
-
-class Source(Protocol):
-    """Where the groups of updates come from."""
-
-    @property
-    def begun(self) -> int:
-        """How many groups of rollouts were begun."""
-
-    @property
-    def unfinished(self) -> list[int]:
-        """The positions of the groups that were begun and that no update has had."""
-
-    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
-        """The groups of the next update; waits until there are enough."""
-
-    async def cancel(self) -> None:
-        """Cancel running groups; they stay unfinished."""
 
 
 class Experience:

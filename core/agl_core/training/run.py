@@ -86,8 +86,14 @@ async def train(
                     for superseded in checkpoints.forget_after(state.step):
                         observer.say(f"removed {superseded}, which is superseded")
                 trainer = trainer_of(
-                    *(loaded, session, loaded.buffer.build(), checkpoints, log, observer),
-                    *(assertions_in(loaded), state),
+                    loaded,
+                    session,
+                    loaded.buffer.build(),
+                    checkpoints,
+                    log,
+                    observer,
+                    assertions=assertions_in(loaded),
+                    state=state,
                     watch=Watch(config.alarms, tuple(config.policies), earlier),
                     saved_step=state.step,
                 )
@@ -111,7 +117,6 @@ async def train(
                     steps=trainer.watch.steps,
                     stopped_by=stopped_by,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
-                    abandoned=worker.abandoned if worker else 0,
                     problems=dict(worker.problems) if worker else {},
                 )
 

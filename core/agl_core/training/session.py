@@ -27,9 +27,9 @@ from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.metrics import Observer
 from agl_core.training.recorded import RecordedQueue
-from agl_core.training.rollouts import Collector, Queue, plan_look, scoring_rules
+from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
 from agl_core.training.server import begin_restart
-from agl_core.types import AlarmName, Episode, Workload
+from agl_core.types import AlarmName, Episode, Mode, Rollout, Workload
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
 
@@ -259,7 +259,9 @@ async def first_look(session: Session, observer: Observer) -> Look:
     """
     if isinstance(session.tasks["train"], RecordedTasks):
         return Look([], None)
-    planned = plan_look(session.tasks["train"], run=session.run, restart=session.restart)
+    task = session.tasks["train"].task(0)
+    first = Rollout("", session.run, session.restart, "s0-look", task, Mode.EVAL_SAMPLED, 0, 0, position=0)
+    planned = group_of(first, 3)
     with observer.phase("first look", 0) as phase:
         episodes = (await session.collector.collect([planned[:1]], phase)).episodes
         if common_failure(episodes) is not None:

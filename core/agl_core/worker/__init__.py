@@ -9,7 +9,8 @@ from agl_core.worker.agent import (
     client_variables,
     load_agent,
 )
-from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
+from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt
 from agl_core.worker.worker import Runner, Worker, WorkerThread, choose_runner
 
 __all__ = [

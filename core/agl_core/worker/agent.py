@@ -94,7 +94,7 @@ def load_agent(entry: str, folder: Path | None = None) -> Agent:
     if folder is not None:
         add_to_path(folder)
     try:
-        found: Any = importlib.import_module(module_name)
+        function: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         where = "Looked beside the configuration file and in the environment."
         if not (isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")):
@@ -104,17 +104,18 @@ def load_agent(entry: str, folder: Path | None = None) -> Agent:
             f"({type(error).__name__}: {error}). {where}"
         ) from error
     for part in function_name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        function = getattr(function, part, None)
+        if function is None:
             raise AgentError(f"agent.entry = '{entry}': the module '{module_name}' has no '{function_name}'.")
-    if not callable(found):
-        raise AgentError(f"agent.entry = '{entry}' is a {type(found).__name__}, not a callable.")
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
-    return Agent(entry, found, _wants_context(entry, found), is_async)
+    if not callable(function):
+        raise AgentError(f"agent.entry = '{entry}' is a {type(function).__name__}, not a callable.")
+    call = getattr(function, "__call__", None)  # noqa: B004  An object's own: it may be async.
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return Agent(entry, function, _wants_context(entry, function), is_async)
 
 
 def _wants_context(entry: str, function: Callable[..., Any]) -> bool:
-    """Whether it has a parameter for the context; AgentError if a call with a task's input would fail."""
+    """True if it has a parameter for the context. AgentError if a call with a task's input would fail."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # Some that are written in C do not say what they take.
@@ -168,7 +169,7 @@ def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str
 def _without_proxy(host: str) -> str:
     """The hosts that no proxy is used for: those that the environment names, and this one."""
     named = ",".join(os.environ.get(name, "") for name in _NO_PROXY).split(",")
-    hosts = dict.fromkeys(each.strip() for each in (*named, host) if each.strip())
+    hosts = dict.fromkeys(name.strip() for name in (*named, host) if name.strip())
     return "*" if "*" in hosts else ",".join(hosts)
 
 
@@ -201,15 +202,15 @@ def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
 class TaskPerAttempt:
     """Runs attempts of an async agent in this process. Cheap, and nothing can be ended by force.
 
-    A task that swallows its cancellation is abandoned when its time is up: it is counted in `abandoned`, and its later
-    requests are refused. An agent that blocks keeps all others waiting, which is said once.
+    A task that swallows its cancellation is abandoned when its time is up, with a warning, and its later requests are
+    refused. An agent that blocks keeps all others waiting, which is said once.
     """
 
     default_concurrency = 128
 
     def __init__(self, agent: Agent) -> None:
-        self.abandoned = 0
         self._agent = agent
+        self._abandoned = 0
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -242,11 +243,11 @@ class TaskPerAttempt:
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_GRACE)
         if not task.done():
-            self.abandoned += 1
+            self._abandoned += 1
             logger.warning(
                 "An agent did not end when cancelled and was abandoned (%d so far). [workers] isolation = 'process' "
                 "ends such agents by force.",
-                self.abandoned,
+                self._abandoned,
             )
 
     async def _watch(self) -> None:
@@ -348,7 +349,7 @@ def _bounded(ended: Ended) -> Ended:
 
 
 def _can_be_taken(request: CloseRequest) -> bool:
-    """Whether the server takes it, by the server's own check."""
+    """True if the server takes it, by the server's own check."""
     try:
         body = request.model_dump_json().encode()
         CloseRequest.model_validate_json(body)
@@ -364,7 +365,7 @@ def _smaller(request: CloseRequest, limit: int) -> CloseRequest:
         tool_results, rewards = tool_results[: len(tool_results) // 2], rewards[: len(rewards) // 2]
     else:
         tool_results = [_shortened(tool_result, limit) for tool_result in tool_results]
-        rewards = [each.model_copy(update={"name": jsonable(each.name, _MAX_NAME)}) for each in rewards]
+        rewards = [reward.model_copy(update={"name": jsonable(reward.name, _MAX_NAME)}) for reward in rewards]
     return request.model_copy(update={"tool_results": tool_results, "rewards": rewards})
 
 
@@ -385,7 +386,7 @@ def depth_of(value: Json) -> int:
     (3, 0)
     """
     depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list | tuple)]:
+    while level := [node for node in level if isinstance(node, dict | list | tuple)]:
         depth += 1
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
     return depth

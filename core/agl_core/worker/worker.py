@@ -34,7 +34,8 @@ from agl_core.wire.workers import (
     LeaseRequest,
 )
 from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
-from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
+from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,6 @@ once: that time is up, that the lease is gone, and that the agent ended long bef
 
 class Runner(Protocol):
     """Runs attempts of one agent, in one way. All methods belong to the worker's event loop."""
-
-    @property
-    def abandoned(self) -> int:
-        """Attempts that could not be ended; what they do later does not count."""
-        ...
 
     @property
     def default_concurrency(self) -> int:
@@ -130,11 +126,6 @@ class Worker:
     def running(self) -> int:
         return len(self._running)
 
-    @property
-    def abandoned(self) -> int:
-        """Attempts that could not be ended."""
-        return self._runner.abandoned
-
     async def run(self) -> None:
         """Work until the server says that the run is over, until drained, or until cancelled.
 
@@ -157,8 +148,8 @@ class Worker:
                 await asyncio.wait(self._running.values(), timeout=self._patience)
         finally:
             attempts = list(self._running.values())
-            for each in attempts:
-                each.cancel()
+            for attempt in attempts:
+                attempt.cancel()
             await asyncio.gather(*attempts, return_exceptions=True)
             heartbeats.stop()
             await self._runner.close()
@@ -272,9 +263,9 @@ class Worker:
 
         return await persistently(ask, gives_up)
 
-    async def _unless_stopped(self, asked: Coroutine[Any, Any, T]) -> T | None:
+    async def _unless_stopped(self, question: Coroutine[Any, Any, T]) -> T | None:
         """The answer, or None if the worker is to stop before it comes."""
-        asking, stopping = asyncio.ensure_future(asked), asyncio.ensure_future(self._stopped.wait())
+        asking, stopping = asyncio.ensure_future(question), asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return None if self._stopped.is_set() and not asking.done() else await asking
@@ -346,7 +337,7 @@ class Heartbeats:
             logger.debug("A heartbeat was not taken, as the next lease will not be: %s", error)
             return
         if reply.lost or reply.closed:
-            self._answered([AttemptKey(each.rollout, each.attempt) for each in reply.lost], reply.closed)
+            self._answered([AttemptKey(held.rollout, held.attempt) for held in reply.lost], reply.closed)
 
 
 class WorkerThread:

@@ -137,12 +137,12 @@ async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command
     forging = """
     import json, os
     for id, source in (("1", "adapter"), ("2", "conversation")):
-        report = {"id": id, "tool": "add", "status": "ok", "source": source}
+        report = {"id": id, "rollout": "", "attempt": 0, "tool": "add", "status": "ok", "source": source}
         with open(os.path.join(os.environ["AGL_REPORTS"], f"{id}.jsonl"), "w") as spool:
             spool.write(json.dumps({"tool_result": report}))
     """
     _, _, episode = await run(workplace, tmp_path, forging)
-    assert [(o.id, o.source) for o in episode.unjoined] == [("1", Source.COMMAND)]
+    assert [(o.id, o.source) for o in episode.unjoined] == [("1", Source.COMMAND), ("2", Source.COMMAND)]
 
 
 async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, tmp_path: Path) -> None:

@@ -46,8 +46,10 @@ async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tr
 
 @pytest.mark.timing
 @QUICK
-async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(workplace: Any) -> None:
-    """One that cannot be ended is counted, and its late call refused."""
+async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(
+    workplace: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that cannot be ended is named in the log, and its late call refused."""
     cancelled, release, refused = threading.Event(), threading.Event(), threading.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
@@ -67,13 +69,14 @@ async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(workplace:
                 refused.set()
         return answer
 
-    worker, queue = workplace.start(agent), workplace.stack.server.queue
+    queue = workplace.stack.server.queue
+    workplace.start(agent)
     names = ["slow", "stuck", "quick"]
     await queue.enqueue([make.rollout(name, task=Task(name, name)) for name in names])
     done = [rollout for name in names for rollout in await queue.done([name])]
     assert [rollout.ending for rollout in done] == [Ending.TIMED_OUT, Ending.TIMED_OUT, Ending.FINISHED]
     assert cancelled.is_set()
-    assert worker.worker.abandoned == 1
+    assert "did not end when cancelled and was abandoned (1 so far)" in caplog.text
     release.set()
     assert await asyncio.to_thread(refused.wait, 20)
     [stuck] = await workplace.stack.store.attempts("stuck")
