@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from generated import check_apps, write_or_check
 from pydantic import BaseModel
@@ -18,6 +17,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import RunConfig
+from agl_core.config.resolve import models_in
 from agl_core.config.sections import PluginChoice
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
@@ -39,14 +39,6 @@ PLUGINS_HEAD = """
 of that name (`[algorithm.grpo]`). A file may keep the tables of several plugins: one line switches between them. Task
 sources and reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed.
 """
-
-
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The tables that a field holds, through optionals and tables of tables."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from models_in(argument)
 
 
 def is_table(field: FieldInfo) -> bool:

@@ -1,9 +1,18 @@
-"""A reader's tutorial: an empty folder, and the pages' commands as a reader types them, in order."""
+"""A reader's tutorial: an empty folder, and the pages' commands as a reader types them, in order.
+
+| fence | meaning |
+|---|---|
+| ``python`` or ``toml`` with a title | a file of that name |
+| ``console`` | commands, each after ``$ ``; with a title they run in a second terminal until the next such block |
+
+The output of commands, in ``text`` blocks, is an example.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from .pages import PAGES, blocks
-
 ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorial").glob("[0-9]-*.md"))
+FENCE = re.compile(r'^```(python|toml|console)(?: title="(.*?)")?\n(.*?)^```$', re.M | re.S)
 OTHERS = ("OPENAI_", "ANTHROPIC_", "AGL_", "PYTEST_", "COLUMNS")
 """Variables that a reader's terminal does not hand on."""
 PATIENCE = 900.0
@@ -33,12 +42,14 @@ class Terminals:
 
     def play(self, page: str) -> None:
         """Write the page's files, and run its commands, each of which must succeed."""
-        for block in blocks(page):
-            if block.is_file:
-                (self.folder / block.title).write_text(block.text)
-            elif block.commands and block.title:
+        for language, title, text in FENCE.findall(page):
+            commands = re.findall(r"^\$ (.+)$", text, re.M)
+            if language != "console":
+                if title:
+                    (self.folder / title).write_text(text)
+            elif title:
                 self.close()
-                [command] = block.commands
+                [command] = commands
                 log = self.folder / "second-terminal.log"
                 self.second = subprocess.Popen(
                     ["bash", "-c", f"exec {command} >{log} 2>&1"],
@@ -49,7 +60,7 @@ class Terminals:
                 )
                 self.wait_for(log, "view:  http" if "view" in command else "serving at http")
             else:
-                for command in block.commands:
+                for command in commands:
                     self.run(command)
 
     def run(self, command: str) -> None:

@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tomli_w
 import typer
 
-from agl_core import private
 from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
-from agl_core.config import CONFIG_FILE, LoadedConfig, load
+from agl_core.config import LoadedConfig, load
 from agl_core.config.models import GatewaySection
-from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
-from agl_core.reading.runs import is_capture, open_store
+from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
 from agl_core.reading.words import one_line
 from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
@@ -113,7 +110,7 @@ def _forwarding(
             f"not trained on. Servers like vLLM return ids (return_token_ids)."
         )
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
-    before = Path("runs") / _checked(name) if name else None
+    before = RUNS / check_name(name) if name else None
     is_new = before is None or not is_capture(before)
     folder = new_capture(name or "capture", described) if before is None or is_new else before
     return _Recording(folder, open_store(folder, read_only=False), is_new, described, upstream)
@@ -121,14 +118,7 @@ def _forwarding(
 
 def new_capture(name: str, described: Mapping[str, Any]) -> Path:
     """Make `runs/NAME`, or `runs/NAME-2` and so on if it is taken; `described` is what is recorded there."""
-    configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
-    return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))
-
-
-def _checked(name: str) -> str:
-    if not FOLDER_NAME.fullmatch(name):
-        raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
-    return name
+    return first_free(RUNS / name, lambda folder: write_capture(folder, described))
 
 
 def _configured(config: Path, name: str | None) -> _Recording:

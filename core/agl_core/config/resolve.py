@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import ErrorDetails
 
 from agl_core import kinds
 from agl_core.config.models import RunConfig
@@ -260,20 +260,8 @@ def with_absolute_paths(value: Any, folder: Path) -> Any:
 
 def settings_of(options: BaseModel) -> dict[str, Any]:
     """Settings as the file would have them; without secrets, and without what TOML cannot say (None)."""
-    plain = options.model_dump(by_alias=True, exclude_none=True)
-    return {key: to_jsonable_python(value) for key, value in _without_secrets(plain).items()}
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _without_secrets(inside)
-            for key, inside in value.items()
-            if not isinstance(inside, (SecretStr, SecretBytes))
-        }
-    if isinstance(value, (list, tuple)):
-        return [_without_secrets(inside) for inside in value if not isinstance(inside, (SecretStr, SecretBytes))]
-    return value
+    secrets = {name for name, value in options if isinstance(value, SecretStr | SecretBytes)}
+    return options.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=secrets)
 
 
 def written(place: Place) -> str:
@@ -375,13 +363,14 @@ def names_at(model: type[BaseModel], place: Place) -> list[str]:
     for part in place:
         for name, described in model.model_fields.items():
             if part in (name, described.alias):  # Else it is the name of a table among others.
-                model = next(_models_in(described.annotation), model)
+                model = next(models_in(described.annotation), model)
                 break
     return [described.alias or name for name, described in model.model_fields.items()]
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field may hold, through optionals and tables of tables."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_in(argument)

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from agl_core import private
-from agl_core.config import CONFIG_FILE
-from agl_core.config.sections import FOLDER_NAME
-from agl_core.errors import ConfigError, EpisodesError
+from agl_core.errors import EpisodesError
 from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.reading.runs import check_name, write_capture
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.server import first_free, removed_unless_begun
@@ -87,11 +84,10 @@ def import_file(file: Path, name: str, runs: Path) -> Imported:
     Each line of the file is a conversation in OpenAI's chat format, or an episode (`agl_core.save_episodes`,
     `agl export --to episodes`). EpisodesError names each bad line, and then there is no run.
     """
-    if not FOLDER_NAME.fullmatch(name):
-        raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
+    base = runs / check_name(name)
     if not file.is_file():
         raise EpisodesError(f"{file} is no file.")
-    return asyncio.run(_import(file, runs / name))
+    return asyncio.run(_import(file, base))
 
 
 async def _import(file: Path, base: Path) -> Imported:
@@ -116,8 +112,7 @@ async def _import(file: Path, base: Path) -> Imported:
             raise EpisodesError("\n  ".join([heading, *bad[:_MAX_NAMED_LINES], *more]))
         if not rollouts:
             raise EpisodesError(f"{file} has no line: it must have one conversation or episode, as JSON, on each.")
-        # The folder is a run once it has this file.
-        private.write(folder / CONFIG_FILE, tomli_w.dumps({"config_version": 1, "capture": {"imported": str(file)}}))
+        write_capture(folder, {"imported": str(file)})
         begun()
     return Imported(folder, rollouts, calls)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tomllib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
+import tomli_w
+
+from agl_core import private
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import STORED, load
+from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, StoreError
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, verdict_of
@@ -146,6 +150,18 @@ def read_run(run: Path | None, read: Callable[[Store], Awaitable[_Result]]) -> _
 def is_capture(folder: Path) -> bool:
     """True if `agl run` recorded here, in front of an upstream."""
     return "capture" in read_settings(folder)
+
+
+def write_capture(folder: Path, source: Mapping[str, Any]) -> None:
+    """Make the folder a run that was recorded without training; `source` says where it is from."""
+    private.write(folder / CONFIG_FILE, tomli_w.dumps({"config_version": 1, "capture": dict(source)}))
+
+
+def check_name(name: str) -> str:
+    """The name for a run, if a folder can be called so; else ConfigError."""
+    if not FOLDER_NAME.fullmatch(name):
+        raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
+    return name
 
 
 def policy_names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loading: what is accepted, what is resolved, and what a user is told about mistakes."""
+"""Loading: what is accepted, what is resolved and stored, and what a user is told about mistakes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
 from agl_core.config.load import apply_overrides
+from agl_core.config.sections import LARGEST, SMALLEST, usual_learning_rate
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
@@ -318,3 +321,63 @@ def test_tables_of_plugins_are_checked(loaded: Callable[..., LoadedConfig], mini
     loaded({**minimal, "garden": {"rows": 4}})
     policies = load(folder / "train.toml", needs=(), plugins=Plugins.load())
     assert policies.config.tables_of_plugins == {}, "that plugin file is not imported, and its settings may be secrets"
+
+
+CHANGED = {
+    "seed=3", "folder=inside", 'agent.command=["python", "agent.py"]', "agent.attach=false",
+    "tasks.held-out.source=counting", "tasks.train.limit=77", "async.max_staleness=3", "async.in_flight=40",
+    "policies.second.model.path=Qwen/Qwen2.5-0.5B", 'policies.default.agents=["writer", "edit*"]',
+    "policies.default.algorithm.comparing.beta=0.0", "policies.default.credit.name=per_step",
+    "policies.default.model.lora.alpha=8.5", 'policies.default.model.lora.targets=["q_proj"]',
+    "policies.default.optimizer.learning_rate=5e-4", "sampling.temperature=0.7", "train.endings.crashed=-0.5",
+    'eval.modes=["eval-sampled"]', "gateway.passthrough.url=https://embeddings.example/v1",
+    "workers.memory_mib=512", "rewards.short.rule=brevity", "rewards.short.limit=5", "rewards.brevity.weight=0.5",
+    "buffer.name=hoarding", "credit.name=per_step", "algorithm.name=easy", "engine.pretending.cache.slots=2",
+    "trackers.shouting.loud=true", "trackers.tensorboard=false", "alarms.no_contrast=false", "alarms.stall=9.5",
+}  # fmt: skip
+"""One of every type of value, and of every way in which a table names its plugin."""
+
+
+def test_what_is_stored_is_what_was_loaded(
+    loaded: Load, minimal: dict[str, Any], folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (folder / "inside" / "weights").mkdir(parents=True)
+    del minimal["agent"]
+
+    first = loaded(minimal, *CHANGED)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    store_config(first.config, elsewhere)
+    second = load(elsewhere / CONFIG_FILE)
+
+    assert second.config == first.config
+    assert second.folder == first.folder == folder / "inside"
+    plain = first.config.model_dump(mode="json")
+    assert (plain["async"]["in_flight"], plain["alarms"]["stall"]) == (40, 9.5)
+    assert (plain["rewards"]["short"]["limit"], plain["tasks"]["train"]["limit"]) == (5, 77)
+    assert plain["policies"]["default"]["algorithm"]["comparing"] == {"beta": 0.0, "epsilon": 0.2}
+
+
+def test_it_says_every_setting_of_the_chosen_plugins(loaded: Load, minimal: dict[str, Any], tmp_path: Path) -> None:
+    store_config(loaded(minimal).config, tmp_path)
+    lines = (tmp_path / CONFIG_FILE).read_text().splitlines()
+    assert {"beta = 0.04", "epsilon = 0.2", "slots = 4", "limit = 10", "group_size = 8"} <= set(lines)
+
+
+sizes = st.integers(1, 10**12)
+
+
+@given(sizes, sizes, st.booleans())
+def test_larger_models_take_no_larger_steps(one: int, other: int, adapter: bool) -> None:
+    small, large = sorted((one, other))
+    assert usual_learning_rate(small, adapter=adapter) >= usual_learning_rate(large, adapter=adapter)
+
+
+@given(sizes | st.none())
+def test_an_adapter_takes_ten_times_the_step(weights: int | None) -> None:
+    rate = usual_learning_rate(weights, adapter=False)
+    assert SMALLEST <= rate <= LARGEST
+    assert 8 * rate < usual_learning_rate(weights, adapter=True) < 12 * rate
+
+
+def test_of_an_unknown_model_it_is_that_of_billions() -> None:
+    assert usual_learning_rate(None, adapter=False) == 1e-6
