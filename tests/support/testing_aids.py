@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from agl_core.capture import AttemptContext, Recording
+from agl_core.testing.scripts import Say
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Episode
 
 
@@ -118,6 +123,23 @@ def resource_methods() -> dict[tuple[type, str], Any]:
         for name, value in vars(kind).items()
         if not name.startswith("__")
     }
+
+
+@pytest.fixture(name="server")
+def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
+    """A model server that says "done", like those of vendors, who return no token ids."""
+    with ScriptedUpstream() as upstream:
+        upstream.answer, upstream.returns_ids = lambda received: Say("done"), False
+        monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
+        monkeypatch.setenv("OPENAI_API_BASE", upstream.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "key")
+        yield upstream
+
+
+@pytest.fixture(name="attempt")
+def attempt_maker(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
+    """Makes attempts whose Lightning Server is the scripted one."""
+    return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
 
 
 def blocks(page: Path, language: str = "") -> list[str]:

@@ -14,7 +14,7 @@ from dspy.clients.cache import Cache
 from agl_core.capture import current_attempt, current_identity, report_problem
 from agl_core.capture.context import holding
 from agl_core.capture.marking import AgentRun, ToolRun, started
-from agl_core.capture.requests import Stamping, goes_to_the_server
+from agl_core.capture.requests import Stamper, goes_to_the_server
 from agl_core.capture.wrapping import within, wrap_once
 
 _ANSWERS = ("finish", "submit")
@@ -120,6 +120,6 @@ def _sending(_: Any, request: Any) -> Iterator[None]:
         yield
         return
     headers = {name.lower(): value for name, value in request.headers}
-    with Stamping().stamped(request.method, headers):
+    with Stamper().stamped(request.method, headers):
         request.headers = list(headers.items())
         yield

@@ -1,30 +1,19 @@
-"""A scripted model server, attempts to run agents in, and the ways to observe an agent."""
+"""The ways to observe an agent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from langchain_core.tracers import context as langchain_context
 from langchain_openai.chat_models import _client_utils
+from testing_aids import attempt_maker, scripted_server  # noqa: F401
 
 import agl_core
 import agl_langchain
-from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.scripts import Say
-from agl_core.testing.upstream import ScriptedUpstream
 from agl_langchain import callback
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
-    with scripted() as upstream:
-        monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
-        monkeypatch.setenv("OPENAI_API_BASE", upstream.url)
-        monkeypatch.setenv("OPENAI_API_KEY", "key")
-        yield upstream
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +24,6 @@ def new_clients() -> None:
     """
     for cached in (_client_utils._cached_sync_httpx_client, _client_utils._cached_async_httpx_client):
         cached.cache_clear()
-
-
-def scripted() -> ScriptedUpstream:
-    """A model server that says "done", like those of vendors, who return no token ids."""
-    upstream = ScriptedUpstream()
-    upstream.answer, upstream.returns_ids = lambda received: Say("done"), False
-    return upstream
-
-
-@pytest.fixture
-def attempt(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
-    """Makes attempts whose Lightning Server is the scripted one."""
-    return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A scripted model server, and the ways to run and to observe an agent."""
+"""The ways to run and to observe an agent."""
 
 from __future__ import annotations
 
@@ -14,23 +14,12 @@ import pytest
 from agents.models import _openai_shared, openai_provider
 from agents.tracing import processors, setup
 from agents.tracing.processor_interface import TracingExporter
+from testing_aids import attempt_maker, scripted_server  # noqa: F401
 
 import agl_core
-from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_openai_agents import runs
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
-    """A model server that says "done", like those of vendors, who return no token ids."""
-    with ScriptedUpstream() as upstream:
-        upstream.answer, upstream.returns_ids = lambda received: Say("done"), False
-        monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
-        monkeypatch.setenv("OPENAI_API_KEY", "key")
-        yield upstream
 
 
 class Exports(TracingExporter):
@@ -98,12 +87,6 @@ def run_briefly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 def no_retries(server: ScriptedUpstream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that fails is not sent again."""
     monkeypatch.setattr(_openai_shared, "_default_openai_client", openai.AsyncOpenAI(max_retries=0))
-
-
-@pytest.fixture
-def attempt(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
-    """Makes attempts whose Lightning Server is the scripted one."""
-    return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
 
 
 @pytest.fixture

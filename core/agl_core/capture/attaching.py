@@ -18,7 +18,7 @@ from agl_core import kinds
 from agl_core.capture.context import AttemptContext, Carried, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
-from agl_core.capture.requests import HTTP_LIBRARIES, Stamping, stamp_library
+from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, stamp_library
 from agl_core.capture.wrapping import Patches
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
@@ -37,7 +37,7 @@ class Attachment:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
         """The frameworks whose adapter could not be attached, and why."""
-        self._stamping, self._patches, self._imports = Stamping(), Patches(), _WhenImported()
+        self._stamper, self._patches, self._imports = Stamper(), Patches(), _WhenImported()
         self._known: set[tuple[str, object]] = set()
         """Frameworks, each with the function that attaches to it: instances of one class have the same."""
 
@@ -59,12 +59,12 @@ class Attachment:
         self._known.clear()
         self.failed.clear()
         self._imports.stop()
-        self._stamping.resolvers.clear()
+        self._stamper.resolvers.clear()
         self._patches.restore()
 
     def _stamp(self, library: ModuleType) -> None:
         try:
-            stamp_library(library, self._stamping, self._patches)
+            stamp_library(library, self._stamper, self._patches)
         except Exception as error:
             report_problem(f"Attaching to {library.__name__}", error)
 
@@ -76,7 +76,7 @@ class Attachment:
             report_problem(f"Attaching to {adapter.framework}", error)
         else:
             if resolver is not None:
-                self._stamping.resolvers.append(resolver)
+                self._stamper.resolvers.append(resolver)
 
 
 def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:

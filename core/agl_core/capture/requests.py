@@ -54,7 +54,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
 
 
-class Stamping:
+class Stamper:
     """Stamps the requests of the libraries that are patched."""
 
     def __init__(self) -> None:
@@ -174,18 +174,18 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     )
 
 
-def stamp_library(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+def stamp_library(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
     """Patch an HTTP library; doing it again changes nothing."""
-    _INSTALL[library.__name__](library, stamping, patches)
+    _INSTALL[library.__name__](library, stamper, patches)
 
 
-def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+def _httpx(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
     @contextmanager
     def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if not goes_to_the_server(str(request.url)):
             yield
             return
-        with stamping.stamped(request.method, request.headers):
+        with stamper.stamped(request.method, request.headers):
             yield
 
     for client in (library.Client, library.AsyncClient):
@@ -222,7 +222,7 @@ def _poll_when_used(pools: ModuleType, patches: Patches) -> None:
         patches.replace(kind, "has_expired", too_old)
 
 
-def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+def _urllib3(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
     def stamping_urlopen(urlopen: _Send) -> _Send:
         def stamped_urlopen(
             pool: Any, method: str, url: str, body: Any = None, headers: Any = None, *args: Any, **kwargs: Any
@@ -231,7 +231,7 @@ def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
             headers_to_send = _headers_to_stamp(address, pool.headers if headers is None else headers)
             if headers_to_send is None:
                 return urlopen(pool, method, url, body, headers, *args, **kwargs)
-            with stamping.stamped(method, headers_to_send):
+            with stamper.stamped(method, headers_to_send):
                 return urlopen(pool, method, url, body, headers_to_send, *args, **kwargs)
 
         return stamped_urlopen
@@ -239,14 +239,14 @@ def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
     patches.replace(library.HTTPConnectionPool, "urlopen", stamping_urlopen)
 
 
-def _aiohttp(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+def _aiohttp(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
     def stamping_request(request: _Send) -> _Send:
         async def stamped_request(session: Any, method: str, url: Any, **options: Any) -> Any:
             address = str(session._build_url(url))
             headers_to_send = _headers_to_stamp(address, [*session.headers.items(), *_pairs(options.get("headers"))])
             if headers_to_send is None:
                 return await request(session, method, url, **options)
-            with stamping.stamped(method, headers_to_send):
+            with stamper.stamped(method, headers_to_send):
                 return await request(session, method, url, **{**options, "headers": headers_to_send})
 
         return stamped_request
@@ -274,7 +274,7 @@ def _text(value: Any) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
-_INSTALL: Mapping[str, Callable[[ModuleType, Stamping, Patches], None]] = {
+_INSTALL: Mapping[str, Callable[[ModuleType, Stamper, Patches], None]] = {
     "httpx": _httpx,  # openai 1.x, 2.x and anthropic use it, openai 3.x the next one
     "httpx2": _httpx,
     "urllib3.connectionpool": _urllib3,  # `requests` sends through it

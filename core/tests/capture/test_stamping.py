@@ -11,7 +11,7 @@ import pytest
 
 import agl_core
 from agl_core.capture import AttemptContext, Identity, Recording, identify, running
-from agl_core.capture.requests import Stamping, stamp_library
+from agl_core.capture.requests import Stamper, stamp_library
 from agl_core.capture.wrapping import Patches
 
 BASE = "http://127.0.0.1:8000"
@@ -103,14 +103,14 @@ def test_any_name_makes_a_header_that_is_legal(wire: Wire, name: str) -> None:
 
 
 def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> None:
-    stamping, answers = Stamping(), iter([None, Identity("from-trace", parent_span="turn-1")])
+    stamper, answers = Stamper(), iter([None, Identity("from-trace", parent_span="turn-1")])
 
     def broken() -> Identity | None:
         raise RuntimeError("trace is gone")
 
-    stamping.resolvers += [broken, lambda: next(answers)]
+    stamper.resolvers += [broken, lambda: next(answers)]
     patches = Patches()
-    stamp_library(wire.library, stamping, patches)
+    stamp_library(wire.library, stamper, patches)
     active = attempt()
     try:
         with wire.library.Client(transport=wire.transport) as client, running(active):

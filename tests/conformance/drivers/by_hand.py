@@ -23,12 +23,12 @@ from ..driver import (
     Setting,
 )
 from .conversations import client_of
-from .handmade import NO_CHOICES, Loop, Telling
+from .handmade import NO_CHOICES, Loop, Reporter
 
 HEADERS = "headers, no agl in the process"
 
 
-class Functions(Telling):
+class Functions(Reporter):
     """`agl_core.agent` around an agent, `agl_core.tool` around its tools."""
 
     def speaking(self, agent: str) -> AbstractContextManager[Any]:
@@ -40,7 +40,7 @@ class Functions(Telling):
             yield lambda result: setattr(run, "result", result)
 
 
-class _Headers(Telling):
+class _Headers(Reporter):
     """A header names the agent; the conversation tells what the tools did."""
 
     def headers(self, agent: str) -> Mapping[str, str]:

@@ -35,7 +35,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelReply:
     """A reply of the model."""
 
     id: str
@@ -50,7 +50,7 @@ class Conversation(ABC):
         self.client, self.streaming, self._headers = client, setting.streaming, dict(headers)
         self.items: list[Any] = []
 
-    async def ask(self, agent: Agent, choices: int = 1) -> Said:
+    async def ask(self, agent: Agent, choices: int = 1) -> ModelReply:
         """The model's next reply to this agent, which is added to the conversation."""
         question, *later = self.items
         kept = self.items if agent.keeps is None else [question, *later[-agent.keeps :]]
@@ -61,7 +61,7 @@ class Conversation(ABC):
         self.items.append({"role": "user", "content": text})
 
     @abstractmethod
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said: ...
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply: ...
 
     @abstractmethod
     def tell(self, answers: Sequence[Answer]) -> None:
@@ -71,7 +71,7 @@ class Conversation(ABC):
 class ChatConversation(Conversation):
     """OpenAI's chat completions."""
 
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said:
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply:
         options: dict[str, Any] = {"extra_headers": headers}
         if tools := schemas(agent):
             options["tools"] = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in tools]
@@ -90,7 +90,7 @@ class ChatConversation(Conversation):
             ToolCall(each["id"], each["function"]["name"], json.loads(each["function"]["arguments"]))
             for each in message.get("tool_calls", ())
         ]
-        return Said(id, message["content"] or "", tuple(calls))
+        return ModelReply(id, message["content"] or "", tuple(calls))
 
     def tell(self, answers: Sequence[Answer]) -> None:
         self.items += [{"role": "tool", "tool_call_id": each.call.id, "content": each.text} for each in answers]
@@ -99,7 +99,7 @@ class ChatConversation(Conversation):
 class ResponsesConversation(Conversation):
     """OpenAI's Responses."""
 
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said:
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply:
         if choices > 1:
             raise InexpressibleError
         options: dict[str, Any] = {"extra_headers": headers}
@@ -115,7 +115,7 @@ class ResponsesConversation(Conversation):
             (reply,) = [event.response async for event in reply if event.type == "response.completed"]
         self.items += [item.model_dump(exclude_none=True, include=_ECHOED) for item in reply.output]
         calls = [item for item in reply.output if item.type == "function_call"]
-        return Said(
+        return ModelReply(
             reply.id, reply.output_text, tuple(ToolCall(c.call_id, c.name, json.loads(c.arguments)) for c in calls)
         )
 
@@ -128,7 +128,7 @@ class ResponsesConversation(Conversation):
 class MessagesConversation(Conversation):
     """Anthropic's Messages."""
 
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said:
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply:
         if choices > 1:
             raise InexpressibleError
         options: dict[str, Any] = {"extra_headers": headers}
@@ -148,7 +148,7 @@ class MessagesConversation(Conversation):
         )
         calls = [block for block in reply.content if block.type == "tool_use"]
         text = "".join(block.text for block in reply.content if block.type == "text")
-        return Said(reply.id, text, tuple(ToolCall(c.id, c.name, dict(c.input)) for c in calls))
+        return ModelReply(reply.id, text, tuple(ToolCall(c.id, c.name, dict(c.input)) for c in calls))
 
     def tell(self, answers: Sequence[Answer]) -> None:
         results = [

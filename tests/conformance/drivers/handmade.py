@@ -11,12 +11,12 @@ from typing import Any
 
 from ..driver import MESSAGES, RESPONSES, Agent, Gap, Scenario, Setting
 from ..scenarios import TOOLS, action
-from .conversations import Answer, Conversation, Said, ToolCall, conversation
+from .conversations import Answer, Conversation, ModelReply, ToolCall, conversation
 
 NO_CHOICES = Gap("three choices (n)", "Only chat completions have `n`.", apis=(RESPONSES, MESSAGES))
 
 
-class Telling(ABC):
+class Reporter(ABC):
     """How a loop tells who calls and what the tools did; by default it tells nothing."""
 
     def headers(self, agent: str) -> Mapping[str, str]:
@@ -36,16 +36,16 @@ class Telling(ABC):
         """Around a tool; what it yields is called with the result."""
         yield lambda result: None
 
-    async def called(self, call: Awaitable[Said]) -> Said:
+    async def called(self, call: Awaitable[ModelReply]) -> ModelReply:
         """Around a call."""
         return await call
 
 
 class Loop:
-    """The agents of one scenario for one client. What it says around calls and tools is told as `Telling` wants."""
+    """The agents of one scenario for one client. What it says around calls and tools is told as `Reporter` wants."""
 
-    def __init__(self, telling: Telling, client: Any, setting: Setting, scenario: Scenario) -> None:
-        self._telling, self._client, self._setting, self._scenario = telling, client, setting, scenario
+    def __init__(self, reporter: Reporter, client: Any, setting: Setting, scenario: Scenario) -> None:
+        self._reporter, self._client, self._setting, self._scenario = reporter, client, setting, scenario
 
     async def run(self, question: str) -> None:
         """All agents that are asked, at the same time."""
@@ -67,10 +67,10 @@ class Loop:
                 return said.text
             agent, talk = successor, self._taken_over(talk, successor)
 
-    async def _until_handoff(self, agent: Agent, talk: Conversation) -> tuple[Said, Agent | None]:
-        with self._telling.speaking(agent.name):
+    async def _until_handoff(self, agent: Agent, talk: Conversation) -> tuple[ModelReply, Agent | None]:
+        with self._reporter.speaking(agent.name):
             while True:
-                said = await self._telling.called(talk.ask(agent))
+                said = await self._reporter.called(talk.ask(agent))
                 if not said.calls:
                     return said, None
                 talk.tell(await asyncio.gather(*(self._use(agent, call) for call in said.calls)))
@@ -81,7 +81,7 @@ class Loop:
 
     async def _use(self, agent: Agent, call: ToolCall) -> Answer:
         try:
-            with self._telling.using(call.name, call.arguments, call.id) as tell:
+            with self._reporter.using(call.name, call.arguments, call.id) as tell:
                 text = await self._result(agent, call)
                 tell(text)
         except Exception as error:
@@ -98,33 +98,33 @@ class Loop:
 
     async def _think(self, agent: Agent, question: str) -> str:
         talk = self._conversation(agent, question)
-        with self._telling.speaking(agent.name):
+        with self._reporter.speaking(agent.name):
             while True:
-                with self._telling.step(agent.name):
-                    said = await self._telling.called(talk.ask(agent))
+                with self._reporter.step(agent.name):
+                    said = await self._reporter.called(talk.ask(agent))
                     asked = action(said.text)
                     if asked is None:
                         return said.text
                     name, topic = asked
-                    with self._telling.using(name, {"topic": topic}, None) as tell:
+                    with self._reporter.using(name, {"topic": topic}, None) as tell:
                         found = str(TOOLS[name](topic))
                         tell(found)
                 talk.say(f"Observation: {found}")
 
     async def _sample(self, agent: Agent, question: str) -> str:
-        with self._telling.speaking(agent.name):
+        with self._reporter.speaking(agent.name):
             asked = [self._conversation(agent, question) for _ in range(self._scenario.samples)]
             said = await asyncio.gather(
-                *(self._telling.called(each.ask(agent, self._scenario.choices)) for each in asked)
+                *(self._reporter.called(each.ask(agent, self._scenario.choices)) for each in asked)
             )
         return said[0].text
 
     def _conversation(self, agent: Agent, question: str) -> Conversation:
-        talk = conversation(self._client, self._setting, self._telling.headers(agent.name))
+        talk = conversation(self._client, self._setting, self._reporter.headers(agent.name))
         talk.say(question)
         return talk
 
     def _taken_over(self, talk: Conversation, agent: Agent) -> Conversation:
-        taken = conversation(self._client, self._setting, self._telling.headers(agent.name))
+        taken = conversation(self._client, self._setting, self._reporter.headers(agent.name))
         taken.items = talk.items
         return taken

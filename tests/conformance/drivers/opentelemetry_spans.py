@@ -30,14 +30,14 @@ from ..driver import (
     Scenario,
     Setting,
 )
-from .conversations import Said, client_of
-from .handmade import NO_CHOICES, Loop, Telling
+from .conversations import ModelReply, client_of
+from .handmade import NO_CHOICES, Loop, Reporter
 
 PROCESSOR = "AglSpanProcessor()"
 OTLP = "OTLP, no agl in the process"
 
 
-class _Spans(Telling):
+class _Spans(Reporter):
     """Spans in the words of OpenTelemetry's GenAI conventions."""
 
     def __init__(self, tracer: Tracer, *, calls: bool) -> None:
@@ -56,7 +56,7 @@ class _Spans(Telling):
         with self._span("execute_tool", **told, **({"gen_ai.tool.call.id": id} if id else {})) as span:
             yield lambda result: span.set_attribute("gen_ai.tool.call.result", result)
 
-    async def called(self, call: Awaitable[Said]) -> Said:
+    async def called(self, call: Awaitable[ModelReply]) -> ModelReply:
         if not self._calls:
             return await call
         with self._span("chat") as span:

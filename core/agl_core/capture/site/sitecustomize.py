@@ -29,7 +29,7 @@ def _import_next() -> None:
         spec.loader.exec_module(module)
 
 
-class _Attaching:
+class _Attacher:
     """Attaches agl right after the import of a framework or of an HTTP library.
 
     It waits for the end of the outermost one, and of what agl itself needs: pydantic's plugins, for instance, are
@@ -112,4 +112,4 @@ try:
     _import_next()
 finally:
     if "AGL_REPORTS" in os.environ and "AGL_TRIGGERS" in os.environ:
-        sys.meta_path.insert(0, _Attaching(frozenset(os.environ["AGL_TRIGGERS"].split(","))))
+        sys.meta_path.insert(0, _Attacher(frozenset(os.environ["AGL_TRIGGERS"].split(","))))
