@@ -37,7 +37,7 @@ _STARTING = threading.Lock()
 
 
 class SandboxError(AglError, RuntimeError):
-    """What was called in the sandbox raised, or could not be imported there."""
+    """The function raised in the sandbox, or could not be imported there."""
 
 
 class SandboxLimitError(SandboxError):
@@ -52,7 +52,7 @@ async def run_sandboxed(
     prepare: Sequence[Any] | None = None,
     max_reply: int = _MAX_REPLY,
 ) -> Any:
-    """What `function(*arguments)` returns in a fork of a process that has imported it; a JSON value.
+    """Call `function(*arguments)` in a fork of a process that has imported it; returns its JSON value.
 
     The function is one of a module, and so are functions among its arguments, which can be pickled. It may take
     `seconds`, read the files `reads`, and return `max_reply` bytes of JSON. `prepare` is a function of a module and its
@@ -111,7 +111,7 @@ class IsolatedFunction(IsolatedRule):
 
 
 def _in_json(function: Callable[..., RewardValue], episode: Episode, settings: Mapping[str, Any]) -> Any:
-    """What a rule gave: a number, or a list of names, transition keys and rewards with their values."""
+    """Reward an episode; returns a number, or a list of names, transition keys and rewards with their values."""
     value = function(episode, **settings)
     if value is None or isinstance(value, int | float):
         return None if value is None else float(value)
@@ -143,7 +143,7 @@ def _value(reply: bytes) -> Any:
 
 
 def _named(function: Callable[..., Any]) -> tuple[str, str | None, str]:
-    """What finds the function in another process."""
+    """Module, file and name, by which another process finds the function."""
     return function.__module__, getattr(sys.modules[function.__module__], "__file__", None), function.__qualname__
 
 

@@ -12,7 +12,6 @@ import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.cli.init import read_agent_file, write_files
-from agl_core.config import load
 from agl_core.errors import AgentError, ConfigError
 
 AGENT = '''
@@ -147,10 +146,3 @@ def test_what_the_agent_takes_is_seen(folder: Path, policy: str, agl: Agl) -> No
     assert "none that an installed adapter knows" in found.stdout
     assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"
     assert isinstance(json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])["input"], str)
-
-
-def test_the_step_size_follows_from_the_model(folder: Path, policy: str) -> None:
-    write_files(read_agent_file(folder / "my_agent.py", None), policy, force=False)
-    loaded = load(folder / "train.toml")
-
-    assert loaded.config.policies["default"].optimizer.learning_rate is None

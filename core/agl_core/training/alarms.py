@@ -36,9 +36,9 @@ class Alarm:
 
     name: AlarmName
     seen: str
-    """What was seen, with its numbers."""
+    """The observation, with its numbers."""
     remedy: str
-    """What to do."""
+    """Advice to the user."""
     details: str = ""
     """More of what was seen, in lines of its own: the first error, for example."""
 
@@ -267,7 +267,7 @@ def _at_least(
     rise: float | None = None,
     average: Callable[[Sequence[float]], float] = fmean,
 ) -> str | None:
-    """What was seen, if the average of the last steps is at least `limit`, and `rise` more than in the first steps."""
+    """The observation, if the average of the last steps is at least `limit`, and `rise` above that of the first."""
     recent = _last(values, steps)
     if recent is None or (value := average(recent)) < limit:
         return None
@@ -331,7 +331,7 @@ class Watch:
         return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
 
     def _seen(self, check: Callable[..., str | None]) -> str | None:
-        """What an alarm says of the steps; if it looks at updates, of each policy on the steps that updated it."""
+        """The observation of an alarm; if it looks at updates, of each policy on the steps that updated it."""
         limit = self.settings.get(AlarmName(check.__name__))
         settings = {"limit": limit} if limit else {}
         if len(self.policies) == 1 or not any(key.startswith("update/") for key in CHECKS[check]):

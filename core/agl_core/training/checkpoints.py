@@ -32,7 +32,7 @@ _MARKS = TypeAdapter(dict[str, list[int]])
 
 @dataclass
 class RunState:
-    """What a run has done so far; saved with every checkpoint."""
+    """Progress of a run; saved with every checkpoint."""
 
     step: int = 0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class RunState:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """What the run had done when this checkpoint was written."""
+    """The progress of the run when this checkpoint was written."""
     try:
         return RunState(**orjson.loads((checkpoint / _STATE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
@@ -216,7 +216,7 @@ def _complete_in(folder: Path) -> list[Path]:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """What to do if this checkpoint cannot be used."""
+    """Advice for a checkpoint that cannot be used."""
     earlier = [path for path in _complete_in(checkpoint.parent) if path.name < checkpoint.name]
     if not earlier:
         return "Restore the checkpoint from a copy; there is no earlier one, so otherwise start a new run."
@@ -259,7 +259,7 @@ _SETTLED: Mapping[str, str] = {
 
 
 def check_changes(before: Mapping[str, Any], after: Mapping[str, Any], folder: Path, checkpoint: Path) -> list[str]:
-    """What differs between two configurations, in words. ConfigError if a change does not fit the run's checkpoint.
+    """The differences between two configurations, in words. ConfigError if a change does not fit the run's checkpoint.
 
     `before` is the configuration that the checkpoint was written with, `folder` where paths start now.
     """
@@ -279,7 +279,7 @@ def check_changes(before: Mapping[str, Any], after: Mapping[str, Any], folder: P
 
 
 def _has_moved(was: str, is_now: str, before: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the initial weights are a folder that was moved."""
+    """True if the initial weights are a folder that was moved."""
     old, new = Path(before.get("folder") or folder, Path(was).expanduser()), Path(folder, Path(is_now).expanduser())
     return new.is_dir() and (not old.is_dir() or old.samefile(new))
 

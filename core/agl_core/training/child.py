@@ -61,7 +61,7 @@ class UpdateRequest:
 
 
 class Served(Protocol):
-    """What the process brings: an engine that serves already.
+    """The engine that a process brings, which serves already.
 
     Methods come one after the other, on the main thread, and run to their end even if the run no longer waits for
     them. `versions` and `stats` are asked meanwhile too, on other threads. `estimate`, `tokenize`, `logprobs`,
@@ -185,7 +185,7 @@ class Host(Generic[Options]):
 
 
 def message(value: Any) -> bytes:
-    """What crosses, after its length."""
+    """A value as it crosses: pickled, after its length."""
     data = pickle.dumps(value)
     return len(data).to_bytes(HEADER) + data
 
@@ -212,7 +212,7 @@ def in_one_line(error: Exception) -> str:
 
 
 def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:
-    """What a plugin registered under the name, and the options as its settings; `component.build(settings)` builds it.
+    """The component of this name, and the options as its settings; `component.build(settings)` builds the algorithm.
 
     PluginError if no plugin brings it, ConfigError for options that it does not have.
     """

@@ -50,7 +50,7 @@ class TaskScore:
 
 @dataclass(slots=True)
 class Evaluated:
-    """What an evaluation found."""
+    """The outcome of an evaluation."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     """For the run's record, one for each set and mode."""

@@ -47,7 +47,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
-"""What to do about what keeps rollouts from being trained on."""
+"""Advice for each reason that keeps rollouts from being trained on."""
 _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STALLED})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 SHORTEST, ENGINE_SHORTEST, TIMES = 60.0, 600.0, 3.0
@@ -239,9 +239,9 @@ class StallWatch:
     setting: float | Literal[False] | None = False
     """The run's own number of seconds; None: as many as follow from the run; False: no alarm."""
     activity: Callable[[], Activity] | None = None
-    """What rollouts wait for."""
+    """Asks the server for whom or what rollouts wait."""
     store: Store | None = None
-    """What was recorded of them."""
+    """Has the records of these rollouts."""
     say: Callable[[str], None] = logger.warning
     _alarms: list[Alarm] = field(default_factory=list, init=False)
     _longest: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)

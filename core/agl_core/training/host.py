@@ -42,7 +42,7 @@ class ProcessEngine(Engine, Generic[Options]):
     """
 
     module: ClassVar[str]
-    """What the process runs."""
+    """The module that the process runs."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of the process, where the run's own environment does not set them."""
     seconds_to_end: ClassVar[float] = 5.0
@@ -57,7 +57,7 @@ class ProcessEngine(Engine, Generic[Options]):
         self._answers: dict[int, asyncio.Queue[tuple[str, Any] | None]] = {}
         """Answers to commands under way, by number; None: there will be no more."""
         self._loss = ""
-        """What the process said that it lost."""
+        """The part that the process reported as lost."""
         self._stopped = False
         self._stage = "starting its process"
         self._began = self._stage_began = 0.0
@@ -73,7 +73,7 @@ class ProcessEngine(Engine, Generic[Options]):
 
     @abstractmethod
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
-        """What to do about an unexpected error or an end, if that is known.
+        """Advice about an unexpected error or end, if there is any.
 
         `lines` are the error's own, or the last ones of the log; `exit_code` is None while the process runs.
         """
@@ -142,17 +142,17 @@ class ProcessEngine(Engine, Generic[Options]):
         return stats
 
     async def _estimate(self, work: Workload) -> Needs:
-        """What the process says that a run would take, for a subclass that supports `estimate`."""
+        """`estimate` by the process, for a subclass that supports it."""
         needs: Needs = await self._ask("estimate", work)
         return needs
 
     async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
-        """What the process makes of recorded replies, for a subclass that supports `tokenize`."""
+        """`tokenize` by the process, for a subclass that supports it."""
         tokenized: Sequence[TokenizedReply | None] = await self._ask("tokenize", policy, replies)
         return tokenized
 
     async def _logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        """What the process says of recorded replies, for a subclass that supports `logprobs`."""
+        """`logprobs` by the process, for a subclass that supports it."""
         logprobs_R: NDArray[np.float64] = await self._ask("logprobs", policy, batch)
         return logprobs_R
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes on: its phases, a line for each step, the numbers by documented key."""
+"""The output of a run while it goes on: its phases, a line for each step, the numbers by documented key."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: boo
 
 
 def counts(steps: Iterable[Mapping[str, float]], prefix: str) -> Counter[str]:
-    """What the keys with this prefix count, over all steps."""
+    """The totals of the keys with this prefix, over all steps."""
     total: Counter[str] = Counter()
     for step in steps:
         total.update({key.removeprefix(prefix): int(n) for key, n in step.items() if key.startswith(prefix)})

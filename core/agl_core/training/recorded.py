@@ -119,7 +119,7 @@ class RecordedQueue:
         )
 
     async def _are_own(self, engine: Engine, call: Call) -> bool:
-        """Whether the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
+        """True if the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
         if call.policy not in self._has_own_ids:
             messages, request = messages_of(call), call.request
             replied = any(message.get("role") == "assistant" for message in messages)

@@ -313,7 +313,7 @@ class Drawn(Collected):
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the step: groups that wait or are trained on again, among others."""
     note: str = ""
-    """What the line of the step says of it."""
+    """A remark for the line of the step."""
 
 
 class Experience:

@@ -62,7 +62,7 @@ def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool
 
 
 def is_new(run_dir: Path) -> bool:
-    """Whether a run's folder has nothing but its configuration."""
+    """True if a run's folder has nothing but its configuration."""
     return all(file.name == CONFIG_FILE for file in run_dir.iterdir())
 
 
@@ -134,7 +134,7 @@ async def begin_restart(server: LightningServer, config: RunConfig, run_dir: Pat
 
 
 async def _has_begun(store: Store, file: Path) -> bool:
-    """Whether the store has a run; StoreError if it has none, but the file of an earlier server names one."""
+    """True if the store has a run. StoreError if it has none, but the file of an earlier server names one."""
     if await store.runs():
         return True
     before = ServerFile.read(file)

@@ -178,7 +178,7 @@ async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
 
 CHARACTERS_PER_TOKEN = 3
 TEMPLATE_TOKENS = 32
-"""What a chat template and an instruction add to a task's input, roughly."""
+"""Rough length of a chat template and an instruction, which come with a task's input."""
 
 
 def workload(loaded: LoadedConfig) -> Workload:

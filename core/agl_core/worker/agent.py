@@ -59,7 +59,7 @@ _VALUES = ("arguments", "result", "error")
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """What an agent gets if it has a parameter named `context`; most agents need none of it."""
+    """The value of an agent's parameter named `context`; most agents need none."""
 
     task_id: str
     split: str

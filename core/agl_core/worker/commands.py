@@ -1,4 +1,4 @@
-"""Attempts of agents that are commands: what such a process gets, and what it printed as the attempt's result."""
+"""Attempts of agents that are commands: the process of each, and the result in its output."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class _Output:
         self.theirs.close()
 
     def of_the_command(self, recording: Recording) -> _Tail:
-        """What its own process printed, if that is anything, else all."""
+        """The output of its own process, if there is any, else all output."""
         if not self._own.text():
             return self._all
         if self._all.size > self._own.size:

@@ -47,7 +47,7 @@ class ForkerGoneError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What a forker needs to know at its start."""
+    """The settings of a forker, known at its start."""
 
     folder: str
     """Where the agent's module is found too."""
@@ -308,7 +308,7 @@ def attempt_folder() -> Iterator[Path]:
 
 
 def fate(status: int) -> str:
-    """What became of a process, by its status from waitpid."""
+    """The end of a process in words, by its status from waitpid."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with status {code}"

@@ -113,7 +113,7 @@ class Worker:
         self.endings: Counter[Ending] = Counter()
         """How attempts ended, as reported to the server."""
         self.problems: Counter[str] = Counter()
-        """What adapters could not do, by message."""
+        """Failures of adapters, by message."""
         self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
         self._running: dict[AttemptKey, asyncio.Task[None]] = {}
         self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
