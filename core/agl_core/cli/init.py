@@ -200,9 +200,9 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
     files = {folder / name: text for name, text in _texts(agent, _model(model, folder)).items()}
     if agent.file in files:
         raise ConfigError(f"{agent.file} has the name of a file that is to be written. Rename your agent's file.")
-    there = {path: path.read_bytes() for path in files if path.exists()}
-    if there and not force:
-        names = ", ".join(str(path) for path in there)
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    if before and not force:
+        names = ", ".join(str(path) for path in before)
         raise ConfigError(f"{names}: there already. Nothing was written; --force overwrites.")
     try:
         for path, text in files.items():
@@ -212,7 +212,7 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
         for path in files:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-        for path, content in there.items():
+        for path, content in before.items():
             path.write_bytes(content)
         raise
     return list(files)

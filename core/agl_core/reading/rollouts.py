@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from agl_core.reading.explained import TerminalReward, counted_of, healths_of, reward_weights, superseded
 from agl_core.reading.words import message_text
@@ -91,8 +91,6 @@ async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutE
 async def matching(store: Store, query: Query, entries: Sequence[RolloutEntry]) -> set[str]:
     """The ids of those that match, whatever their step and mode. Only records that the query is about are read."""
     rollouts = [entry.rollout for entry in entries if query.takes(entry)]
-    if replace(query, step=None, mode=None, ending=None, low=None, high=None, split=None) == Query():
-        return {rollout.id for rollout in rollouts}
     keys = counted_attempts(rollouts)
     asks_for_calls = query.agent is not None or query.policy is not None or bool(query.text)
     asks_for_tools = query.tool is not None or query.status is not None

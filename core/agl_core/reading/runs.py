@@ -23,8 +23,7 @@ from agl_core.store.connections import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.metrics import SUMMARY_FILE
-from agl_core.wire.keys import SERVER_FILE
+from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE
 
 _Result = TypeVar("_Result")
 
@@ -152,6 +151,11 @@ def is_capture(folder: Path) -> bool:
     return "capture" in read_settings(folder)
 
 
+def is_run(folder: Path) -> bool:
+    """True for a run's folder; a user's own may have a `config.toml` too."""
+    return any((folder / name).exists() for name in (_STORE, METRICS_FILE, CHECKPOINTS))
+
+
 def write_capture(folder: Path, source: Mapping[str, Any]) -> None:
     """Make the folder a run that was recorded without training; `source` says where it is from."""
     private.write(folder / CONFIG_FILE, tomli_w.dumps({"config_version": 1, "capture": dict(source)}))
@@ -177,11 +181,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def has_store(folder: Path) -> bool:
-    """True if a run was recorded in its own folder, and not by a server elsewhere."""
-    return any((folder / name).exists() for name in (_STORE, SERVER_FILE))
-
-
 def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> RunEntry:
     """A run as a list shows it; `metrics` are those in its folder, if they have been read."""
     settings, lines = read_settings(folder), read_metrics(folder) if metrics is None else metrics
@@ -191,7 +190,7 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     all_made = planned is not None and 0 < planned <= steps
     # A training process removes the run's summary at the start, and writes it at the end, unless it dies.
     has_ended = (folder / SUMMARY_FILE).exists()
-    has_died = not has_ended and (folder / CHECKPOINTS).exists() and has_store(folder)
+    has_died = not has_ended and (folder / CHECKPOINTS).exists()
     verdict = None if planned is None else verdict_of(lines)
     state: RunStatus = "stopped"
     if is_written(folder / _STORE) and not (all_made and has_ended):
@@ -209,17 +208,15 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
 async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
     """Keep only the calls of the last steps complete, the last checkpoints, and the best one; free unused space.
 
-    `keep_checkpoints` is None for the run's `train.keep_checkpoints`. The calls of a run that a server elsewhere
-    recorded are left alone. StoreError if another process writes the store.
+    `keep_checkpoints` is None for the run's `train.keep_checkpoints`. StoreError if another process writes the store.
     """
-    calls, up_to, before = 0, 0, _size(folder)
-    if has_store(folder):
-        async with open_store(folder, read_only=False) as store:
-            if not isinstance(store, ShrinkingStore):
-                raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
-            last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
-            calls, up_to = await store.prune(last - keep_steps), max(last - keep_steps, 0)
-            await store.vacuum()
+    before = _size(folder)
+    async with open_store(folder, read_only=False) as store:
+        if not isinstance(store, ShrinkingStore):
+            raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
+        last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
+        calls, up_to = await store.prune(last - keep_steps), max(last - keep_steps, 0)
+        await store.vacuum()
     if keep_checkpoints is None:
         keep_checkpoints = int(read_settings(folder).get("train", {}).get("keep_checkpoints", 2))
     removed = Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune()

@@ -18,7 +18,7 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.explained import superseded
 from agl_core.reading.importing import import_file
 from agl_core.reading.rollouts import RolloutEntry, entries_of
-from agl_core.reading.runs import find_run, has_store, is_capture, open_store
+from agl_core.reading.runs import find_run, is_capture, is_run, open_store
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts, recorded_episodes, scoring_rules
 from agl_core.types import (
@@ -169,7 +169,7 @@ async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | 
 def _run_of(file: Path, loaded: LoadedConfig) -> Path:
     """The run that has this file as its configuration, else the newest of the configuration's name."""
     runs, name = loaded.config.runs, loaded.config.name
-    if file.name == CONFIG_FILE and has_store(file.parent):
+    if file.name == CONFIG_FILE and is_run(file.parent):
         return file.parent
     folders = [path.parent for path in runs.glob(f"*/{CONFIG_FILE}")]
     of_name = [folder for folder in folders if re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)]

@@ -201,7 +201,4 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
         assert "is being written by another process" in str(refused.exception)
         server.communicate("")
     assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
-    run.store.unlink()
-    assert run.agl("runs", "prune", "calc", "--checkpoints", "1").exit_code == 0, "a server elsewhere has the store"
-    assert not run.store.exists()
     assert isinstance(run.agl("runs", "prune", "none").exception, ConfigError)
