@@ -15,7 +15,6 @@ from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.types import ToolResult, ToolStatus
 from agl_otel import AglSpanProcessor
 
 USER = {"role": "user", "content": "1 + 2?"}
@@ -69,6 +68,7 @@ async def test_agents_and_tool_results(
         (broken, "error", None, "ValueError: boom", "Übersetzer"),
     ]
     assert tool_results[0].arguments == {"a": 1}
+    assert {o.adapter for o in tool_results} == {"otel"}, "a framework's own adapter goes before it"
     assert episode.unjoined == ()
 
 
@@ -90,29 +90,6 @@ async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
     found = attempt.tool_results
     assert [(o.tool_call_id, o.result) for o in found] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
     assert found[0].span == f"{outer.get_span_context().span_id:016x}"
-
-
-@pytest.mark.parametrize("adapter_first", [True, False])
-async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
-    adapter_first: bool, attached: None, stack: Any, provider: TracerProvider
-) -> None:
-    attempt, tracer = await stack.attempt(), provider.get_tracer("agent")
-    stack.upstream.script(CallTools([("add", {}), ("add", {})]))
-    with attempt.running():
-        one, other = (each.id for each in (await ask(stack.client(), tools=[ADD])).tool_calls)
-        told = ToolResult("langchain:1", "", 0, "add", ToolStatus.ERROR, one)
-        if adapter_first:
-            attempt.active.recording.tool_result(told)
-        for id in (one, other, other):
-            tracer.start_span("add", attributes=tool(id)).end()
-        if not adapter_first:
-            attempt.active.recording.tool_result(told)
-    (transition,) = (await attempt.close()).transitions
-    assert [(o.tool_call_id, str(o.status)) for o in transition.tool_results] == [
-        (one, "error"),
-        (other, "ok"),
-        (other, "ok"),
-    ]
 
 
 def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_the_only_one_later(

@@ -4,7 +4,7 @@ The gateway alone records tokens. This package adds who made a call (a header of
 did (in the attempt's recording, which the worker sends when the attempt ends).
 """
 
-from agl_core.capture.attaching import Attachment, attach, installed_adapters
+from agl_core.capture.attaching import attach, installed_adapters
 from agl_core.capture.context import (
     AttemptContext,
     IdentityScope,
@@ -16,7 +16,7 @@ from agl_core.capture.context import (
     state,
     unpack_variables,
 )
-from agl_core.capture.marking import Marker, ToolRun, agent, tool
+from agl_core.capture.marking import ToolRun, agent, tool
 from agl_core.capture.recording import Recording, describe_error, jsonable
 from agl_core.capture.reports import (
     Latest,
@@ -32,7 +32,6 @@ from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Identity
 
 __all__ = [
-    "Attachment",
     "AttemptContext",
     "Capture",
     "CapturedRollout",
@@ -40,7 +39,6 @@ __all__ = [
     "Identity",
     "IdentityScope",
     "Latest",
-    "Marker",
     "Recording",
     "StatusRule",
     "ToolRun",
