@@ -106,7 +106,9 @@ VALID: Mapping[str, Json] = {
         "ending": "finished",
         "result": {"a": [1]},
         "error": None,
-        "tool_results": [{"id": "o", "tool": "add", "status": "ok", "arguments": {"a": 1}, "started": 1.0}],
+        "tool_results": [
+            {"id": "o", "rollout": "other", "attempt": 0, "tool": "add", "status": "ok", "arguments": {"a": 1}}
+        ],
         "rewards": [{"name": "r", "value": 0.5}],
     },
     "/agl/v1/rollouts/third/attempts/00/close": {"ending": "vanished"},
