@@ -45,8 +45,8 @@ def exact_match(
     >>> exact_match(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=" Paris\\n"))
     1.0
     """
-    expected, found = (_comparable(each) for each in (expected_answer(episode, field), episode.result))
-    return float(expected == found and isinstance(expected, bool) == isinstance(found, bool))
+    expected, answer = (_stripped(value) for value in (expected_answer(episode, field), episode.result))
+    return float(expected == answer and isinstance(expected, bool) == isinstance(answer, bool))
 
 
 @agl_core.reward_rule
@@ -72,8 +72,8 @@ def numeric_match(
             f"Task '{episode.task.id}': its metadata '{field}' is {episode.task.metadata[field]!r}, which holds no "
             f"number; numeric_match needs one. Set `field` to the key that holds the answer, or use exact_match."
         )
-    found = last_number(episode.result)
-    return float(found is not None and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance))
+    number = last_number(episode.result)
+    return float(number is not None and math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance))
 
 
 @agl_core.reward_rule(isolated=True)
@@ -121,10 +121,8 @@ def text_of(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _comparable(value: Json) -> Json:
-    if not isinstance(value, str):
-        return value
-    return value.strip()
+def _stripped(value: Json) -> Json:
+    return value.strip() if isinstance(value, str) else value
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -135,7 +133,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def token_f1(
     episode: Episode,
     *,
-    field: Annotated[str, Field(description="The key of the task's metadata that holds the answer.")] = "result",
+    field: AnswerField = "result",
 ) -> float:
     """The harmonic mean of precision and recall over the words of the answer, 0 … 1 (SQuAD, arXiv 1606.05250).
 

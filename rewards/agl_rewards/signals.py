@@ -15,7 +15,8 @@ from typing import Any
 
 import agl_core
 from agl_core.capture.status import message_text
-from agl_core.learning.health import has_failed, response_text
+from agl_core.learning.health import response_text
+from agl_core.learning.tool_results import has_failed
 from agl_core.types import Episode, Transition, TransitionKey
 
 _REPEATED = 0.8
@@ -39,7 +40,7 @@ def asked_again(
     The next call has one user message more than the call of the reply. It repeats if it is nearly the same text as the
     user message before it, and corrects if it begins like an English correction.
     """
-    found: dict[TransitionKey, float] = {}
+    repeated: dict[TransitionKey, float] = {}
     last = {each.turn: each for each in episode.transitions}
     ordered = [last[turn] for turn in sorted(last)]
     for before, after in itertools.pairwise(ordered):
@@ -48,15 +49,15 @@ def asked_again(
             continue
         new = later[len(earlier)]
         if _likeness(_plain(earlier[-1]), _plain(new)) >= _REPEATED or _CORRECTION.search(new):
-            found[before.key] = 1.0
-    return found or None
+            repeated[before.key] = 1.0
+    return repeated or None
 
 
 @agl_core.reward_rule
 def tool_failed(episode: Episode) -> Mapping[TransitionKey, float] | None:
     """1 for a call with a tool that raised or timed out, by the recorded tool results."""
-    found = {each.key: 1.0 for each in episode.transitions if any(map(has_failed, each.tool_results))}
-    return found or None
+    failed = {t.key: 1.0 for t in episode.transitions if any(map(has_failed, t.tool_results))}
+    return failed or None
 
 
 @agl_core.reward_rule

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agl_core import kinds
-from agl_core.builtin.credit import identical
 from agl_core.config import check, load
 from agl_core.errors import CapabilityError
 from agl_core.kinds import Capability
@@ -104,11 +103,6 @@ class TestAir:
             status = sum(1 if each == "ok" else -1 for each in call) / len(call)
             assert min(status, terminal) - 1e-9 <= value <= max(status, terminal) + 1e-9
             assert value - alpha * status == pytest.approx((1 - alpha) * terminal, abs=1e-9)
-
-    @given(calls=CALLS, terminal=RETURNS)
-    def test_without_weight_it_is_identical(self, make: Any, calls: list[list[str]], terminal: float) -> None:
-        episodes = [make.episode(*[[make.tool_result(s) for s in call] for call in calls], terminal=terminal)]
-        assert air(episodes, alpha=0.0) == identical(episodes)
 
     def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
         component = Plugins.load().component(kinds.CREDIT, "air", "[credit]")

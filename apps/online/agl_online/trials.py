@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
-from agl_core.learning.health import answer, has_failed
+from agl_core.learning.health import answer
+from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
 from agl_core.reading.evaluations import Comparison, compare
 from agl_core.returns import episode_return

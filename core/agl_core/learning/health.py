@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_core.capture.status import message_text
-from agl_core.learning.tool_results import tool_calls_of
+from agl_core.learning.tool_results import has_failed, tool_calls_of
 from agl_core.types import (
     DropReason,
     Ending,
     Episode,
     Evidence,
     Symptom,
-    ToolResult,
-    ToolStatus,
     Transition,
     Verdict,
 )
@@ -139,11 +137,6 @@ def is_refusal(text: str) -> bool:
     (True, False)
     """
     return _REFUSAL.match(text.strip()) is not None
-
-
-def has_failed(tool_result: ToolResult) -> bool:
-    """Whether the tool raised, or did not end in time."""
-    return tool_result.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 
 
 def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:

@@ -20,10 +20,10 @@ from agl_core.capture.spans import SPANS
 from agl_core.capture.status import UNCERTAIN
 from agl_core.learning.tool_results import (
     CONTRADICTED,
-    FAILED,
     ToolCall,
     by_id,
     choices_of,
+    has_failed,
     read_from_messages,
     tool_calls_in,
 )
@@ -146,11 +146,11 @@ def fill_from_conversation(
             joined.setdefault(tool_call.key, []).extend(
                 _completed(report, tool_call, message) for report in answers[tool_call]
             )
-        elif message is not None and not (told and (not _failed(message) or any(map(_failed, told)))):
+        elif message is not None and not (told and (not has_failed(message) or any(map(has_failed, told)))):
             joined.setdefault(tool_call.key, []).append(message)
-    failures = Counter(report.tool for report in doubtful if _failed(report))
+    failures = Counter(report.tool for report in doubtful if has_failed(report))
     for results in joined.values():
-        failures.subtract(each.tool for each in results if each.source is Source.CONVERSATION and _failed(each))
+        failures.subtract(each.tool for each in results if each.source is Source.CONVERSATION and has_failed(each))
     for results in joined.values():
         for place, each in enumerate(results):
             if each.source is Source.CONVERSATION and each.status_rule in UNCERTAIN and failures[each.tool] > 0:
@@ -190,10 +190,6 @@ def _is_unnamed(report: ToolResult, late: Collection[str | None]) -> bool:
     return report.tool_call_id is None and report.parent_span not in late
 
 
-def _failed(tool_result: ToolResult) -> bool:
-    return tool_result.status in FAILED
-
-
 def _near(report: ToolResult, tool_calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
     """Those of the same parent span; if there are none, those of the same agent; if there are none, all."""
     under = [each for each in tool_calls if report.parent_span and each.call.parent_span == report.parent_span]
@@ -227,7 +223,7 @@ def _completed(report: ToolResult, tool_call: ToolCall, shown: ToolResult | None
     if shown is None:
         return report
     has_looked = report.status_rule not in ("unknown", "looks-like-error")
-    if report.source in _FROM_ANYWHERE and has_looked and not _failed(report) and _failed(shown):
+    if report.source in _FROM_ANYWHERE and has_looked and not has_failed(report) and has_failed(shown):
         denied = replace(report, status=shown.status, status_rule=CONTRADICTED, source=shown.source)
         return replace(denied, result=None, error=shown.error)
     if report.status_rule not in UNCERTAIN or (report.status_rule != "unknown" and shown.status_rule in UNCERTAIN):

@@ -11,7 +11,7 @@ from typing import Any
 from agl_core.capture.status import message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
 
-FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
+_FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 CONTRADICTED = "contradicted"
 """The rule of a tool result that the conversation shows, and that a report contradicts.
 
@@ -114,7 +114,7 @@ def _answered(
 def _tool_result(tool_call: ToolCall, message: Mapping[str, Any]) -> ToolResult:
     content, call = message.get("content"), tool_call.call
     status, rule = message_status(content, message.get("status"))
-    failed = status in FAILED
+    failed = status in _FAILED
     return ToolResult(
         id=f"{call.id}:{tool_call.key.choice}:{tool_call.place}",
         rollout=call.rollout,
@@ -130,6 +130,11 @@ def _tool_result(tool_call: ToolCall, message: Mapping[str, Any]) -> ToolResult:
         source=Source.CONVERSATION,
         status_rule=rule,
     )
+
+
+def has_failed(tool_result: ToolResult) -> bool:
+    """True if the tool raised, or did not end in time."""
+    return tool_result.status in _FAILED
 
 
 def choices_of(call: Call) -> dict[TransitionKey, Choice]:

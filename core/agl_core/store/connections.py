@@ -66,7 +66,7 @@ def lock_of(path: Path) -> Path:
 
 
 def is_written(store: Path) -> bool:
-    """Whether a process writes the store now."""
+    """True while a process writes the store."""
     if not lock_of(store).is_file():
         return False
     name = f"{lock_of(store).as_uri()}?mode=ro"
@@ -152,7 +152,8 @@ def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
 
 def _connect(name: str, *, cached_statements: int = 128, uri: bool = False) -> sqlite3.Connection:
     return sqlite3.connect(
-        *(name, BUSY_SECONDS),
+        name,
+        timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
         cached_statements=cached_statements,

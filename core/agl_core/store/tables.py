@@ -49,11 +49,15 @@ class Table(NamedTuple):
 PIECES = Table("pieces", ("seq", "data"), "(?, ?)", "")
 ATTEMPTS = Table("attempts", ("rollout", "attempt"), "(?, ?)", "ON CONFLICT DO NOTHING")
 RUNS = Table(
-    *("runs", ("id", "restart", "body"), "(?, ?, ?)"),
+    "runs",
+    ("id", "restart", "body"),
+    "(?, ?, ?)",
     "ON CONFLICT (id, restart) DO UPDATE SET body = excluded.body",
 )
 ROLLOUTS = Table(
-    *("rollouts", ("id", "run", "step", "mode", "state", '"group"', "body"), "(?, ?, ?, ?, ?, ?, ?)"),
+    "rollouts",
+    ("id", "run", "step", "mode", "state", '"group"', "body"),
+    "(?, ?, ?, ?, ?, ?, ?)",
     "ON CONFLICT (id) DO UPDATE SET run = excluded.run, step = excluded.step, mode = excluded.mode, "
     'state = excluded.state, "group" = excluded."group", body = excluded.body',
 )

@@ -16,7 +16,7 @@ from agl_core.errors import TrainingError
 from agl_core.kinds import Capability
 from agl_core.learning import was_rewarded
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.learning.tool_results import CONTRADICTED, FAILED, tool_calls_of
+from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.training.metrics import counts
@@ -117,7 +117,7 @@ def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
     Read these rollouts (agl show ROLLOUT) and see docs/security.md.
     """
     tool_results = _tool_results(episodes)
-    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and result.status in FAILED]
+    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and has_failed(result)]
     if not denied:
         return None
     return (

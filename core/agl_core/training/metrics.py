@@ -20,7 +20,8 @@ from agl_core import private
 from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
-from agl_core.learning.health import answer, has_failed, is_gibberish, is_refusal, is_repetitive, response_text
+from agl_core.learning.health import answer, is_gibberish, is_refusal, is_repetitive, response_text
+from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import KeepingTracker, Tracker, Upstream
 from agl_core.returns import are_equal, episode_return
 from agl_core.training.alarms import Alarm

@@ -80,11 +80,6 @@ class TestDiscounted:
         after = [*values[1:], 0.0]
         assert [g - gamma * later for g, later in zip(values, after, strict=True)] == near(immediate([one])[0])
 
-    @given(member=EPISODES)
-    def test_undiscounted_the_first_value_is_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
-        one = episode(make, 0, *member)
-        assert discounted([one], gamma=1.0)[0][0] == near(episode_return(one))
-
     @pytest.mark.parametrize(("gamma", "first"), [(1.0, [16.0, 18.0]), (0.5, [8.5, 10.5])])
     def test_a_call_is_worth_the_mean_of_its_choices_to_the_call_before(
         self, make: Any, gamma: float, first: list[float]

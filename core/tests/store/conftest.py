@@ -13,7 +13,7 @@ import pytest
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.types import Attempt, AttemptKey, Call, Rollout
+from agl_core.types import AttemptKey, Call
 
 
 @pytest.fixture
@@ -25,16 +25,6 @@ def path(tmp_path: Path) -> Path:
 async def store(path: Path) -> AsyncIterator[SqliteStore]:
     async with SqliteStore(path) as opened:
         yield opened
-
-
-@pytest.fixture
-def make_rollout() -> Callable[..., Rollout]:
-    return make.rollout
-
-
-@pytest.fixture
-def make_attempt() -> Callable[..., Attempt]:
-    return make.attempt
 
 
 @pytest.fixture

@@ -140,7 +140,10 @@ async def calls(path: Path, make_call: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": f"secret {step}", "tool_calls": [TOOL_CALL]}
         ids, logprobs = generator.integers(0, 2**31, 500, np.int32), generator.standard_normal(500, np.float32)
         calls[name] = asking(
-            *(make_call, f"c{step}", name, f"secret {step} " * 100),
+            make_call,
+            f"c{step}",
+            name,
+            f"secret {step} " * 100,
             agent="solver",
             choices=(Choice(0, message, FinishReason.TOOL_CALLS, ids, logprobs),),
             prompt_ids=generator.integers(0, 2**31, 2000, dtype=np.int32),

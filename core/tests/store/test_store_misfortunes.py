@@ -23,6 +23,7 @@ from agl_core.errors import StoreError
 from agl_core.store import tables
 from agl_core.store.connections import is_written, log_of
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Call
 
 CHILD = Path(__file__).with_name("store_child.py")
@@ -123,7 +124,7 @@ async def test_readers_are_let_in_beside_a_writer_and_a_second_writer_is_not(pat
             await SqliteStore(path).open()
 
 
-async def test_a_reader_makes_no_file_and_sees_later_writers(path: Path, make_rollout: Any) -> None:
+async def test_a_reader_makes_no_file_and_sees_later_writers(path: Path) -> None:
     def files() -> dict[str, int]:
         return {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(path.parent)}
 
@@ -138,9 +139,9 @@ async def test_a_reader_makes_no_file_and_sees_later_writers(path: Path, make_ro
         assert files() == before
         for id in ("a", "b"):
             async with SqliteStore(path) as store:
-                await store.put(make_rollout(id))
-                assert await reader.rollout(id) == make_rollout(id)
-            assert await reader.rollout(id) == make_rollout(id)
+                await store.put(make.rollout(id))
+                assert await reader.rollout(id) == make.rollout(id)
+            assert await reader.rollout(id) == make.rollout(id)
 
 
 # The disk, and damage.
@@ -168,10 +169,10 @@ async def test_a_disk_that_takes_no_more(path: Path, make_call: Any, calls_of: A
         assert set(await calls_of(store, "r")) == {"before", "large"}
 
 
-async def test_damage_is_named(path: Path, make_call: Any, make_rollout: Any) -> None:
+async def test_damage_is_named(path: Path, make_call: Any) -> None:
     damaged = r"store\.sqlite is damaged.*\.recover.*backup"
     async with SqliteStore(path) as store:
-        await store.put(make_rollout("r"), *(make_call(f"c{number}", f"r{number}") for number in range(2000)))
+        await store.put(make.rollout("r"), *(make_call(f"c{number}", f"r{number}") for number in range(2000)))
     whole = content(path)
 
     execute(path, "UPDATE rollouts SET body = replace(body, 'queued', 'queue')")  # SQLite does not notice this.

@@ -21,6 +21,7 @@ from agl_core.store import queries
 from agl_core.store.connections import connect_reader
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
 from agl_core.types import (
     Annotation,
     Attempt,
@@ -81,14 +82,14 @@ def test_any_records_come_back_exactly_though_they_are_written_twice(exactly: An
     assert exactly(asyncio.run(round_trip())) == exactly(stored)
 
 
-async def test_values_that_other_types_hold(store: Store, make_call: Any, make_attempt: Any, calls_of: Any) -> None:
+async def test_values_that_other_types_hold(store: Store, make_call: Any, calls_of: Any) -> None:
     """Not-finite log-probabilities keep their bits, JSON's NaN is null, and numpy's scalars are numbers."""
     values = np.array([np.nan, np.inf, -np.inf, -0.0], np.float32)
     choice = Choice(0, {}, FinishReason.LENGTH, np.arange(4, dtype=np.int32), values)
     numbers: Any = (np.int64(0), "c", np.int32(1), np.int64(2), np.float32(0.5), np.float64(0.25), np.float32(1))
     await store.put(
         make_call("c", choices=(choice,), version=np.int64(7), requested=Sampling(temperature=np.float64(0.5))),
-        make_attempt("r", result={"pair": (1, 2), "bad": float("nan"), "big": 2**80}),
+        make.attempt("r", result={"pair": (1, 2), "bad": float("nan"), "big": 2**80}),
         TrainingRecord("r", *numbers),
     )
     call = (await calls_of(store, "r"))["c"]
@@ -143,12 +144,10 @@ async def test_arrays_of_another_type_are_refused_not_rounded(
         "no record",
     ],
 )
-async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(
-    store: Store, make_attempt: Any, make_call: Any, bad: Any
-) -> None:
-    record: Any = {"rollout": "bad"} if bad is None else replace(make_attempt("bad"), **bad)
-    good = [store.put(make_attempt("r", number), make_call(f"c{number}")) for number in range(20)]
-    together = store.put(make_attempt("r", 100), make_call("companion"), record, make_attempt("r", 101))
+async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(store: Store, make_call: Any, bad: Any) -> None:
+    record: Any = {"rollout": "bad"} if bad is None else replace(make.attempt("bad"), **bad)
+    good = [store.put(make.attempt("r", number), make_call(f"c{number}")) for number in range(20)]
+    together = store.put(make.attempt("r", 100), make_call("companion"), record, make.attempt("r", 101))
     results = await asyncio.gather(*good[:10], together, *good[10:], return_exceptions=True)
     [error] = [result for result in results if result is not None]
     assert isinstance(error, StoreError)
@@ -160,13 +159,11 @@ async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(
     assert "companion" in {call.id for call in await store.calls([KEY])}
 
 
-async def test_a_record_replaces_the_one_with_its_key_and_keeps_its_place(
-    store: Store, make_rollout: Any, make_call: Any
-) -> None:
-    await store.put(make_rollout("b"), make_rollout("a"))
-    done = make_rollout("b", state=RolloutState.DONE, counted_attempt=0)
-    await store.put(make_rollout("b", state=RolloutState.RUNNING), done)
-    assert await store.rollouts() == [done, make_rollout("a")]
+async def test_a_record_replaces_the_one_with_its_key_and_keeps_its_place(store: Store, make_call: Any) -> None:
+    await store.put(make.rollout("b"), make.rollout("a"))
+    done = make.rollout("b", state=RolloutState.DONE, counted_attempt=0)
+    await store.put(make.rollout("b", state=RolloutState.RUNNING), done)
+    assert await store.rollouts() == [done, make.rollout("a")]
 
     three = make_call("c", choices=tuple(Choice(n, {"content": str(n)}, FinishReason.STOP) for n in range(3)))
     last = replace(three, choices=(Choice(0, {"content": "new"}, FinishReason.STOP),), late=True)
@@ -236,7 +233,7 @@ def commits_in_log(path: Path) -> int:
 
 
 async def test_concurrent_puts_are_committed_together_and_seen_by_reads(
-    store: SqliteStore, path: Path, make_call: Any, make_attempt: Any, calls_of: Any
+    store: SqliteStore, path: Path, make_call: Any, calls_of: Any
 ) -> None:
     before = commits_in_log(path)
     await asyncio.gather(*(store.put(make_call(f"c{number}")) for number in range(300)))
@@ -248,7 +245,7 @@ async def test_concurrent_puts_are_committed_together_and_seen_by_reads(
         assert f"c{number}" in await calls_of(store, f"r{number}")
 
     await asyncio.gather(*(write_then_read(number) for number in range(100)))
-    many = [make_attempt("r", number) for number in range(777)]  # more than one statement has
+    many = [make.attempt("r", number) for number in range(777)]  # more than one statement has
     await store.put(*many)
     assert await store.attempts("r") == many
 
@@ -303,18 +300,18 @@ async def test_a_store_that_is_not_open_says_so(tmp_path: Path, make_call: Any) 
         ({"run": "none"}, ""),
     ],
 )
-async def test_rollouts_by(store: Store, make_rollout: Any, wanted: dict[str, Any], expected: str) -> None:
+async def test_rollouts_by(store: Store, wanted: dict[str, Any], expected: str) -> None:
     await store.put(
-        make_rollout("d", run="one", step=0, group="g1", state=RolloutState.DONE),
-        make_rollout("c", run="one", step=1, group="g2"),
-        make_rollout("b", run="one", step=1, group="g2", mode=Mode.EVAL_GREEDY),
-        make_rollout("a", run="two", step=0, group="g3"),
+        make.rollout("d", run="one", step=0, group="g1", state=RolloutState.DONE),
+        make.rollout("c", run="one", step=1, group="g2"),
+        make.rollout("b", run="one", step=1, group="g2", mode=Mode.EVAL_GREEDY),
+        make.rollout("a", run="two", step=0, group="g3"),
     )
     assert "".join(rollout.id for rollout in await store.rollouts(**wanted)) == expected
 
 
-async def test_a_rollout_by_the_start_of_its_id(store: Store, make_rollout: Any, path: Path) -> None:
-    await store.put(*(make_rollout(id) for id in ("ab1", "ab10", "b%_", "ü\U0010ffff")))
+async def test_a_rollout_by_the_start_of_its_id(store: Store, path: Path) -> None:
+    await store.put(*(make.rollout(id) for id in ("ab1", "ab10", "b%_", "ü\U0010ffff")))
     for prefix, expected in {"ab10": "ab10", "ab1": "ab1", "b": "b%_", "b%_": "b%_", "ü": "ü\U0010ffff"}.items():
         assert (await store.rollout(prefix)).id == expected
     with pytest.raises(StoreError, match=r"ab1, ab10\. Give more"):
@@ -324,9 +321,9 @@ async def test_a_rollout_by_the_start_of_its_id(store: Store, make_rollout: Any,
             await store.rollout(missing)
 
 
-async def test_attempts_and_calls_come_as_asked_then_in_order(store: Store, make_attempt: Any, make_call: Any) -> None:
-    await store.put(make_attempt("r", 1), make_attempt("other", 0), make_attempt("r", 0))
-    assert await store.attempts("r", "none") == [make_attempt("r", 0), make_attempt("r", 1)]
+async def test_attempts_and_calls_come_as_asked_then_in_order(store: Store, make_call: Any) -> None:
+    await store.put(make.attempt("r", 1), make.attempt("other", 0), make.attempt("r", 0))
+    assert await store.attempts("r", "none") == [make.attempt("r", 0), make.attempt("r", 1)]
     rollouts = [f"r{number}" for number in range(1500)]
     await store.put(
         *(make_call(f"{rollout}-{sequence}", rollout, sequence=sequence) for rollout in rollouts for sequence in (1, 0))
@@ -337,8 +334,8 @@ async def test_attempts_and_calls_come_as_asked_then_in_order(store: Store, make
     assert await store.calls([AttemptKey("r5", 1)]) == await store.calls([]) == []
 
 
-async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call: Any, make_rollout: Any) -> None:
-    await store.put(make_rollout("r"), make_call("c", "r"))
+async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call: Any) -> None:
+    await store.put(make.rollout("r"), make_call("c", "r"))
     attempts = [AttemptKey("r", 0), AttemptKey("s", 1)]
     statements: list[str] = []
     connection = connect_reader(path, unchanging=False)
