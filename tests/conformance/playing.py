@@ -26,7 +26,7 @@ from agl_core.config.models import SamplingSection
 from agl_core.server.answered import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import CallTools, Fail, Hold, Received, Say, Step
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import LeasedAttempt, Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob, served
 from agl_core.types import Call, Episode, Transition
 from agl_core.wire.headers import rollout_path
@@ -242,7 +242,7 @@ def _shown(call: Iterable[Transition]) -> str:
 class Performed:
     """One rollout that was played, and what agl recorded of it."""
 
-    attempt: RunningAttempt
+    attempt: LeasedAttempt
     episode: Episode
     calls: Sequence[Call]
 
@@ -287,7 +287,7 @@ class Bench:
         return play.faults, performed
 
 
-async def _roll_out(program: Program, play: Play, attempt: RunningAttempt, text: str) -> Performed:
+async def _roll_out(program: Program, play: Play, attempt: LeasedAttempt, text: str) -> Performed:
     """Run the agent as a worker does."""
     active = attempt.active
     question = Question(text, f"{active.base_url}{rollout_path(*attempt.key)}", active.api_key)

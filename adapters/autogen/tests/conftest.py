@@ -15,7 +15,7 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from agl_autogen import plugin
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.testing.server import LeasedAttempt, Stack, attached_stack
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
@@ -39,7 +39,7 @@ class World:
         """A client with the server's URL alone: which attempt calls, its headers must tell."""
         return model_client(self.stack.url(), PLACEHOLDER_KEY, **options)
 
-    async def trial(self) -> RunningAttempt:
+    async def trial(self) -> LeasedAttempt:
         return await self.stack.attempt()
 
 
@@ -50,7 +50,7 @@ async def world() -> AsyncIterator[World]:
 
 
 @pytest.fixture
-async def trial(world: World) -> RunningAttempt:
+async def trial(world: World) -> LeasedAttempt:
     return await world.trial()
 
 

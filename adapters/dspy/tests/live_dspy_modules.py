@@ -15,7 +15,7 @@ from testing_aids import tools_by_call
 import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import LeasedAttempt, Stack, running_stack
 from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_dspy import plugin
@@ -63,7 +63,7 @@ async def play(stack: Stack, program: Callable[..., Any], *script: Any) -> Episo
     return episode
 
 
-async def in_attempt(attempt: RunningAttempt, stack: Stack, program: Callable[..., Any]) -> None:
+async def in_attempt(attempt: LeasedAttempt, stack: Stack, program: Callable[..., Any]) -> None:
     def ask() -> None:
         with dspy.context(lm=lm_of(stack)):
             program(question="1 + 2?")

@@ -23,7 +23,7 @@ from haystack.utils import Secret
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.testing.server import LeasedAttempt, Stack, attached_stack
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_haystack import plugin
 
@@ -37,7 +37,7 @@ async def a_stack() -> AsyncIterator[Stack]:
 
 
 @pytest.fixture
-async def attempt(stack: Stack) -> RunningAttempt:
+async def attempt(stack: Stack) -> LeasedAttempt:
     return await stack.attempt()
 
 
@@ -55,7 +55,7 @@ async def solve(stack: Stack) -> None:
     await pipeline.run_async({"solver": {"messages": [ChatMessage.from_user("How warm is it?")]}})
 
 
-async def test_a_tool_that_does_not_exist(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_tool_that_does_not_exist(stack: Stack, attempt: LeasedAttempt) -> None:
     stack.upstream.script(CallTools([("climate", {}, "c1")]), Say("Sorry."))
     with attempt.running():
         await solve(stack)
@@ -64,7 +64,7 @@ async def test_a_tool_that_does_not_exist(stack: Stack, attempt: RunningAttempt)
     assert "Tool 'climate' not found. Available tools: weather" in result.error
 
 
-async def test_components_of_a_pipeline_are_known_by_their_names(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_components_of_a_pipeline_are_known_by_their_names(stack: Stack, attempt: LeasedAttempt) -> None:
     pipeline = Pipeline()
     pipeline.add_component("writer", generator(stack))
     pipeline.add_component("critic", generator(stack))
@@ -75,7 +75,7 @@ async def test_components_of_a_pipeline_are_known_by_their_names(stack: Stack, a
     assert await attempt.agents() == ["writer", "critic"]
 
 
-async def test_a_tracer_of_the_users_own_stays(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_tracer_of_the_users_own_stays(stack: Stack, attempt: LeasedAttempt) -> None:
     class Noting(NullTracer):
         def __init__(self) -> None:
             self.seen: list[str] = []
@@ -96,7 +96,7 @@ async def test_a_tracer_of_the_users_own_stays(stack: Stack, attempt: RunningAtt
     assert await attempt.agents() == ["solver"]
 
 
-async def test_the_snippets(stack: Stack, attempt: RunningAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_snippets(stack: Stack, attempt: LeasedAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", stack.url(attempt.key))
     monkeypatch.setenv("OPENAI_API_KEY", stack.key(attempt.key))
     stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))

@@ -24,7 +24,7 @@ from testing_aids import blocks, run_snippets, weather
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.testing.server import LeasedAttempt, Stack, attached_stack
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_llama_index import plugin
 
@@ -38,7 +38,7 @@ async def a_stack() -> AsyncIterator[Stack]:
 
 
 @pytest.fixture
-async def attempt(stack: Stack) -> RunningAttempt:
+async def attempt(stack: Stack) -> LeasedAttempt:
     return await stack.attempt()
 
 
@@ -59,7 +59,7 @@ class Town(BaseModel):
     name: str
 
 
-async def test_structured_output_is_one_more_call_of_the_agent(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_structured_output_is_one_more_call_of_the_agent(stack: Stack, attempt: LeasedAttempt) -> None:
     stack.upstream.script(Say("It is Bern."), CallTools([("Town", {"name": "Bern"}, "c1")]))
     with attempt.running():
         answer = await agent_of(stack, "clerk", output_cls=Town).run("Which town?")
@@ -87,7 +87,7 @@ class Guide(Workflow):
         return StopEvent(result=str(await self._tool.acall(city=event.city)))
 
 
-async def test_a_workflow_of_the_users_own_is_known_by_its_class(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_workflow_of_the_users_own_is_known_by_its_class(stack: Stack, attempt: LeasedAttempt) -> None:
     stack.upstream.answer = lambda _: Say("Bern")
     with attempt.running():
         await Guide(llm_of(stack), FunctionTool.from_defaults(weather)).run()
@@ -97,7 +97,7 @@ async def test_a_workflow_of_the_users_own_is_known_by_its_class(stack: Stack, a
     assert (result.tool, str(result.status), result.arguments) == ("weather", "ok", {"city": "Bern"})
 
 
-async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attempt: LeasedAttempt) -> None:
     async def delete(ctx: Context) -> str:
         """Delete everything."""
         said = await ctx.wait_for_event(HumanResponseEvent, waiter_event=InputRequiredEvent(prefix="Sure?"))
@@ -113,7 +113,7 @@ async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attem
     assert [(each.result, each.tool_call_id) for each in attempt.tool_results] == [("said no", "c1")]
 
 
-async def test_the_snippets(stack: Stack, attempt: RunningAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_snippets(stack: Stack, attempt: LeasedAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_BASE", stack.url(attempt.key))
     monkeypatch.setenv("OPENAI_API_KEY", stack.key(attempt.key))
     stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))

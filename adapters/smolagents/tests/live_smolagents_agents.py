@@ -13,7 +13,7 @@ from testing_aids import tools_by_call
 from agl_core.capture import identify
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.testing.server import LeasedAttempt, Stack, attached_stack
 from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_smolagents import plugin
@@ -72,7 +72,7 @@ async def play(stack: Stack, agent: Any, *script: Any, run: Callable[[Any], Any]
     return episode
 
 
-async def in_attempt(attempt: RunningAttempt, agent: Any, run: Callable[[Any], Any] | None = None) -> None:
+async def in_attempt(attempt: LeasedAttempt, agent: Any, run: Callable[[Any], Any] | None = None) -> None:
     with attempt.running():
         await asyncio.to_thread(run or (lambda agent: agent.run("hello")), agent)
 

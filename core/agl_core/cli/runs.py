@@ -25,7 +25,7 @@ from agl_core.cli.screen import (
     print_json,
     table,
 )
-from agl_core.learning import Health
+from agl_core.learning import RolloutHealth
 from agl_core.learning.health import has_cut_prompt
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, RolloutReport, TerminalReward, Turn, healths_of, read_rollout
@@ -139,7 +139,7 @@ def rollouts(
         verdict=verdict,
     )
 
-    async def read(store: Store) -> tuple[RolloutList, dict[str, Health]]:
+    async def read(store: Store) -> tuple[RolloutList, dict[str, RolloutHealth]]:
         listed = await list_rollouts(store, query, limit)
         return listed, await healths_of(store, [entry.rollout for entry in listed.entries])
 
@@ -161,7 +161,7 @@ def rollouts(
         screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
 
 
-def _lines(listed: RolloutList, healths: dict[str, Health]) -> list[str]:
+def _lines(listed: RolloutList, healths: dict[str, RolloutHealth]) -> list[str]:
     rows = [("rollout", "reward", "mode", "ended", "try", "health", "task")]
     for entry in listed.entries:
         rollout = entry.rollout

@@ -45,7 +45,7 @@ _REFUSAL = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class RolloutHealth:
     """The verdict on a rollout, and what it rests on."""
 
     symptoms: tuple[Symptom, ...] = ()
@@ -60,18 +60,18 @@ class Health:
     def text(self) -> str:
         """The verdict with its reasons, in words.
 
-        >>> Health(missing=(Evidence.TOKEN_IDS,)).text
+        >>> RolloutHealth(missing=(Evidence.TOKEN_IDS,)).text
         'unobserved (token ids)'
         """
         reasons = ", ".join(each.value.replace("_", " ") for each in self.symptoms or self.missing)
         return self.verdict.value + (f" ({reasons})" if reasons else "")
 
 
-def health_of(episode: Episode, *, pruned: bool = False) -> Health:
+def health_of(episode: Episode, *, pruned: bool = False) -> RolloutHealth:
     """The health of one rollout. Of a `pruned` one the texts are gone, and with them most symptoms."""
     symptoms = tuple(dict.fromkeys(_symptoms(episode, pruned)))
     missing = (Evidence.TEXTS,) if pruned else tuple(dict.fromkeys(_missing(episode)))
-    return Health(symptoms, missing)
+    return RolloutHealth(symptoms, missing)
 
 
 def is_repetitive(text: str) -> bool:

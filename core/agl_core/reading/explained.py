@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agl_core.errors import StoreRefusedError
-from agl_core.learning import Health, build_episode, health_of
+from agl_core.learning import RolloutHealth, build_episode, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
@@ -90,7 +90,7 @@ class AttemptReport:
     """Its calls lost their texts and tokens (`agl runs prune`)."""
 
     @property
-    def health(self) -> Health:
+    def health(self) -> RolloutHealth:
         """The verdict on it, with its reasons."""
         return health_of(self.episode, pruned=self.pruned)
 
@@ -199,12 +199,12 @@ def _of(attempt: Attempt, records: Mapping[str, Sequence[Recorded]]) -> list[Rec
     return [record for record in records.get(attempt.rollout, ()) if record.attempt == attempt.attempt]
 
 
-async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Health]:
+async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, RolloutHealth]:
     """The health of those of these rollouts that are done, by id."""
     done = [r for r in rollouts if r.state is RolloutState.DONE]
     reports = await attempt_reports(store, await counted_of(store, done))
     healths = {report.attempt.rollout: report.health for report in reports}
-    return {r.id: healths.get(r.id, Health(symptoms=(Symptom.ENDING,))) for r in done}
+    return {r.id: healths.get(r.id, RolloutHealth(symptoms=(Symptom.ENDING,))) for r in done}
 
 
 def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:

@@ -67,11 +67,11 @@ class Stack:
         assert lease.rollout == rollout.id
         return AttemptKey(lease.rollout, lease.attempt)
 
-    async def attempt(self, *, base_url: str | None = None, **fields: Any) -> RunningAttempt:
+    async def attempt(self, *, base_url: str | None = None, **fields: Any) -> LeasedAttempt:
         """The attempt of a new rollout, which has these fields, to run an agent in; `base_url` is another way to it."""
         key = await self.lease(**fields)
         active = AttemptContext(*key, base_url or self.server.base_url, self.key(key), Recording())
-        return RunningAttempt(self, key, active)
+        return LeasedAttempt(self, key, active)
 
     def url(self, key: AttemptKey | None = None) -> str:
         """The base URL for clients: an attempt's own, or the server's, for requests that are stamped."""
@@ -107,7 +107,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class RunningAttempt:
+class LeasedAttempt:
     """An attempt, with what its agent reported so far."""
 
     stack: Stack

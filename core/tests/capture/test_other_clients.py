@@ -15,7 +15,7 @@ import requests
 import urllib3
 
 import agl_core
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import LeasedAttempt, Stack, running_stack
 from agl_core.wire.headers import HEADER_ROLLOUT
 
 BODY = json.dumps({"model": "default", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -131,7 +131,7 @@ async def openai_call(stack: Stack) -> openai.types.chat.ChatCompletion:
     return await stack.client().chat.completions.create(model="default", messages=messages)
 
 
-async def by_a_raw_socket(stack: Stack, attempt: RunningAttempt) -> None:
+async def by_a_raw_socket(stack: Stack, attempt: LeasedAttempt) -> None:
     place = urlsplit(stack.server.base_url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     head = (

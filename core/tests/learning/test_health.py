@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.learning import Health, build_episode, health_of
+from agl_core.learning import RolloutHealth, build_episode, health_of
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Choice,
@@ -45,7 +45,7 @@ FAILED = make.tool_result("1", "c1", status=ToolStatus.ERROR)
 
 def test_a_rollout_that_went_as_it_should() -> None:
     found = health_of(built(ASKS, said("42"), results=(make.tool_result("1", "c1"),)))
-    assert found == Health()
+    assert found == RolloutHealth()
     assert (found.verdict, found.text) == (Verdict.HEALTHY, "healthy")
 
 
@@ -74,7 +74,7 @@ def test_symptoms(episode: Episode, symptom: Symptom) -> None:
 
 @pytest.mark.parametrize("text", ["one two three", " " * 300, "x" * 511, "\n\n a\t b "])
 def test_a_prompt_that_may_be_whole_is_not_marked(text: str) -> None:
-    assert health_of(built(said("hi"), prompt_ids=np.arange(3), request=asks(text))) == Health()
+    assert health_of(built(said("hi"), prompt_ids=np.arange(3), request=asks(text))) == RolloutHealth()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_agents_without_names_count_only_where_there_are_several() -> None:
 def test_a_symptom_counts_though_evidence_is_missing_and_a_failed_tool_among_others_is_no_symptom() -> None:
     assert health_of(built(said("", response_ids=None))).verdict is Verdict.UNHEALTHY
     both = make.choice(tool_calls=["c1", "c2"])
-    assert health_of(built(both, said("42"), results=(FAILED, make.tool_result("2", "c2")))) == Health()
+    assert health_of(built(both, said("42"), results=(FAILED, make.tool_result("2", "c2")))) == RolloutHealth()
 
 
 def test_of_a_pruned_rollout_the_texts_are_missing() -> None:

@@ -20,7 +20,7 @@ import agl_core
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
-from agl_core.testing.server import RunningAttempt, Stack, running_stack, until
+from agl_core.testing.server import LeasedAttempt, Stack, running_stack, until
 from agl_core.types import Call, CreditKind, DropReason, Ending, Episode, Mode, Sampling
 from agl_core.wire.headers import HEADER_AGENT
 from agl_core.wire.workers import CloseRequest
@@ -163,7 +163,7 @@ QUESTION: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-async def attempt(stack: Stack) -> AsyncIterator[RunningAttempt]:
+async def attempt(stack: Stack) -> AsyncIterator[LeasedAttempt]:
     attachment = agl_core.attach([])
     yield await stack.attempt()
     attachment.detach()
@@ -173,7 +173,7 @@ async def ask(client: openai.AsyncOpenAI, **asked: Any) -> Any:
     return await client.chat.completions.create(model="default", messages=QUESTION, **asked)
 
 
-async def recorded(attempt: RunningAttempt, *undelivered: bool) -> None:
+async def recorded(attempt: LeasedAttempt, *undelivered: bool) -> None:
     """Wait until the calls are recorded like this, in the order of their starts."""
     async with asyncio.timeout(20):
         while [call.undelivered for call in await attempt.calls()] != list(undelivered):  # noqa: ASYNC110
@@ -189,7 +189,7 @@ def dropped(episode: Episode) -> list[tuple[str, str | None]]:
     return [(each.call, each.dropped) for each in make_batches([[episode]], BatchPlan(credit)).dropped]
 
 
-async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: LeasedAttempt) -> None:
     hold = Hold(Say("too late"))
     stack.upstream.script(hold, Say("in time"))
     with attempt.running():
@@ -209,7 +209,7 @@ async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: RunningAttempt
     assert (lost.id, DropReason.UNDELIVERED) in dropped(episode)
 
 
-async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: LeasedAttempt) -> None:
     hold = Hold()
     stack.upstream.script(hold)
     with attempt.running():
@@ -222,7 +222,7 @@ async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: Runnin
     assert [each.key.call for each in (await attempt.close()).transitions] == [reply.id]
 
 
-async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, attempt: LeasedAttempt) -> None:
     hold = Hold()
     stack.upstream.script(hold)
     with attempt.running():
@@ -238,7 +238,7 @@ async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, 
     assert [call.id for call in await attempt.calls()] == [again.json()["id"]]
 
 
-async def test_a_client_that_is_closed_right_after_its_reply_got_it(stack: Stack, attempt: RunningAttempt) -> None:
+async def test_a_client_that_is_closed_right_after_its_reply_got_it(stack: Stack, attempt: LeasedAttempt) -> None:
     with attempt.running():
         for stream in (False, True) * 3:
             async with openai.AsyncOpenAI(base_url=stack.url(), api_key="k", max_retries=0) as client:
