@@ -166,33 +166,33 @@ class TinyRun:
         self.parts[name] = Part(name, process, log)
         return self.parts[name]
 
-    def until(self, condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-        """Wait for a condition; HungError if it does not come, or a part ends by itself before it."""
-        deadline = time.monotonic() + patience
+    def until(self, condition: Callable[[], object], what: str, *, may_end: bool = False) -> None:
+        """Wait for a condition; HungError if it does not come, or, unless they `may_end`, a part ends before it."""
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             ended = [part for part in self.parts.values() if not part.running]
-            if ended:
+            if ended and not may_end:
                 codes = ", ".join(f"{part.name} with {part.process.returncode}" for part in ended)
                 raise HungError(f"{codes} ended, before {what}\n{self.diagnosis()}")
             if time.monotonic() > deadline:
-                raise HungError(f"{patience:g} seconds were not enough until {what}\n{self.diagnosis()}")
+                raise HungError(f"{PATIENCE:g} seconds were not enough until {what}\n{self.diagnosis()}")
             time.sleep(_LOOK)
 
-    def finish(self, patience: float = PATIENCE) -> None:
+    def finish(self) -> None:
         """Wait until training has ended well, then end what would wait for more of it: workers that missed its end."""
-        self._ended(self.trainer, patience)
+        self._ended(self.trainer)
         assert self.trainer.process.returncode == 0, self.trainer.tail()
         for part in self.parts.values():
             part.process.terminate()
         for part in self.parts.values():
-            self._ended(part, patience)
+            self._ended(part)
             assert part.process.returncode in (0, -signal.SIGTERM), part.tail()
 
-    def _ended(self, part: Part, patience: float) -> None:
+    def _ended(self, part: Part) -> None:
         try:
-            part.process.wait(patience)
+            part.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise HungError(f"{part.name} did not end in {patience:g} s\n{self.diagnosis()}") from None
+            raise HungError(f"{part.name} did not end in {PATIENCE:g} s\n{self.diagnosis()}") from None
 
     def finish_after(self, more_steps: int) -> int:
         """Have a run that goes on for ever end some steps after its last checkpoint; how many it has made then."""
@@ -242,8 +242,8 @@ class TinyRun:
         return asyncio.run(read())
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return found
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return summary
 
     def diagnosis(self) -> str:
         """The end of each part's log, with what its processes that still run are doing."""

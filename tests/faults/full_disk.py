@@ -6,16 +6,15 @@ The disk is filled up to a random rest, training says that it is full, space is 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from .fault_checks import check_acknowledged, check_ended
-from .fault_run import PATIENCE, HungError, TinyRun
+from .fault_run import TinyRun
 from .fault_storm import wait_for_replies
 
 FULL = "cannot grow: the disk is full. Free some space"
@@ -36,7 +35,8 @@ def main() -> None:
         wait_for_replies(run, chance.randint(1, 20))
         ballast = disk / "ballast"
         _fill(ballast, rest=int(chance.uniform(0, 0.2) * MEBIBYTE))
-        _wait(run, lambda: FULL in run.trainer.log.read_text(errors="replace"), "the log said that the disk is full")
+        log = run.trainer.log
+        run.until(lambda: FULL in log.read_text(errors="replace"), "the log said that the disk is full", may_end=True)
         time.sleep(chance.uniform(0, LONGEST))
         check_acknowledged(run)
         ballast.unlink()
@@ -49,25 +49,11 @@ def main() -> None:
         run.stop()
 
 
-def _wait(run: TinyRun, condition: Callable[[], bool], what: str) -> None:
-    """Like `run.until`, but training may end meanwhile."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise HungError(f"{what} did not come\n{run.diagnosis()}")
-        time.sleep(0.1)
-
-
 def _fill(ballast: Path, rest: int) -> None:
     """Leave at most that many bytes of the disk; the run, which writes meanwhile, may take the last of them first."""
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while _free(ballast.parent) > rest:
+        while shutil.disk_usage(ballast.parent).free > rest:
             file.write(bytes(CHUNK))
-
-
-def _free(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_bsize
 
 
 if __name__ == "__main__":
