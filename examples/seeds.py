@@ -15,11 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from markupsafe import Markup
 from measured import Cell, Experiment, Result, Results, average, table
 
-from agl_view.charts import Chart, Points, line_chart, picture
+from agl_view.charts import NARROW, Chart, Points, line_chart, tag, text
 
 MODES = ("greedy", "sampled")
+STYLE = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.line{fill:none}.bar{opacity:.18}.target{fill:none}" + (
+    "".join(
+        f".line.c{at}{{stroke:{colour}}}.bar.c{at},.dot.c{at}{{fill:{colour}}}"
+        for at, colour in enumerate(("#8a8f98", "#2563b8", "#c2571a"))
+    )
+)
+"""Of a picture, which stands alone; the pages of `agl view` have a style sheet."""
 
 
 def start_and_end(held_out: str, mode: str) -> Cell:
@@ -65,6 +73,23 @@ def show(example: Path, results: Sequence[Result]) -> Chart:
     (example / "curves.svg").write_text(picture([chart(name, results, name) for name in sets]))
     seeds = f"{len(results)} seed{'s' if len(results) > 1 else ''}"
     return chart(f"{example.name}, {seeds}", results, sets[0])
+
+
+def picture(charts: Sequence[Chart]) -> str:
+    """Line charts side by side as an SVG file, with their legends below."""
+    width, height = NARROW
+    parts, lines = [tag("style", {}, Markup(STYLE))], max(len(chart.legend) for chart in charts)
+    for at, chart in enumerate(charts):
+        x = at * (width + 24)
+        place = f'<svg x="{x}" y="20" width="{width}" height="{height}" '
+        parts += [text(x + width / 2, 14, chart.title, "middle"), Markup(str(chart.svg).replace("<svg ", place, 1))]
+        for line, (name, colour) in enumerate(chart.legend):
+            y = height + 36 + 16 * line
+            parts.append(tag("polyline", {"class": f"line {colour}", "points": f"{x + 46},{y - 4} {x + 70},{y - 4}"}))
+            parts.append(text(x + 76, y, name, "start"))
+    whole, below = len(charts) * (width + 24) - 24, height + 36 + 16 * lines
+    box = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {whole} {below}"}
+    return f"{tag('svg', {**box, 'width': str(whole), 'height': str(below)}, Markup('').join(parts))}\n"
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from agl_core.server.keys import ActiveAttempt
 from agl_core.server.upstream import Destination, UpstreamClient
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.server import run_settings
-from agl_online.policies import Source, Version
+from agl_online.policies import Version, load_run, make_engine, policy_spec
 from agl_online.versions import Ledger, Standing
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class DeployedVersions:
         [self._policy] = loaded.config.policies
         self._settings = run_settings(loaded.config)
         self._ledger = Ledger(run)
-        self._source = Source.of(run, plugins=loaded.plugins)
+        self._config = load_run(run, plugins=loaded.plugins)
         self._standing = Standing()
         self._engine: Engine | None = None
         self._destination: Destination | None = None
@@ -126,7 +126,7 @@ class DeployedVersions:
     async def _start(self) -> None:
         folder = self._run / _FOLDER
         private.make_folder(folder, exist_ok=True)
-        self._engine = self._source.engine(folder)
+        self._engine = make_engine(self._config, folder)
         upstream = await self._engine.start()
         client = UpstreamClient(upstream, self._settings.timeout)
         named = Upstream(upstream.urls, {self._policy: self._policy}, upstream.api_key)
@@ -153,7 +153,7 @@ class DeployedVersions:
             except AglError as error:
                 logger.error("The canary, version %s, cannot be loaded: %s", standing.canary, error)
         self._standing = standing
-        for step in sorted(self._loaded - {*standing.serving}):
+        for step in sorted(self._loaded - set(standing.serving)):
             if not self._calls[step]:
                 self._loaded.remove(step)
                 assert self._engine is not None
@@ -164,7 +164,8 @@ class DeployedVersions:
         if step not in self._loaded:
             assert self._engine is not None
             checkpoint = Checkpoints(self._run / CHECKPOINTS, keep=1).meant_by(str(step))
-            spec = await asyncio.to_thread(self._source.spec, Version(self._run, self._policy, step, checkpoint))
+            version = Version(self._run, self._policy, step, checkpoint)
+            spec = await asyncio.to_thread(policy_spec, version, self._config)
             await self._engine.publish(_model(step), spec)
             self._loaded.add(step)
             self._say(f"version {step} is served")

@@ -107,8 +107,12 @@ class Learner(Trainer):
     def _source(self) -> GroupSource:
         tasks = self._section.groups_of_tasks
         return SessionExperience(
-            *(self._store, self.session.collector, self.session.run, self._section),
-            *(self.loaded.config.train.agents, self._of_tasks(tasks) if tasks else None),
+            self._store,
+            self.session.collector,
+            self.session.run,
+            self._section,
+            self.loaded.config.train.agents,
+            self._of_tasks(tasks) if tasks else None,
             versions=self.session.versions,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
             between=self._attend,

@@ -97,48 +97,43 @@ def name_of(run: Path, policy: str) -> str:
     return name if len(policy_names(run)) == 1 else f"{name}:{policy}"
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """The run that a version comes from, as far as its policies need it."""
+def load_run(run: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> LoadedConfig:
+    """The configuration of a run, as far as its policies need it; `KEY=VALUE` texts override it."""
+    return load(run / CONFIG_FILE, overrides, needs=(), plugins=plugins or Plugins.load())
 
-    loaded: LoadedConfig
 
-    @classmethod
-    def of(cls, run: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> Source:
-        """Read the run's configuration, with `KEY=VALUE` texts that override it."""
-        return cls(load(run / CONFIG_FILE, overrides, needs=(), plugins=plugins or Plugins.load()))
+def policy_spec(version: Version, loaded: LoadedConfig) -> PolicySpec:
+    """What an engine loads of a version of this run. ConfigError if the weights below an adapter are gone."""
+    model = loaded.config.policies[version.policy].model
+    saved, adapter = version.saved, None
+    if saved is None or version.is_adapter:
+        weights = loaded.weights(version.policy)
+        adapter = None if saved is None else str(saved.resolve())
+    else:
+        weights = str(saved.resolve())
+    return PolicySpec(
+        weights, model.dtype, model.trust_remote_code, name=model.path, adapter=adapter, version=version.step
+    )
 
-    def spec(self, version: Version) -> PolicySpec:
-        """What to load. ConfigError if the weights below an adapter are gone."""
-        model = self.loaded.config.policies[version.policy].model
-        saved, adapter = version.saved, None
-        if saved is None or version.is_adapter:
-            weights = self.loaded.weights(version.policy)
-            adapter = None if saved is None else str(saved.resolve())
-        else:
-            weights = str(saved.resolve())
-        return PolicySpec(
-            weights, model.dtype, model.trust_remote_code, name=model.path, adapter=adapter, version=version.step
-        )
 
-    def engine(self, folder: Path) -> Engine:
-        """An engine without policies: the run's, else any that is installed. ConfigError if none serves policies.
+def make_engine(loaded: LoadedConfig, folder: Path) -> Engine:
+    """An engine without policies: the run's, else any that is installed. ConfigError if none serves policies.
 
-        `folder` is for its log.
-        """
-        chosen = self.loaded.single["engine"]
-        if chosen is not None and Capability.POLICIES in chosen.component.provides:
-            build, options = chosen.component.build, chosen.options
-        else:
-            known = self.loaded.plugins.components(kinds.ENGINE).values()
-            found = next((component for component in known if Capability.POLICIES in component.provides), None)
-            if found is None:
-                raise ConfigError("No engine is installed here that serves policies without a run. Install agl-torch.")
-            own: Any = self.loaded.config.engine.tables.get(found.name, {})
-            build, options = found.build, found.options.model_validate(own)
-        context = EngineContext(folder, self.loaded.config.seed, {}, False, (), api_key=os.urandom(16).hex())
-        engine: Engine = build(options, context)
-        return engine
+    `folder` is for its log.
+    """
+    chosen = loaded.single["engine"]
+    if chosen is not None and Capability.POLICIES in chosen.component.provides:
+        build, options = chosen.component.build, chosen.options
+    else:
+        installed_engines = loaded.plugins.components(kinds.ENGINE).values()
+        engines = [component for component in installed_engines if Capability.POLICIES in component.provides]
+        if not engines:
+            raise ConfigError("No engine is installed here that serves policies without a run. Install agl-torch.")
+        table: Any = loaded.config.engine.tables.get(engines[0].name, {})
+        build, options = engines[0].build, engines[0].options.model_validate(table)
+    context = EngineContext(folder, loaded.config.seed, {}, False, (), api_key=os.urandom(16).hex())
+    engine: Engine = build(options, context)
+    return engine
 
 
 def export(version: Version, folder: Path, overrides: Sequence[str] = ()) -> None:
@@ -151,7 +146,7 @@ def export(version: Version, folder: Path, overrides: Sequence[str] = ()) -> Non
         raise ConfigError(f"{version} is what training started from, which nothing has to be written of.")
     if folder.exists() or folder.is_symlink():
         raise ConfigError(f"{folder} exists. Remove it, or name another folder with --out.")
-    loaded = Source.of(version.run, overrides).loaded
+    loaded = load_run(version.run, overrides)
     base = loaded.weights(version.policy) if version.is_adapter else None
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -172,12 +167,20 @@ def _model_card(version: Version, state: RunState, loaded: LoadedConfig) -> str:
     is_public = HUB_NAME.fullmatch(base) is not None and not Path(base).exists()
     front = [f"base_model: {base}"] if is_public else []
     front += [f"library_name: {'peft' if version.is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
-    what = "A LoRA adapter: it needs its base model." if version.is_adapter else "All weights."
+    contents = "A LoRA adapter: it needs its base model." if version.is_adapter else "All weights."
     algorithm = (state.config["policies"][version.policy].get("algorithm") or state.config["algorithm"])["name"]
+    run = version.run.resolve().name
     lines = [
-        *("---", *front, "tags:", "- agl", "- reinforcement-learning", "---", ""),
-        *(f"# {version}", ""),
-        f"{what} agl {installed('agl-core')} trained it with {algorithm}, in the run `{version.run.resolve().name}`.",
+        "---",
+        *front,
+        "tags:",
+        "- agl",
+        "- reinforcement-learning",
+        "---",
+        "",
+        f"# {version}",
+        "",
+        f"{contents} agl {installed('agl-core')} trained it with {algorithm}, in the run `{run}`.",
         "The licence of the base model is that of the base model's own card.",
     ]
     return "\n".join(lines) + "\n"
@@ -250,25 +253,25 @@ async def serving(
     """
     check_key(host, key)
     versions = {name: Version.find(name) for name in names}
-    sources = {version.run: Source.of(version.run, overrides) for version in versions.values()}
-    first = next(iter(sources.values()))
+    configs = {version.run: load_run(version.run, overrides) for version in versions.values()}
+    first = next(iter(configs.values()))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-policy-")))
         store = await stack.enter_async_context(SqliteStore(folder / "store.sqlite"))
-        engine = first.engine(folder)
+        engine = make_engine(first, folder)
         stack.push_async_callback(engine.stop)
         upstream = replace(await engine.start(), models={name: name for name in names}, returns_ids=False)
         for name, version in versions.items():
-            await engine.publish(name, sources[version.run].spec(version))
+            await engine.publish(name, policy_spec(version, configs[version.run]))
         yield await stack.enter_async_context(answering(upstream, first, store, host=host, port=port, key=key)), engine
 
 
 @asynccontextmanager
 async def answering(
-    upstream: Upstream, source: Source, store: Store, *, host: str, port: int, key: str | None
+    upstream: Upstream, loaded: LoadedConfig, store: Store, *, host: str, port: int, key: str | None
 ) -> AsyncIterator[str]:
     """Answer model calls by this upstream, sampled as the run asks; yields the address."""
-    settings = replace(run_settings(source.loaded.config), agents={})
+    settings = replace(run_settings(loaded.config), agents={})
     relay = Relay(lambda lending: None)
     relay.serve(upstream, settings)
     # The address is checked above; nobody has the keys of workers here.

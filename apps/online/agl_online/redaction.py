@@ -33,8 +33,8 @@ class Redaction:
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = [
-            (re.compile(PATTERNS.get(each, each)), f"[{each.upper() if each in PATTERNS else 'REDACTED'}]")
-            for each in patterns
+            (re.compile(PATTERNS.get(pattern, pattern)), f"[{pattern.upper() if pattern in PATTERNS else 'REDACTED'}]")
+            for pattern in patterns
         ]
 
     def text(self, text: str) -> str:
@@ -72,26 +72,22 @@ class Redaction:
         """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""
         if not self._patterns:
             return call
-        request, state = self.json(call.request), self.json(call.state)
-        messages = [self.json(choice.message) for choice in call.choices]
-        errors = [self.json(choice.parse_error) for choice in call.choices]
-        names = self.json(call.agent), self.json(call.parent_span)
-        before = (
-            *(call.request, call.state, [each.message for each in call.choices]),
-            *([each.parse_error for each in call.choices], (call.agent, call.parent_span)),
-        )
-        if (request, state, messages, errors, names) == before:
+        messages = [[choice.message, choice.parse_error] for choice in call.choices]
+        texts: list[Any] = [call.request, call.state, call.agent, call.parent_span, messages]
+        redacted = [self.json(text) for text in texts]
+        if redacted == texts:
             return call
-        choices = [
-            Choice(each.index, message, each.finish_reason, parse_error=error)
-            for each, message, error in zip(call.choices, messages, errors, strict=True)
-        ]
+        request, state, agent, parent_span, messages = redacted
+        choices = tuple(
+            Choice(choice.index, message, choice.finish_reason, parse_error=parse_error)
+            for choice, (message, parse_error) in zip(call.choices, messages, strict=True)
+        )
         return replace(
             call,
             request=request,
             state=state,
-            choices=tuple(choices),
-            agent=names[0],
-            parent_span=names[1],
+            agent=agent,
+            parent_span=parent_span,
+            choices=choices,
             prompt_ids=None,
         )

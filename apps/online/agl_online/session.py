@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from agl_core.errors import StoreError
-from agl_core.server.keys import ActiveAttempt
+from agl_core.server.keys import ActiveAttempt, AttemptState
 from agl_core.store.interface import ErasableStore, Record, Store
-from agl_core.types import Call
+from agl_core.types import Call, Ending, RolloutState
 from agl_online.redaction import Redaction
 from agl_online.wire import HEADER_SESSION
 
@@ -34,7 +34,7 @@ COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """Writes the calls of sessions, redacted. Use goes on whatever happens here."""
+    """Writes sessions and their calls, redacted. Use goes on whatever happens here."""
 
     store: ErasableStore
     redaction: Redaction
@@ -62,6 +62,32 @@ class Recorder:
         """Write a session before its first call, if that can be done; else it comes with that call."""
         if session.recorded and not session.begun:
             await self._write(session, [session.rollout, session.record])
+
+    async def end(self, session: ActiveSession) -> bool:
+        """Write how a session ended; False if that has to be tried again."""
+        if not await session.wait_until_written():
+            return False
+        if session.begun and session.recorded:
+            ending, error = Ending.FINISHED, None
+            if session.missed:
+                ending, error = Ending.LOST, f"{session.missed} of its calls were answered and could not be recorded."
+            elif not session.completed_calls:
+                ending = Ending.NO_CALL
+            record = replace(
+                session.record,
+                ended=session.used,
+                ending=ending,
+                error=error,
+                passed_through=session.passed_through or None,
+            )
+            rollout = replace(session.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+            try:
+                await self.store.put(record, rollout)
+            except StoreError as failed:
+                logger.error("The end of session %s is not written yet: %s", session.id, failed)
+                return False
+        session.state = AttemptState.COUNTED
+        return True
 
     async def _write(self, session: ActiveSession, records: list[Record]) -> None:
         """Wait for what is written of a session; what takes long goes on."""

@@ -29,7 +29,7 @@ from agl_core.server.errors import ApiError
 from agl_core.server.keys import AttemptState, Keys, SourceFactory
 from agl_core.server.upstream import Answering, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
-from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState, Run, Task
+from agl_core.types import Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
 from agl_core.wire.workers import Empty
 from agl_online.config import OnlineSection, online_section
@@ -170,9 +170,9 @@ class Sessions:
             session = self._named.get(place)
             is_new = session is None
             if session is None:
-                may_be = recorded and (name is None or await self._may_be_recorded(place))
-                id = f"{_RECORDED if may_be else _UNRECORDED}-{place}-{secrets.token_hex(6)}"
-                session = self._new(id, application, name)
+                is_stored = recorded and (name is None or not await self._has_opted_out(place))
+                id = f"{_RECORDED if is_stored else _UNRECORDED}-{place}-{secrets.token_hex(6)}"
+                session = self._new(id, application, name, recorded=is_stored)
                 session.ends_with_reply = name is None
                 self._open[id] = self._named[place] = session
                 self.counted["begun"] += 1
@@ -180,13 +180,13 @@ class Sessions:
             await self._opt_out(session)
         return session
 
-    async def _may_be_recorded(self, place: str) -> bool:
-        """Whether the sessions of a name have not opted out; False if the store cannot be read."""
+    async def _has_opted_out(self, place: str) -> bool:
+        """Whether the sessions of a name are not to be stored; True if the store cannot be read."""
         try:
-            return not await self._store.erased([place])
+            return bool(await self._store.erased([place]))
         except StoreError as error:
             logger.error("A session is not recorded, because the store cannot be read: %s", error)
-            return False
+            return True
 
     async def _of_id(self, id: str, application: str) -> ActiveSession:
         """The session of an id, for a request that has its key: open, as the store has it, or a new one of this id."""
@@ -194,26 +194,25 @@ class Sessions:
             session = self._alive.get(id)
             if session is not None:
                 return session
+            recorded = False
             try:
                 if id.startswith(_RECORDED) and not await self._store.erased([id]):
                     rollout = await self._stored(id)
                     session = None if rollout is None else await self._recalled(rollout)
-                    session = session or self._new(id, application, None)
+                    recorded = True
             except StoreError as error:
                 logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
-            if session is None:
-                session = self._new(id, application, None)
-                session.recorded = False
+            session = session or self._new(id, application, None, recorded=recorded)
             if not session.closed:
                 self._open[id] = session
             return session
 
-    def _new(self, id: str, application: str, name: str | None) -> ActiveSession:
+    def _new(self, id: str, application: str, name: str | None, *, recorded: bool) -> ActiveSession:
         place = id.split("-")[1]
         task = Task(place, None, "use", {"application": application, "session": name})
         rollout = Rollout(id, self._run, 0, place, task, Mode.USE, 0, 0, RolloutState.RUNNING)
         attempt = Attempt(id, 0, application, started=time.time())
-        return self._active(rollout, attempt, recorded=id.startswith(_RECORDED))
+        return self._active(rollout, attempt, recorded=recorded)
 
     async def _stored(self, id: str) -> Rollout | None:
         """The session of this id, as the store has it."""
@@ -298,30 +297,9 @@ class Sessions:
             del self._named[session.rollout.group]
         missed = {UNRECORDED_CALLS: session.missed} if session.missed else {}
         session.record = replace(session.record, result={"ended_by": by, **missed})
-        if not await self._write_end(session):
+        if not await self._recorder.end(session):
             self._unwritten.append(session)
         self.counted["ended"] += 1
-
-    async def _write_end(self, session: ActiveSession) -> bool:
-        """Write how a session ended; False if that has to be tried again."""
-        if not await session.wait_until_written():
-            return False
-        if session.begun and session.recorded:
-            ending, error = Ending.FINISHED, None
-            if session.missed:
-                ending, error = Ending.LOST, f"{session.missed} of its calls were answered and could not be recorded."
-            elif not session.completed_calls:
-                ending = Ending.NO_CALL
-            record = replace(session.record, ended=session.used, ending=ending, error=error)
-            record = replace(record, passed_through=session.passed_through or None)
-            rollout = replace(session.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
-            try:
-                await self._store.put(record, rollout)
-            except StoreError as failed:
-                logger.error("The end of session %s is not written yet: %s", session.id, failed)
-                return False
-        session.state = AttemptState.COUNTED
-        return True
 
     async def _delete(self, ids: Collection[str]) -> int:
         """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
@@ -372,10 +350,10 @@ class Sessions:
     async def _look(self) -> None:
         """End sessions that are idle, and remove old ones."""
         before = time.time() - self._settings.idle_minutes * 60
-        for session in [each for each in self._open.values() if each.used < before and not each.asking]:
+        for session in [session for session in self._open.values() if session.used < before and not session.asking]:
             await self.end(session, "idle")
         await self._erase_soon(())
-        self._unwritten = [session for session in self._unwritten if not await self._write_end(session)]
+        self._unwritten = [session for session in self._unwritten if not await self._recorder.end(session)]
         if self._settings.keep_days is not None and time.monotonic() - self._removed >= _BETWEEN_REMOVALS:
             old = await self._store.ended_before(Mode.USE, time.time() - self._settings.keep_days * _DAY)
             if old:
@@ -405,10 +383,10 @@ class Sessions:
         """
         name = request.session
         if request.call is not None:
-            of_call = _SESSION_ID.search(request.call)
-            if of_call is None:
+            session_id = _SESSION_ID.search(request.call)
+            if session_id is None:
                 raise _no_call(request.call)
-            name = of_call[0]
+            name = session_id[0]
         assert name is not None, "the request was checked"
         session = (await self._located(application, name)).id
         active = self._alive.get(session)

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -112,8 +112,8 @@ class Standing:
     @property
     def kept(self) -> list[int]:
         """The versions whose checkpoints are needed, the stable one first."""
-        found = (self.stable, self.canary, self.passed, self.previous)
-        return list(dict.fromkeys(step for step in found if step is not None))
+        needed = (self.stable, self.canary, self.passed, self.previous)
+        return list(dict.fromkeys(step for step in needed if step is not None))
 
     def state(self, step: int) -> State | None:
         """What a version is now; None if nothing was ever decided on it."""
@@ -130,7 +130,7 @@ class Standing:
         standing = replace(
             self, decided={**self.decided, step: decision}, canary=None if step == self.canary else self.canary
         )
-        others = tuple(each for each in self.stables if each != step)
+        others = tuple(stable for stable in self.stables if stable != step)
         match state:
             case State.PASSED:
                 return replace(standing, tested=self.tested | {step})
@@ -192,11 +192,22 @@ class Ledger:
 
         A last line that a kill left incomplete was never decided, and is left out.
         """
-        return self._parsed(self.file.read_bytes() if self.file.exists() else b"")
+        content = self.file.read_bytes() if self.file.exists() else b""
+        decisions = []
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+            try:
+                read: dict[str, Any] = orjson.loads(line)
+                decisions.append(Decision(**{**read, "state": State(read["state"]), "by": By(read["by"])}))
+            except (ValueError, TypeError, LookupError) as error:
+                raise LedgerError(
+                    f"Line {number} of {self.file} is no decision ({error!r}). Restore the file from a backup, or "
+                    f"remove the line if you know what it decided."
+                ) from error
+        return decisions
 
     def current(self) -> Standing:
         """What each version is now."""
-        return _standing(self.decisions())
+        return functools.reduce(Standing.after, self.decisions(), Standing())
 
     def begin(self, step: int, reason: str) -> None:
         """Deploy the run with this version as its stable one; if it is deployed already, nothing changes."""
@@ -210,7 +221,7 @@ class Ledger:
         nothing is left to roll back to, …
         """
         with self._open() as file:
-            standing = self._read(file)
+            standing = self.current()
             problem = standing.problem(decision) or self._missing(_needed(standing, decision))
             if problem is not None:
                 raise LedgerError(f"Version {decision.step} of {self.run} cannot become {decision.state}. {problem}")
@@ -225,8 +236,8 @@ class Ledger:
 
     def settle(self) -> Standing:
         """Put right the mark that a kill between a decision and its mark left behind. Returns what the versions are."""
-        with self._open() as file:
-            standing = self._read(file)
+        with self._open():
+            standing = self.current()
             self._mark(standing)
             return standing
 
@@ -238,23 +249,6 @@ class Ledger:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             yield file
-
-    def _read(self, file: BinaryIO) -> Standing:
-        file.seek(0)
-        return _standing(self._parsed(file.read()))
-
-    def _parsed(self, content: bytes) -> list[Decision]:
-        decisions = []
-        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-            try:
-                read: dict[str, Any] = orjson.loads(line)
-                decisions.append(Decision(**{**read, "state": State(read["state"]), "by": By(read["by"])}))
-            except (ValueError, TypeError, LookupError) as error:
-                raise LedgerError(
-                    f"Line {number} of {self.file} is no decision ({error!r}). Restore the file from a backup, or "
-                    f"remove the line if you know what it decided."
-                ) from error
-        return decisions
 
     def _mark(self, standing: Standing) -> None:
         if standing.stable is not None:
@@ -273,10 +267,6 @@ class Ledger:
     def _policy(self) -> str:
         """A run that is deployed has one."""
         return policy_names(self.run)[0]
-
-
-def _standing(decisions: Iterable[Decision]) -> Standing:
-    return functools.reduce(Standing.after, decisions, Standing())
 
 
 def _needed(standing: Standing, decision: Decision) -> int | None:

@@ -138,24 +138,23 @@ class ApplicationKeys:
 
     def caller(self, request: Request) -> str:
         """The same; ApiError 401 instead of None."""
-        name = self.application_of(request)
-        if name is None:
-            raise refused_key(request, "This route takes an application's key (`agl sessions key RUN APPLICATION`).")
-        return name
+        hint = "This route takes an application's key (`agl sessions key RUN APPLICATION`)."
+        return self._required(request, self.of_application, hint)
 
     def collector(self, request: Request) -> str:
         """The application on whose sessions the request's key may give feedback. ApiError 401 without one."""
-        name = self._holder(request, self.of_feedback)
-        if name is None:
-            hint = "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`)."
-            raise refused_key(request, hint)
-        return name
+        hint = "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`)."
+        return self._required(request, self.of_feedback, hint)
 
     def user_of_session(self, request: Request, session: str) -> str:
         """The application whose session this is, by the key that the request carries. ApiError 401 without it."""
-        name = self._holder(request, lambda application: self.of_session(application, session))
+        hint = "A session's own path takes the key that came with the session."
+        return self._required(request, lambda application: self.of_session(application, session), hint)
+
+    def _required(self, request: Request, key_of: Callable[[str], str], hint: str) -> str:
+        name = self._holder(request, key_of)
         if name is None:
-            raise refused_key(request, "A session's own path takes the key that came with the session.")
+            raise refused_key(request, hint)
         return name
 
     def _holder(self, request: Request, key_of: Callable[[str], str]) -> str | None:

@@ -18,7 +18,7 @@ Points: TypeAlias = Sequence[tuple[int, float]]
 Link: TypeAlias = Callable[[int], str]
 """The address of a step."""
 
-_WIDE, _MIDDLE, _NARROW = (640, 260), (430, 240), (380, 170)
+_WIDE, _MIDDLE, NARROW = (640, 260), (430, 240), (380, 170)
 """Width and height of a chart, in its own units: about a pixel each."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
 _LEAST_TARGET = 4.0
@@ -27,13 +27,6 @@ _WIDEST_BAR = 90.0
 _MOST_BARS = 60
 """Steps that have a bar each; with more, the tops of the parts are lines."""
 _COLOURS = 8
-_STYLE = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.line{fill:none}.bar{opacity:.18}.target{fill:none}" + (
-    "".join(
-        f".line.c{at}{{stroke:{colour}}}.bar.c{at},.dot.c{at}{{fill:{colour}}}"
-        for at, colour in enumerate(("#8a8f98", "#2563b8", "#c2571a"))
-    )
-)
-"""Of a picture that stands alone; the pages have style.css."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ def line_chart(
         return None
     values = [y for points in (*finite.values(), *bands.values()) for _, y in points]
     low = min([0.0, *values]) if min(values) < 0.4 * max(values) else min(values)
-    scale = Scale(_steps(finite), low, max(values), _WIDE if wide else _NARROW)
+    scale = Scale(_steps(finite), low, max(values), _WIDE if wide else NARROW)
     parts = [*scale.axes()]
     for at, (name, points) in enumerate(finite.items()):
         if name in bands:
@@ -90,7 +83,7 @@ def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | No
     sums: dict[int, float] = {}
     for x, y in (point for points in parts_of.values() for point in points):
         sums[x] = sums.get(x, 0.0) + y
-    scale = Scale(_steps(series), 0.0, max(sums.values()), _NARROW)
+    scale = Scale(_steps(series), 0.0, max(sums.values()), NARROW)
     width, below, parts = max(1.0, min(28.0, scale.pitch * 0.7)), dict.fromkeys(sums, 0.0), [*scale.axes()]
     for at, points in enumerate(parts_of.values()):
         if len(sums) > _MOST_BARS:
@@ -132,23 +125,6 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
         parts.append(text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
     return Chart(title, note, _svg(title, scale, {}, parts), ())
-
-
-def picture(charts: Sequence[Chart]) -> str:
-    """Line charts side by side as an SVG file, with their legends below."""
-    width, height = _NARROW
-    parts, lines = [tag("style", {}, Markup(_STYLE))], max(len(chart.legend) for chart in charts)
-    for at, chart in enumerate(charts):
-        x = at * (width + 24)
-        place = f'<svg x="{x}" y="20" width="{width}" height="{height}" '
-        parts += [text(x + width / 2, 14, chart.title, "middle"), Markup(str(chart.svg).replace("<svg ", place, 1))]
-        for line, (name, colour) in enumerate(chart.legend):
-            y = height + 36 + 16 * line
-            parts.append(tag("polyline", {"class": f"line {colour}", "points": f"{x + 46},{y - 4} {x + 70},{y - 4}"}))
-            parts.append(text(x + 76, y, name, "start"))
-    whole, below = len(charts) * (width + 24) - 24, height + 36 + 16 * lines
-    box = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {whole} {below}"}
-    return f"{tag('svg', {**box, 'width': str(whole), 'height': str(below)}, Markup('').join(parts))}\n"
 
 
 def sparkline(values: Sequence[float], title: str) -> Markup:

@@ -99,7 +99,11 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
         finally:
             loop.remove_reader(listener)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "agl_view", str(listener.fileno())),
+            sys.executable,
+            "-P",
+            "-m",
+            "agl_view",
+            str(listener.fileno()),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],

@@ -23,7 +23,7 @@ from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_online.policies import POLICY_KEY, Source, Version, answering, export, serving
+from agl_online.policies import POLICY_KEY, Version, answering, export, load_run, policy_spec, serving
 
 from .saved_runs import make_run
 
@@ -90,7 +90,7 @@ def test_an_adapter_names_its_base_where_it_is(tmp_path: Path) -> None:
     export(Version.find("tuned"), tmp_path / "out")
     described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(tmp_path / "base")
-    spec = Source.of(tmp_path / "runs" / "tuned").spec(Version.find("tuned"))
+    spec = policy_spec(Version.find("tuned"), load_run(tmp_path / "runs" / "tuned"))
     assert (spec.model, spec.adapter) == (
         str(tmp_path / "base"),
         str(tmp_path / "runs" / "tuned" / "checkpoints" / "step-000003" / "default" / "model"),
@@ -134,8 +134,7 @@ async def answered(runs: Path, *names: str, key: str | None = None) -> AsyncIter
     async with ScriptedUpstream() as upstream, SqliteStore(runs.parent / "unused.sqlite") as store:
         upstream.answer = lambda received: Say(received.body["model"])
         served = Upstream((upstream.url,), {name: name for name in names}, "key", returns_ids=False)
-        source = Source.of(runs / "calc")
-        async with answering(served, source, store, host="127.0.0.1", port=0, key=key) as url:
+        async with answering(served, load_run(runs / "calc"), store, host="127.0.0.1", port=0, key=key) as url:
             yield Bench(upstream, url)
         assert await store.rollouts() == []
 

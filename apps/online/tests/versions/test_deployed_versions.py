@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.config.load import SERVED, load
+from agl_core.config.load import SERVED, LoadedConfig, load
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec, Upstream
 from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_online.config import learn_section
 from agl_online.deployed import DeployedVersions
-from agl_online.policies import Source
 from agl_online.versions import By, Ledger, State
 
 from ..sessions.deployed import Deployed, deployed
@@ -78,11 +77,11 @@ async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     loaded = load(ledger.run / "config.toml", needs=SERVED)
     made: list[Engine] = []
 
-    def engine(source: Source, folder: Path) -> Engine:
+    def engine(config: LoadedConfig, folder: Path) -> Engine:
         made.append(Engine(model.url))
         return made[-1]
 
-    monkeypatch.setattr(Source, "engine", engine)
+    monkeypatch.setattr("agl_online.deployed.make_engine", engine)
     async with ScriptedUpstream() as model:
         model.answer = lambda received: Say(received.body["model"])
         async with (
