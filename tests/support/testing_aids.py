@@ -18,9 +18,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.scripts import Say
+from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Episode
 
@@ -53,6 +55,14 @@ def certificates_read_once() -> Iterator[None]:
 
     with mock.patch.object(ssl, "create_default_context", once):
         yield
+
+
+@contextlib.contextmanager
+def stack_in_thread() -> Iterator[tuple[Stack, BlockingPortal]]:
+    """A stack for clients that block, and what calls functions in its thread. It has the policies default and other."""
+    stack = running_stack(upstream_fields=lambda _: {"models": {"default": "served", "other": "served-too"}})
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(stack) as running:
+        yield running, portal
 
 
 NO_TELEMETRY = {

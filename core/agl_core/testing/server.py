@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import openai
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agl_core.capture import AttemptContext, Recording, attach, running
 from agl_core.config.models import SamplingSection, ServerSection
@@ -177,33 +176,6 @@ async def attached_stack(*adapters: Adapter, **options: Any) -> AsyncIterator[St
             yield stack
     finally:
         attachment.detach()
-
-
-@dataclass(frozen=True)
-class StackInThread:
-    """A stack for clients that block. One attempt is leased; the upstream serves the policies `default` and `other`."""
-
-    stack: Stack
-    key: AttemptKey
-    portal: BlockingPortal
-    """Calls functions in the stack's own thread."""
-
-    @property
-    def base_url(self) -> str:
-        return self.stack.url(self.key)
-
-    @property
-    def api_key(self) -> str:
-        return self.stack.key(self.key)
-
-
-@contextlib.contextmanager
-def stack_in_thread() -> Iterator[StackInThread]:
-    """Serve from a thread with a loop of its own."""
-    models = {"models": {"default": "served", "other": "served-too"}}
-    served = running_stack(upstream_fields=lambda _: models)
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(served) as stack:
-        yield StackInThread(stack, portal.call(stack.lease), portal)
 
 
 async def until(condition: Callable[[], object]) -> None:

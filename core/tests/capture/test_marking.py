@@ -11,13 +11,14 @@ from typing import Any
 
 import openai
 import pytest
+from testing_aids import stack_in_thread
 
 import agl_core
 from agl_core.capture import AttemptContext, Recording, current_identity, running
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
 from agl_core.testing.scripts import Fail, Hold, Say
-from agl_core.testing.server import running_stack, stack_in_thread
+from agl_core.testing.server import running_stack
 from agl_core.types import Episode
 
 CITIES = {"Oslo": "4 °C", "Atlantis": ""}
@@ -90,9 +91,9 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
 
 
 def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
-    with stack_in_thread() as served:
-        attempt = served.portal.call(served.stack.attempt)
-        base_url, key = served.stack.url(attempt.key), served.stack.key(attempt.key)
+    with stack_in_thread() as (stack, portal):
+        attempt = portal.call(stack.attempt)
+        base_url, key = stack.url(attempt.key), stack.key(attempt.key)
 
         async def later(*texts: str) -> None:
             async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
@@ -109,7 +110,7 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
             for city in ("Mordor", "Limbo"):
                 with contextlib.suppress(Exception):
                     look_up(city)
-        episode = served.portal.call(attempt.close)
+        episode = portal.call(attempt.close)
     assert [tools for _, tools in told(episode)] == [
         [("look_up", "ok")],
         [("look_up", "empty")],

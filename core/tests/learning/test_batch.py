@@ -75,25 +75,6 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
     assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"response_ids": None}, DropReason.NO_TOKEN_IDS),
-        ({"logprobs": None}, DropReason.NO_LOGPROBS),
-        ({"logprobs": np.array([-1.0, np.nan, -1.0], np.float32)}, DropReason.NON_FINITE),
-        ({"logprobs": np.array([-1.0, -np.inf, -1.0], np.float32)}, DropReason.NON_FINITE),
-        ({"response_ids": np.array([], np.int32), "logprobs": np.array([], np.float32)}, DropReason.EMPTY_RESPONSE),
-        ({"mask": np.zeros(3, np.bool_)}, DropReason.FULLY_MASKED),
-    ],
-)
-def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any, reason: DropReason) -> None:
-    calls = [make.call(0, make.choice(**changes)), make.call(1)]
-    built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
-    prepared = make_batches([[built]], BatchPlan(IDENTICAL))
-    assert [record.dropped for record in prepared.dropped] == [reason]
-    assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
-
-
 def test_a_masked_token_may_have_any_log_probability(make: Any) -> None:
     """It is none of the policy's, so nothing that is recorded of it counts."""
     logprobs, mask = np.array([-1.0, np.nan, -np.inf], np.float32), np.array([True, False, False])

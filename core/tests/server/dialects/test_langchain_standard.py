@@ -14,17 +14,19 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-
-from agl_core.testing.server import stack_in_thread
+from testing_aids import stack_in_thread
 
 
 class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
-    server: Any
+    base_url: str
+    api_key: str
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _serve(cls) -> Iterator[None]:
-        with stack_in_thread() as cls.server:
+        with stack_in_thread() as (stack, portal):
+            key = portal.call(stack.lease)
+            cls.base_url, cls.api_key = stack.url(key), stack.key(key)
             yield
 
     @property
@@ -35,8 +37,8 @@ class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
     def chat_model_params(self) -> dict[str, Any]:
         return {
             "model": "default",
-            "base_url": self.server.base_url,
-            "api_key": self.server.api_key,
+            "base_url": self.base_url,
+            "api_key": self.api_key,
             "stream_usage": True,
             "max_retries": 0,
             # LangChain shares one async client between models; here each test has an event loop of its own.
