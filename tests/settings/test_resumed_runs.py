@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from agl_core.cli import app
 from agl_core.config import load
 from agl_core.errors import ConfigError, PluginError
-from agl_core.reading.explained import superseded
+from agl_core.reading.explained import is_superseded
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.metrics import Summary
 from agl_core.training.run import evaluate, train
@@ -80,7 +80,7 @@ async def test_a_checkpoint_that_is_named_is_gone_on_from_and_what_came_after_is
     assert metrics(run_dir) == [(1, 0), (2, 1), (3, 1)]
     runs, rollouts = await recorded(run_dir)
     assert [run.resumed_step for run in runs] == [None, 1]
-    gone = {(each.step, each.restart) for each in rollouts if superseded(each, runs)}
+    gone = {(each.step, each.restart) for each in rollouts if is_superseded(each, runs)}
     assert gone == {(2, 0), (3, 0)}
 
 

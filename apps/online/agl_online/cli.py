@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agl_core.cli.screen import AsJson, Screen, Set, print_json, shown
+from agl_core.cli.screen import AsJson, Screen, Set, print_json, show_in_browser
 from agl_core.config import CONFIG_FILE, check, load
 from agl_core.reading.words import number, one_line
 
@@ -94,7 +94,7 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
     async with local_server(loaded, run_dir, recorded) as server:
         begun()
         console.print(f"serving {run_dir} at {server.base_url}")
-        async with shown(run_dir, loaded.config.server, server.keys.operator, console):
+        async with show_in_browser(run_dir, loaded.config.server, server.keys.operator, console):
             await stopping
         console.print("stopping")
 
@@ -146,7 +146,7 @@ def learn(
 
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
-    from agl_core.cli.train import trained
+    from agl_core.cli.train import train_and_report
     from agl_core.wire.keys import OPERATOR_KEY
     from agl_online.learner import learn as run_learning
 
@@ -156,7 +156,7 @@ def learn(
     console = Screen()
     console.print(f"run folder: {run_dir}")
     learning = partial(run_learning, loaded, run_dir)
-    trained(loaded, run_dir, learning, os.environ.get(OPERATOR_KEY), console, f"agl learn {run_dir}")
+    train_and_report(loaded, run_dir, learning, os.environ.get(OPERATOR_KEY), console, f"agl learn {run_dir}")
 
 
 def _file(target: Path) -> Path:

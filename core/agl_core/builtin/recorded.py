@@ -89,7 +89,7 @@ class Recorded:
             return [await _recorded(store, entry.rollout, entry.reward) for entry in entries]
 
     async def _read(self, split: str | None) -> list[_Group]:
-        from agl_core.reading.explained import superseded
+        from agl_core.reading.explained import is_superseded
         from agl_core.reading.runs import open_store
 
         groups: dict[tuple[Mode, str, str], _Group] = {}
@@ -100,7 +100,7 @@ class Recorded:
                 after = page[-1].id
                 for rollout in page:
                     wanted = split is None or rollout.task.split == split
-                    if wanted and rollout.counted_attempt is not None and not superseded(rollout, runs):
+                    if wanted and rollout.counted_attempt is not None and not is_superseded(rollout, runs):
                         key = (rollout.mode, rollout.task.split, rollout.group)
                         groups.setdefault(key, _Group(rollout.task)).rollouts.append(rollout.id)
         has_trained = any(mode.trains for mode, _, _ in groups)

@@ -16,7 +16,7 @@ import typer
 from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
 from agl_core.cli.screen import AsJson, KeyVariable, Model, UpstreamUrl, print_json
-from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
 from agl_core.config import LoadedConfig, check, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -227,7 +227,7 @@ def _waiting(folder: Path) -> Findings:
 
 
 def _server(url: str, key_env: str | None, model: str | None) -> Findings:
-    upstream, missing = open_upstream(chosen_url(url), chosen_key(key_env), model)
+    upstream, missing = open_upstream(choose_url(url), choose_key(key_env), model)
     models = ", ".join(sorted(upstream.models.values())[:5])
     yield Finding("ok", "model server", f"{upstream.urls[0]} answers, with {models}")
     yield _ids("token ids", missing, "note")

@@ -20,7 +20,7 @@ from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
-from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
 from agl_core.config import LoadedConfig, load
 from agl_core.config.models import GatewaySection
 from agl_core.errors import ConfigError
@@ -101,8 +101,8 @@ def run(
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
 ) -> _Recording:
-    address = chosen_url(url)
-    upstream, missing = open_upstream(address, chosen_key(key_variable), model)
+    address = choose_url(url)
+    upstream, missing = open_upstream(address, choose_key(key_variable), model)
     _say(f"forwarding to {address}")
     if missing:
         _say(

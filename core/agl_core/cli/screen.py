@@ -139,7 +139,9 @@ class ConsoleObserver(Observer):
 
 
 @asynccontextmanager
-async def shown(run_dir: Path, server: ServerSection, operator_key: str | None, console: Screen) -> AsyncIterator[None]:
+async def show_in_browser(
+    run_dir: Path, server: ServerSection, operator_key: str | None, console: Screen
+) -> AsyncIterator[None]:
     """Show the run in the browser meanwhile, if a plugin can, and print where.
 
     It is shown on this machine alone, unless others reach the server, and there is a key.

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from agl_core.cli.screen import ConsoleObserver, Screen, Seed, Set, shown, table
+from agl_core.cli.screen import ConsoleObserver, Screen, Seed, Set, show_in_browser, table
 from agl_core.config import CONFIG_FILE, LoadedConfig, check, load
 from agl_core.errors import ConfigError
 from agl_core.protocols import Engine
@@ -80,17 +80,17 @@ def train(
     loaded = load(file, [*set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
     check(loaded)
     if dry_run:
-        typer.echo(described_engine(loaded), nl=False)
+        typer.echo(describe_engine(loaded), nl=False)
         return
     run_dir = new_run_dir(loaded) if resume is None else file.parent
     console = Screen()
     console.print(f"run folder: {run_dir}")
     is_new = resume is None
     training = partial(run_training, loaded, run_dir, resume=not is_new, checkpoint=checkpoint, look=is_new)
-    trained(loaded, run_dir, training, os.environ.get(OPERATOR_KEY), console)
+    train_and_report(loaded, run_dir, training, os.environ.get(OPERATOR_KEY), console)
 
 
-def trained(
+def train_and_report(
     loaded: LoadedConfig,
     run_dir: Path,
     training: Callable[[ConsoleObserver], Awaitable[Summary]],
@@ -101,7 +101,7 @@ def trained(
     """Train while the browser can show the run, and print the result; for `go_on` see `print_summary`."""
 
     async def work() -> Summary:
-        async with shown(run_dir, loaded.config.server, operator_key, console):
+        async with show_in_browser(run_dir, loaded.config.server, operator_key, console):
             return await training(ConsoleObserver(console, loaded.config.train.steps))
 
     summary = run(work())
@@ -114,7 +114,7 @@ def trained(
         raise typer.Exit(1)
 
 
-def described_engine(loaded: LoadedConfig) -> str:
+def describe_engine(loaded: LoadedConfig) -> str:
     """The processes and resources that the engine of this configuration would start and take."""
     engine: Engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
     if engine.supports("describe"):

@@ -15,7 +15,7 @@ _HOSTED = "https://api.openai.com/v1"
 _TIMEOUT = httpx.Timeout(120, connect=10)
 
 
-def chosen_url(url: str | None) -> str:
+def choose_url(url: str | None) -> str:
     """The base URL to forward to: as named, else what the environment says an OpenAI client uses."""
     address = url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
     if not address and os.environ.get("OPENAI_API_KEY"):
@@ -30,7 +30,7 @@ def chosen_url(url: str | None) -> str:
     return address.rstrip("/")
 
 
-def chosen_key(variable: str | None) -> str:
+def choose_key(variable: str | None) -> str:
     """The upstream's API key, from the environment variable that holds it (by default OPENAI_API_KEY)."""
     if variable is not None and not os.environ.get(variable):
         raise ConfigError(f"The environment variable {variable}, named by --upstream-key-env, is not set.")

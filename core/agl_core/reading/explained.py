@@ -136,7 +136,7 @@ async def read_rollout(store: Store, prefix: str) -> RolloutReport:
     rollout, runs = await store.rollout(prefix), await store.runs()
     attempts = await attempt_reports(store, [(rollout, attempt) for attempt in await store.attempts(rollout.id)])
     weights = next((reward_weights(r) for r in runs if (r.id, r.restart) == (rollout.run, rollout.restart)), {})
-    return RolloutReport(rollout, superseded(rollout, runs), attempts, await group_credit(store, rollout), weights)
+    return RolloutReport(rollout, is_superseded(rollout, runs), attempts, await group_credit(store, rollout), weights)
 
 
 async def read_call(store: Store, prefix: str, attempt: int, call_id: str) -> Call:
@@ -207,7 +207,7 @@ async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Rol
     return {r.id: healths.get(r.id, RolloutHealth(symptoms=(Symptom.ENDING,))) for r in done}
 
 
-def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
+def is_superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
     """True if a later restart resumed from before this rollout's step."""
     return any(
         r.id == rollout.run

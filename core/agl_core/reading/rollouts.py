@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agl_core.reading.explained import TerminalReward, counted_of, healths_of, reward_weights, superseded
+from agl_core.reading.explained import TerminalReward, counted_of, healths_of, is_superseded, reward_weights
 from agl_core.reading.words import message_text
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts
@@ -83,7 +83,7 @@ async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutE
     def entry(rollout: Rollout) -> RolloutEntry:
         given = rewards.get(rollout.id, [])
         value = TerminalReward.of(given, weights.get((rollout.run, rollout.restart), {})).value
-        return RolloutEntry(rollout, superseded(rollout, runs), given, value)
+        return RolloutEntry(rollout, is_superseded(rollout, runs), given, value)
 
     return [entry(rollout) for rollout in rollouts]
 

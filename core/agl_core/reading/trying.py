@@ -15,7 +15,7 @@ from agl_core.config import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import BatchPlan, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.reading.explained import superseded
+from agl_core.reading.explained import is_superseded
 from agl_core.reading.importing import import_file
 from agl_core.reading.rollouts import RolloutEntry, entries_of
 from agl_core.reading.runs import find_run, is_capture, is_run, open_store
@@ -193,11 +193,11 @@ async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None)
         trained = await store.rollouts(step=step, mode=Mode.TRAIN)
         by_step: dict[int, list[Rollout]] = {}
         for rollout in trained:
-            if not superseded(rollout, runs):
+            if not is_superseded(rollout, runs):
                 by_step.setdefault(rollout.step, []).append(rollout)
         complete = [at for at, of_step in by_step.items() if all(map(_is_complete, of_step))]
         rollouts = by_step.get(max(complete, default=0) if step is None else step, [])
-    tried = [r for r in rollouts if r.counted_attempt is not None and not superseded(r, runs)]
+    tried = [r for r in rollouts if r.counted_attempt is not None and not is_superseded(r, runs)]
     if not tried:
         raise ConfigError(f"{run} has no such rollout that has ended. See agl rollouts {run}.")
     return tried
