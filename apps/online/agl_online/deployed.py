@@ -96,16 +96,16 @@ class DeployedVersions:
                     "Sessions are answered as before, because what the ledger says cannot be served: %s", error
                 )
 
-    def served(self) -> Destination:
+    def current_destination(self) -> Destination:
         """The engine; ApiError 503 while it is not there."""
         if self._destination is None:
             raise no_upstream()
         return self._destination
 
     @contextmanager
-    def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
+    def acquire_destination(self, attempt: ActiveAttempt) -> Iterator[Destination]:
         """The version that answers a session; it stays loaded until the block ends."""
-        served = self.served()
+        served = self.current_destination()
         version = self._version_of(attempt.rollout.group)
         upstream = Upstream(served.upstream.urls, {self._policy: _model(version)}, served.upstream.api_key)
         self._calls[version] += 1

@@ -27,7 +27,7 @@ from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
 from agl_core.server.errors import ApiError
 from agl_core.server.keys import AttemptState, Keys, SourceFactory
-from agl_core.server.upstream import Answering, Relay, RunSettings
+from agl_core.server.upstream import DestinationProvider, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
@@ -79,7 +79,7 @@ class Sessions:
         settings: OnlineSection,
         store: ErasableStore,
         keys: Keys,
-        answering: Answering,
+        answering: DestinationProvider,
         *,
         run: str,
         folder: Path,
@@ -439,7 +439,9 @@ def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
     return relay
 
 
-def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Answering, say: Callable[[str], None]) -> SourceFactory:
+def sessions_of(
+    loaded: LoadedConfig, run_dir: Path, answering: DestinationProvider, say: Callable[[str], None]
+) -> SourceFactory:
     """The sessions of a run, as its server makes them. ConfigError without `[online]`, or for another kind of store."""
     settings = online_section(loaded)
 

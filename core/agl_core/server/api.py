@@ -175,8 +175,8 @@ class Passthrough:
     async def _passed_on(self, request: Request, route: str, attempt: ActiveAttempt) -> Response:
         base, key = self._url, self._api_key
         if base is None:
-            served = self._gateway.served(attempt)
-            base, key = served.client.server_of(attempt.key.rollout), served.upstream.api_key
+            destination = self._gateway.current_destination(attempt)
+            base, key = destination.client.server_of(attempt.key.rollout), destination.upstream.api_key
         headers = {name: request.headers[name] for name in ("accept", "content-type") if name in request.headers}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"

@@ -38,22 +38,15 @@ from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
 from agl_core.server.reply import Reply, read_reply
-from agl_core.server.upstream import Answering, Destination
+from agl_core.server.upstream import Destination, DestinationProvider
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
-from agl_core.wire.headers import (
-    HEADER_AGENT,
-    HEADER_CALL,
-    HEADER_PARENT_SPAN,
-    HEADER_ROLLOUT,
-    HEADER_STATE,
-)
+from agl_core.wire.headers import HEADER_AGENT, HEADER_CALL, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
 
 if TYPE_CHECKING:
     from agl_core.server.api import Passthrough
 
 logger = logging.getLogger(__name__)
-
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
@@ -161,7 +154,7 @@ class _ModelCall:
 class Gateway:
     """Answers agents' model calls, by way of what `relay` forwards to, unless an attempt says what answers it."""
 
-    def __init__(self, attribution: Attribution, store: Store, relay: Answering) -> None:
+    def __init__(self, attribution: Attribution, store: Store, relay: DestinationProvider) -> None:
         self.attribution = attribution
         self._store, self._relay = store, relay
         self._budget = Budget()
@@ -169,15 +162,15 @@ class Gateway:
         self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
         """Calls, and the requests that make them."""
 
-    def served(self, attempt: ActiveAttempt) -> Destination:
+    def current_destination(self, attempt: ActiveAttempt) -> Destination:
         """What answers the calls of an attempt; ApiError 503 while nothing does."""
-        return self._to(attempt).served()
+        return self._provider_of(attempt).current_destination()
 
     def models(self, attempt: ActiveAttempt) -> list[str]:
         """The names that its agent may ask for; ApiError 503 while nothing answers."""
-        return sorted(self.served(attempt).upstream.models)
+        return sorted(self.current_destination(attempt).upstream.models)
 
-    def _to(self, attempt: ActiveAttempt) -> Answering:
+    def _provider_of(self, attempt: ActiveAttempt) -> DestinationProvider:
         return attempt.answered_by or self._relay
 
     async def answer(self, request: Request, send: Send, dialect: Dialect) -> None:
@@ -250,7 +243,7 @@ class Gateway:
     async def _counted(self, call: _ModelCall) -> Reply:
         """A reply to no call, which says how long the prompt is."""
         self.count_unrecorded(call.attempt, call.dialect.api)
-        with self._to(call.attempt).answering(call.attempt) as served:
+        with self._provider_of(call.attempt).acquire_destination(call.attempt) as served:
             request = call.request
             body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)
             payload, headers = await served.client.complete(body, None)
@@ -292,7 +285,7 @@ class Gateway:
     async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply]) -> Reply:
         """Forward a call, and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
-        with self._to(attempt).answering(attempt) as served:
+        with self._provider_of(attempt).acquire_destination(attempt) as served:
             started = time.time()
             policy = call.policy(served)
             version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.
@@ -363,10 +356,8 @@ class Gateway:
         """
         attempt.committing.add(done)
         try:
-            if call.late or superseded is None:
-                await attempt.keep(self._store, call)
-            else:
-                await attempt.keep(self._store, call, replace(superseded, late=True))
+            counts_no_more = () if call.late or superseded is None else (replace(superseded, late=True),)
+            await attempt.keep(self._store, call, *counts_no_more)
         except StoreRefusedError:
             raise
         except StoreError as failed:

@@ -36,7 +36,7 @@ from starlette.routing import Route
 from agl_core.errors import ServerError
 from agl_core.server.answered import Answered
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
-from agl_core.server.upstream import Answering
+from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, Source
 from agl_core.wire.headers import HEADER_ROLLOUT
@@ -110,7 +110,7 @@ class ActiveAttempt:
     """While its end is being written."""
     reported: Ending | None = None
     """The ending with which it was closed, as reported."""
-    answered_by: Answering | None = None
+    answered_by: DestinationProvider | None = None
     """What answers its calls; None: what answers those of the run."""
 
     @property

@@ -330,13 +330,13 @@ class Destination:
     """The version of each policy, for replies that do not name it."""
 
 
-class Answering(Protocol):
-    """Says what answers model calls. All methods belong to the server's event loop."""
+class DestinationProvider(Protocol):
+    """Knows what answers model calls. All methods belong to the server's event loop."""
 
-    def served(self) -> Destination:
+    def current_destination(self) -> Destination:
         """What answers in general; ApiError 503 if nothing does."""
 
-    def answering(self, attempt: ActiveAttempt) -> AbstractContextManager[Destination]:
+    def acquire_destination(self, attempt: ActiveAttempt) -> AbstractContextManager[Destination]:
         """What answers a call of this attempt, as long as the block lasts; ApiError 503 if nothing does."""
 
 
@@ -349,34 +349,34 @@ class Relay:
     def __init__(self, lend: Callable[[bool], None]) -> None:
         self.versions: dict[str, int] = {}
         self._lend = lend
-        self._served: Destination | None = None
+        self._destination: Destination | None = None
 
     @property
     def is_there(self) -> bool:
-        return self._served is not None
+        return self._destination is not None
 
-    def served(self) -> Destination:
+    def current_destination(self) -> Destination:
         """What answers; ApiError 503 if nothing does."""
-        if self._served is None:
+        if self._destination is None:
             raise no_upstream()
-        return self._served
+        return self._destination
 
     @contextmanager
-    def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
-        yield self.served()
+    def acquire_destination(self, attempt: ActiveAttempt) -> Iterator[Destination]:
+        yield self.current_destination()
 
     def serve(self, upstream: Upstream, settings: RunSettings) -> None:
         """Forward to this one from now on."""
         self.withdraw()
-        self._served = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
+        self._destination = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
         self._lend(True)
 
     def withdraw(self) -> None:
         """Forward nowhere; calls in flight go on."""
         self._lend(False)
-        served, self._served = self._served, None
-        if served is not None:
-            served.client.close()
+        destination, self._destination = self._destination, None
+        if destination is not None:
+            destination.client.close()
 
 
 def _failed(status: int, message: str, code: str) -> ApiError:

@@ -119,11 +119,11 @@ VALID: Mapping[str, Json] = {
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A server over the real store, in a thread, with three attempts; the other one has made a call already."""
-    found, ready = SimpleNamespace(), threading.Event()
+    world, ready = SimpleNamespace(), threading.Event()
     folder: Path = tmp_path_factory.mktemp("fuzzed")
 
     async def serve() -> None:
-        found.stop, found.loop = asyncio.Event(), asyncio.get_running_loop()
+        world.stop, world.loop = asyncio.Event(), asyncio.get_running_loop()
         async with SqliteStore(folder / "store.sqlite") as store, running_stack(store=store, timeout=3600) as stack:
             queue = stack.server.queue
             await queue.enqueue([make.rollout("own"), make.rollout("other", task=Task("t", SECRET))])
@@ -136,25 +136,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
                     json={"model": "default", "input": SECRET},
                     headers={"Authorization": f"Bearer {stack.server.keys.of_attempt(OTHER)}"},
                 )
-            found.reply = reply.json()["id"]
-            found.stack, found.store = stack, store
+            world.reply = reply.json()["id"]
+            world.stack, world.store = stack, store
             ready.set()
-            await found.stop.wait()
+            await world.stop.wait()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     assert ready.wait(30)
-    keys = found.stack.server.keys
-    found.keys = {
+    keys = world.stack.server.keys
+    world.keys = {
         "own": keys.of_attempt(OWN),
         "worker": keys.worker,
         "lease": keys.of_lease(AttemptKey("third", 0)),
         "none": "agl-none",
     }
-    with httpx.Client(base_url=found.stack.server.base_url, trust_env=False, timeout=30) as client:
-        found.client = client
-        yield found
-    found.loop.call_soon_threadsafe(found.stop.set)
+    with httpx.Client(base_url=world.stack.server.base_url, trust_env=False, timeout=30) as client:
+        world.client = client
+        yield world
+    world.loop.call_soon_threadsafe(world.stop.set)
     thread.join()
 
 
@@ -200,7 +200,7 @@ def bodies(draw: st.DrawFn, valid: Json) -> bytes:
 
 
 def plain(text: str) -> str:
-    return "".join(each for each in text if " " <= each <= "~").strip() or "x"
+    return "".join(character for character in text if " " <= character <= "~").strip() or "x"
 
 
 header_texts = st.text(max_size=30).map(plain)
