@@ -1,4 +1,4 @@
-"""The server's benchmark runs, and its page has its tables."""
+"""The server's benchmark runs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,3 @@ def test_two_checkouts_are_compared_in_pairs() -> None:
     (calls,) = run("--only", "calls", "--against", str(ROOT))
     assert [row[0] for row in calls[2:]] == [f"calls, {n} at once" for n in (1, 32, 256)]
     assert all(float(row[3].split()[0]) > 0 for row in calls[2:])
-
-
-def test_the_page_has_these_tables() -> None:
-    page = tables((ROOT / "docs" / "server-performance.md").read_text())
-    assert [table[0][0] for table in page if table[0][0] in FIRST_COLUMNS] == FIRST_COLUMNS

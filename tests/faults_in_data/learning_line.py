@@ -186,7 +186,6 @@ def check_shapes(batch: Batch) -> None:
     assert len(batch.behaviour_logprobs_R) == len(batch.mask_R) == responses
     assert (np.diff(batch.offsets) == batch.prompt_lengths_N + batch.response_lengths_N).all()
     assert np.isfinite(batch.values_N).all()
-    assert np.isfinite(batch.scores_N).all()
 
 
 def finite(state: Any) -> bool:

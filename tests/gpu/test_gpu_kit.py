@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import time
@@ -24,12 +25,15 @@ async def far(setup: Setup) -> Table:
 
 
 def test_what_fails_is_not_there_or_is_too_far_is_said(tmp_path: Path) -> None:
-    def told(part: Part, name: str) -> tuple[str, bool]:
+    def run(part: Part, name: str) -> tuple[str, bool]:
         return play(part, "cpu", tmp_path / name, time.monotonic() + 60)
 
-    assert told(Part("broken", broken), "a") == ("**It failed: ValueError: no such luck**", False)
-    assert told(Part("absent", broken, ("no_such_module",)), "b") == ("Not run: not installed: no_such_module.", True)
-    text, good = told(Part("far", far), "c")
+    assert run(Part("broken", broken), "a") == ("**It failed: ValueError: no such luck**", False)
+    assert run(Part("absent", broken, ("no_such_module",)), "b") == (
+        "Not run: not installed: no_such_module.",
+        True,
+    )
+    text, good = run(Part("far", far), "c")
     assert text.startswith("| one | two |\n| --- | --- |\n| 1 | 2 |\n\n**It is too far.**")
     assert not good
 
@@ -49,6 +53,16 @@ async def test_three_steps_with_a_restart(tmp_path: Path) -> None:
     table = await three_steps(torch_engine("cpu"), Setup("cpu", tmp_path), "float32", (8, 24))
     assert [row[0] for row in table.rows] == ["1", "2", "3, resumed"]
     assert table.beyond == []
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="veRL is not installed (make test-verl)")
+def test_verls_part_plays_on_a_cpu() -> None:
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--minutes", "55", "--part", "verl_steps"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "ot run: " not in done.stdout
+    assert all(f"| {row} | " in done.stdout for row in ("1", "2", "3, resumed"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")

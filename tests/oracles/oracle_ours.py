@@ -30,13 +30,11 @@ def build(name: str, options: Options) -> Ppo:
 
 def samples_of(batch: Batch) -> Samples:
     lengths = torch.tensor([len(row.mask) for row in batch.transitions])
-    values_N = torch.tensor(batch.of_each("value"), dtype=torch.float64)
     return Samples(
         transition_R=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         mask_R=batch.flat("mask").bool(),
         behaviour_R=batch.flat("behaviour"),
-        values_N=values_N,
-        scores_N=values_N,
+        values_N=torch.tensor(batch.of_each("value"), dtype=torch.float64),
         group_N=torch.tensor(batch.of_each("group")),
         rollout_N=torch.tensor(batch.of_each("rollout")),
         turn_N=torch.tensor(batch.of_each("turn")),

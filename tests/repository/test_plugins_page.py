@@ -166,7 +166,6 @@ def _try_algorithm(algorithm: Any) -> None:
         mask_R=torch.tensor([True, True]),
         behaviour_R=torch.zeros(2),
         values_N=torch.tensor([1.0, 0.0]),
-        scores_N=torch.tensor([1.0, 0.0]),
         group_N=zeros,
         rollout_N=each,
         turn_N=zeros,

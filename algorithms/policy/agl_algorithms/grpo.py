@@ -59,10 +59,8 @@ class Grpo(PolicyGradient):
 class GroupStatistics:
     """The credited values of each transition's group, spread over its transitions. All float64."""
 
-    mean_N: Tensor
-    """[N] the group's mean."""
     deviation_N: Tensor
-    """[N] credited value minus the group's mean."""
+    """[N] credited value minus the group's mean μ."""
     std_N: Tensor
     """[N] the group's standard deviation (unbiased); 0 where all values of the group are equal."""
     rollouts_N: Tensor
@@ -100,15 +98,13 @@ def group_statistics(samples: Samples) -> GroupStatistics:
         return by_group.scatter_reduce(0, group_N, of_N, which, include_self=False)[group_N]
 
     # Values are first shifted by the group's smallest, so that equal values deviate by exactly zero.
-    smallest_N = extreme(values_N, "amin")
-    shifted_N = values_N - smallest_N
+    shifted_N = values_N - extreme(values_N, "amin")
     is_equal_N = extreme(shifted_N, "amax") < EQUAL_WITHIN * extreme(values_N.abs(), "amax")
     shifted_N = torch.where(is_equal_N, 0.0, shifted_N)
     mean_N = segment_sum(shifted_N / turns_N, group_N, groups)[group_N] / rollouts_N
     deviation_N = shifted_N - mean_N
     squares_N = segment_sum(deviation_N.square() / turns_N, group_N, groups)[group_N]
     return GroupStatistics(
-        mean_N=smallest_N + mean_N,
         deviation_N=deviation_N,
         std_N=(squares_N / (rollouts_N - 1).clamp(min=1)).sqrt(),
         rollouts_N=rollouts_N,

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,6 @@ class Samples:
     """[R] log-probabilities as recorded when the tokens were sampled; NaN where they are not known."""
     values_N: Tensor
     """[N] credited values (rewards or returns)."""
-    scores_N: Tensor
-    """[N] the terminal reward of each transition's rollout."""
     group_N: Tensor
     """[N] int64: 0 … groups-1."""
     rollout_N: Tensor
@@ -70,7 +67,6 @@ class Samples:
             mask_R=self.mask_R[tokens_R],
             behaviour_R=self.behaviour_R[tokens_R],
             values_N=self.values_N[transitions_n],
-            scores_N=self.scores_N[transitions_n],
             group_N=self.group_N[transitions_n],
             rollout_N=self.rollout_N[transitions_n],
             turn_N=self.turn_N[transitions_n],
@@ -241,23 +237,16 @@ def _dense(labels: Tensor) -> tuple[Tensor, int]:
 # The ratio, and the comparison of two policies from the log-probabilities of what was sampled.
 
 
-class Surrogate(NamedTuple):
-    """Both [R]."""
+def clipped_surrogate(ratio_R: Tensor, advantages_R: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """[R] −min(ratio · A, clip(ratio, 1 − low, 1 + high) · A) (PPO, arXiv 1707.06347, equation 7), and [R] bool where
+    the clipped term counts, so that the token has no gradient.
 
-    loss_R: Tensor
-    clipped_R: Tensor
-    """bool: the clipped term counts, so the token has no gradient."""
-
-
-def clipped_surrogate(ratio_R: Tensor, advantages_R: Tensor, low: float, high: float) -> Surrogate:
-    """−min(ratio · A, clip(ratio, 1 − low, 1 + high) · A) for each token (PPO, arXiv 1707.06347, equation 7).
-
-    >>> clipped_surrogate(torch.tensor([1.5]), torch.tensor([2.0]), 0.2, 0.2).loss_R
-    tensor([-2.4000])
+    >>> clipped_surrogate(torch.tensor([1.5]), torch.tensor([2.0]), 0.2, 0.2)
+    (tensor([-2.4000]), tensor([True]))
     """
     plain_R = ratio_R * advantages_R
     bounded_R = ratio_R.clamp(1 - low, 1 + high) * advantages_R
-    return Surrogate(-torch.minimum(plain_R, bounded_R), bounded_R < plain_R)
+    return -torch.minimum(plain_R, bounded_R), bounded_R < plain_R
 
 
 def log_ratio(current_R: Tensor, other_R: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ splits the batch afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -137,7 +137,6 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
         # The log-probability of a forced token has no meaning, and may not be finite.
         behaviour_R=tensor(np.where(batch.mask_R, batch.behaviour_logprobs_R, 0.0), dtype),
         values_N=tensor(batch.values_N, torch.float64),
-        scores_N=tensor(batch.scores_N, torch.float64),
         group_N=tensor(batch.group_N, torch.int64),
         rollout_N=tensor(batch.rollout_N, torch.int64),
         turn_N=tensor(batch.turn_N, torch.int64),
@@ -182,19 +181,12 @@ def prepare(usable: Usable, samples: Samples, algorithm: PolicyGradient, values_
     return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, trained, tuple(dropped), value)
 
 
-def minibatches(
-    batch: Batch, chosen: NDArray[np.int64], count: int, seed: Sequence[int]
-) -> Iterator[NDArray[np.int64]]:
+def minibatches(batch: Batch, chosen: NDArray[np.int64], count: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
     """The transitions `chosen` in `count` parts, split between rollouts; fewer if there are fewer rollouts."""
-    if count == 1:
-        if len(chosen):
-            yield chosen
-        return
     rollout_n = batch.rollout_N[chosen]
     shuffled = np.random.default_rng(seed).permutation(np.unique(rollout_n))
-    for rollouts in np.array_split(shuffled, count):
-        if len(rollouts):
-            yield chosen[np.isin(rollout_n, rollouts)]
+    parts = [chosen[np.isin(rollout_n, rollouts)] for rollouts in np.array_split(shuffled, count)]
+    return [part for part in parts if len(part)]
 
 
 def _corrections(batch: Batch, beside: Tensor) -> Tensor:

@@ -30,13 +30,11 @@ def make_samples(rows: Sequence[Row], behaviour_R: Tensor | None = None) -> Samp
     for row in rows:
         turn.append(turns.get(row.rollout, 0))
         turns[row.rollout] = turn[-1] + 1
-    values = torch.tensor([row.value for row in rows], dtype=torch.float64)
     return Samples(
         transition_R=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         mask_R=torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool),
         behaviour_R=torch.zeros(int(lengths.sum()), dtype=torch.float64) if behaviour_R is None else behaviour_R,
-        values_N=values,
-        scores_N=values,
+        values_N=torch.tensor([row.value for row in rows], dtype=torch.float64),
         group_N=torch.tensor([row.group for row in rows]),
         rollout_N=torch.tensor([row.rollout for row in rows]),
         turn_N=torch.tensor(turn),

@@ -59,13 +59,13 @@ def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
 def test_optimizer_steps_are_split_between_rollouts() -> None:
     batch = rows_of([0.0] * 9, rollouts=[0, 0, 0, 1, 1, 2, 2, 3, 3])
     chosen = np.array([0, 2, 3, 4, 5, 7, 8])
-    split = list(minibatches(batch, chosen, 2, [5, 1]))
+    split = minibatches(batch, chosen, 2, [5, 1])
     assert len(split) == 2
     assert sorted(np.concatenate(split).tolist()) == chosen.tolist()
     assert not set(batch.rollout_N[split[0]].tolist()) & set(batch.rollout_N[split[1]].tolist())
     assert [part.tolist() for part in minibatches(batch, chosen, 2, [5, 1])] == [part.tolist() for part in split]
-    assert len(list(minibatches(batch, np.array([0, 1, 2]), 3, [5, 1]))) == 1, "one rollout makes one step"
-    assert list(minibatches(batch, chosen[:0], 1, [5, 1])) == []
+    assert len(minibatches(batch, np.array([0, 1, 2]), 3, [5, 1])) == 1, "one rollout makes one step"
+    assert minibatches(batch, chosen[:0], 1, [5, 1]) == []
 
 
 def by_transition(weights_R: Tensor) -> list[float]:

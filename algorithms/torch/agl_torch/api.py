@@ -324,8 +324,8 @@ class ModelServer:
                     code="non_finite",
                     status=500,
                 )
-            said, stop = cut_at(self.text.decode(response.ids.tolist()), exchange.chat.stops)
-            parsed = exchange.parse(said)
+            text, stop = cut_at(self.text.decode(response.ids.tolist()), exchange.chat.stops)
+            parsed = exchange.parse(text)
             message = _message(parsed, exchange, index)
             choice = self._choice(exchange, index, message, response)
             choices.append({**choice, "stop_reason": stop})

@@ -84,8 +84,6 @@ class MicroBatch:
     """[R] float32."""
     tokens: int
     """Prompt and response tokens of all transitions together."""
-    computed: int
-    """Tokens that the pass computes for them: fewer where prefixes are shared."""
 
 
 class TokenScores(NamedTuple):
@@ -137,6 +135,7 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
     transition_R = np.repeat(np.arange(len(transitions)), responses)
     offset_R = np.arange(int(responses.sum())) - np.repeat(np.cumsum(responses) - responses, responses)
     row_n = np.repeat([row for row, _ in places], [len(tree.transitions_n) for tree in trees])
+    predicting = np.concatenate([path[prompt - 1 : -1] for path, prompt in zip(paths, prompts, strict=True)])
     predicted = np.concatenate([path[prompt:] for path, prompt in zip(paths, prompts, strict=True)])
 
     def on_device(array: NDArray[Any]) -> Tensor:
@@ -154,15 +153,10 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
             branch.moved(start) for tree, (_, start) in zip(trees, places, strict=True) for branch in tree.branches
         ),
         row_R=on_device(row_n[transition_R]),
-        column_R=on_device(
-            np.concatenate(
-                [path[prompt - 1 : -1] for path, prompt in zip(paths, prompts, strict=True)],
-            )
-        ),
+        column_R=on_device(predicting),
         targets_R=on_device(ids[row_n[transition_R], predicted]),
         temperature_R=on_device(batch.temperature_N[transitions][transition_R].astype(np.float32)),
         tokens=int(np.diff(batch.offsets)[transitions].sum()),
-        computed=sum(sizes),
     )
 
 
@@ -179,9 +173,9 @@ def score(model: Any, micro: MicroBatch) -> TokenScores:
     if 0 < part < len(micro.targets_R):
         hidden_RH, logits_1V = _forward(model, micro, slice(0, 1))
         if torch.equal(head(hidden_RH[:1]), logits_1V):
-            parts = (torch.split(each, part) for each in (hidden_RH, micro.targets_R, micro.temperature_R))
-            scores = [checkpoint(_scores_of, head, *each, use_reentrant=False) for each in zip(*parts, strict=True)]
-            return TokenScores(*(torch.cat(each) for each in zip(*scores, strict=True)))
+            columns = (torch.split(column, part) for column in (hidden_RH, micro.targets_R, micro.temperature_R))
+            scores = [checkpoint(_scores_of, head, *rows, use_reentrant=False) for rows in zip(*columns, strict=True)]
+            return TokenScores(*(torch.cat(column) for column in zip(*scores, strict=True)))
     _, logits_RV = _forward(model, micro, slice(None))
     return _scores(logits_RV, micro.targets_R, micro.temperature_R)
 
@@ -271,22 +265,22 @@ def plan_trees(batch: Batch, chosen: NDArray[np.int64], limits: Limits) -> list[
     trees: list[NDArray[np.int64]] = []
     lengths, responses = np.diff(batch.offsets), batch.response_lengths_N
     order, shared = _by_prefix(batch, chosen)
-    continues = [place > 0 and shared[place] == lengths[order[place - 1]] for place in range(len(order))]
+    continues = [i > 0 and shared[i] == lengths[order[i - 1]] for i in range(len(order))]
     chain_lengths = lengths[order]
-    for place in range(len(order) - 2, -1, -1):
-        if continues[place + 1]:
-            chain_lengths[place] = chain_lengths[place + 1]
+    for i in range(len(order) - 2, -1, -1):
+        if continues[i + 1]:
+            chain_lengths[i] = chain_lengths[i + 1]
     start = tokens = response_tokens = 0
-    for place, row in enumerate(order):
-        new = int(lengths[row]) - shared[place]
-        if place > start and (
+    for i, row in enumerate(order):
+        new = int(lengths[row]) - shared[i]
+        if i > start and (
             tokens + new > limits.tokens
             or response_tokens + int(responses[row]) > limits.responses
-            or not (continues[place] or _pays(shared[place], int(chain_lengths[place]), limits.hidden_size))
+            or not (continues[i] or _pays(shared[i], int(chain_lengths[i]), limits.hidden_size))
         ):
-            trees.append(order[start:place])
-            start, tokens, response_tokens = place, 0, 0
-        tokens += new if place > start else int(lengths[row])
+            trees.append(order[start:i])
+            start, tokens, response_tokens = i, 0, 0
+        tokens += new if i > start else int(lengths[row])
         response_tokens += int(responses[row])
     if len(order):
         trees.append(order[start:])

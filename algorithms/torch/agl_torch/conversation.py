@@ -118,7 +118,7 @@ def _tool_call(call: Any, field: str) -> Message:
 
 
 def meaning(message: Message) -> str:
-    """What a normalised message says, whatever its spacing and call ids: equal for a reply and its echo."""
+    """The content of a normalised message, whatever its spacing and call ids: equal for a reply and its echo."""
     calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
     return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
 
@@ -190,7 +190,7 @@ class ChatText:
         return ids[1:] if ids[:1] == [token] else self.encode(text)
 
     def split_end(self, written: str) -> tuple[str, str]:
-        """What a rendered reply says, and the last end token in it; "" if the template writes none."""
+        """The text of a rendered reply, and the last end token in it; "" if the template writes none."""
         ends = [(at, mark) for mark in self._eos_texts.values() if (at := written.rfind(mark)) >= 0]
         if not ends:
             return written.rstrip(), ""
@@ -259,7 +259,7 @@ class RecordedChoice:
 
 
 class Sessions:
-    """What each rollout of one model was answered; the least recently used is forgotten when there are too many.
+    """The replies that each rollout of one model got; the least recently used is forgotten when there are too many.
 
     `max_bytes` bounds the recorded ids, `max_sessions` the number. Used from one thread.
     """
@@ -344,8 +344,8 @@ class Sessions:
 
 def _echoed(choices: Sequence[RecordedChoice], message: Message) -> list[RecordedChoice]:
     """Those that say what `message` says: first those with its call ids, the newest first among them."""
-    said, ids = meaning(message), _call_ids(message)
-    return sorted((c for c in reversed(choices) if c.meaning == said), key=lambda choice: choice.call_ids != ids)
+    wanted, ids = meaning(message), _call_ids(message)
+    return sorted((c for c in reversed(choices) if c.meaning == wanted), key=lambda choice: choice.call_ids != ids)
 
 
 def _call_ids(message: Message) -> tuple[str | None, ...]:

@@ -194,7 +194,7 @@ class PlainText:
         return "tool" not in template
 
     def parse(self, text: str) -> Parsed:
-        said: list[str] = []
+        content: list[str] = []
         calls: list[ToolCall] = []
         try:
             for line in text.split("\n"):
@@ -204,10 +204,10 @@ class PlainText:
                         raise _MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
                     calls.append(_call({"name": name, "arguments": _one_json(arguments.strip())}, ("arguments",)))
                 else:
-                    said.append(line)
+                    content.append(line)
         except _MalformedError as error:
             return Parsed(text, error=str(error))
-        return Parsed("\n".join(said).strip(), tuple(calls)) if calls else Parsed(text)
+        return Parsed("\n".join(content).strip(), tuple(calls)) if calls else Parsed(text)
 
     def forced_prefix(self, tool: str | None) -> str:
         return f"{ACTION} " + ("" if tool is None else f"{tool} {{")

@@ -109,11 +109,11 @@ def seconds(loaded: LoadedModel, algorithm: PolicyGradient, work: Workload) -> f
 def token_seconds(model: Any, device: torch.device) -> float:
     """Of one token of a forward pass: the fastest of a few passes, the first of which also allocates."""
     ids = torch.zeros(1, _TIMED_TOKENS, dtype=torch.long, device=device)
-    taken = []
+    durations = []
     for _ in range(_TIMED_PASSES):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - begun)
-    return min(taken) / _TIMED_TOKENS
+        durations.append(time.perf_counter() - started)
+    return min(durations) / _TIMED_TOKENS

@@ -123,7 +123,7 @@ class Policies:
             return self._policy(policy).trainer.logprobs(batch)
 
     def estimate(self, work: Workload) -> Needs:
-        memory, taken, available = PROCESS, 0.0, 0
+        memory, duration, available = PROCESS, 0.0, 0
         for policy in self.policies.values():
             algorithm = self._algorithm(*policy.algorithm)
             memory += memory_bytes(
@@ -132,9 +132,9 @@ class Policies:
                 tokens_per_pass=policy.trainer.tokens_per_pass,
                 cache=policy.sampler.cache_bytes(work.prompt_tokens + work.response_tokens),
             )
-            taken += seconds(policy.loaded, algorithm, work)
+            duration += seconds(policy.loaded, algorithm, work)
             available = device_memory(policy.loaded.device)
-        return Needs(memory_bytes=memory, available_bytes=available, seconds=taken)
+        return Needs(memory_bytes=memory, available_bytes=available, seconds=duration)
 
     def save(self, folder: Path) -> None:
         for name, policy in self.policies.items():

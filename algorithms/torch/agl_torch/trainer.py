@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from agl_algorithms.policy_gradient import Logprobs, PolicyGradient
 from agl_algorithms.ppo import Ppo, explained_variance
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection, usual_learning_rate
-from agl_core.errors import EngineError
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
@@ -126,7 +125,8 @@ class PolicyTrainer:
             loss, measured = algorithm.loss(part, logprobs, advantages_R[tokens_R], token_weights_R)
             return loss, {"loss": loss, "entropy": (token_weights_R * scores.entropy_R).sum(), **measured}
 
-        steps = _steps(prepared, algorithm.epochs, algorithm.minibatches, [self.seed, self.version])
+        steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self.seed, self.version])
+        steps *= algorithm.epochs
         metrics = train(model, self.optimizer, prepared, prepared.weights_R, steps, self._limits, loss_of, work)
         work.lap("train")
         metrics |= prepared.metrics() | prepared.serving_gap(old_R, self.version)
@@ -152,8 +152,7 @@ class PolicyTrainer:
         return self._logprobs(self._reference, batch, trained, work)
 
     def _load_initial(self) -> LoadedModel:
-        if self._initial is None:
-            raise EngineError("The algorithm needs the initial weights, and this policy was given none.")
+        assert self._initial is not None, "an engine's policies have it"
         return self._initial()
 
     def _logprobs(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> Tensor:
@@ -243,7 +242,8 @@ class Critic:
             current_R = read_values(self._backbone, self._head, micro)
             return algorithm.value_loss(current_R, values_R[micro.tokens_R], targets_R[micro.tokens_R], token_weights_R)
 
-        steps = _steps(prepared, algorithm.critic_epochs, algorithm.minibatches, [self._seed, version])
+        steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, version])
+        steps *= algorithm.critic_epochs
         measured = train(self._backbone, self._optimizer, prepared, weights_R, steps, self._limits, loss_of, work)
         metrics = {name if name.startswith("value_") else f"critic_{name}": value for name, value in measured.items()}
         explained = explained_variance(values_R, targets_R, prepared.corrected(weights_R))
@@ -258,12 +258,6 @@ class Critic:
             for weight, saved in zip(self._trained, state["weights"], strict=True):
                 weight.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
-
-
-def _steps(prepared: Prepared, epochs: int, count: int, seed: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """The transitions of each optimizer step; every pass over the batch is the same."""
-    for _ in range(epochs):
-        yield from minibatches(prepared.batch, prepared.trained, count, seed)
 
 
 class PolicyOptimizer:
@@ -366,7 +360,7 @@ def train(
     optimizer: PolicyOptimizer,
     prepared: Prepared,
     weights_R: Tensor,
-    steps: Iterable[NDArray[np.int64]],
+    steps: Sequence[NDArray[np.int64]],
     limits: Limits,
     loss_of: Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]],
     work: Work,

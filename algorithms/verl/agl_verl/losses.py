@@ -53,7 +53,6 @@ class Ragged:
             mask_R=self.mask_R,
             behaviour_R=behaviour_R,
             values_N=nothing_B,
-            scores_N=nothing_B,
             group_N=row_B,
             rollout_N=row_B,
             turn_N=torch.zeros_like(row_B),

@@ -186,7 +186,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Deal the rows out: an optimizer step has those of whole rollouts, and each worker equally many."""
         update = self._update
         seed = [self._seed, self.version]
-        update.steps = list(minibatches(update.usable.batch, update.sent, self._setting("minibatches"), seed))
+        update.steps = minibatches(update.usable.batch, update.sent, self._setting("minibatches"), seed)
         row_of = {rows.place_of(key): row for row, key in enumerate(batch.keys)}
         lengths = [tag["seq_len"] for tag in batch.tags]
 

@@ -32,7 +32,6 @@ def batch_of(lengths: list[tuple[int, int]], rollouts: list[int] | None = None, 
         "rollout_N": np.array(rollouts, np.int64),
         "turn_N": np.zeros(count, np.int64),
         "version_N": np.arange(count, dtype=np.int64),
-        "scores_N": np.zeros(count),
         "keys": tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
         **changed,
     }

@@ -90,7 +90,6 @@ class StepBatches:
 class _Row:
     transition: Transition
     value: float
-    score: float
     group: int
     rollout: int
     weight: float
@@ -135,9 +134,9 @@ def make_batches(
                 values = credited[policy][member]
                 if plan.credit[policy].kind is CreditKind.REWARD:
                     values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
-                weight, score = weights[group_index] if weights else 1.0, episode.terminal or 0.0
+                weight = weights[group_index] if weights else 1.0
                 rows.setdefault(policy, []).extend(
-                    _Row(episode.transitions[i], values[i], score, group_index, rollouts, weight) for i in kept
+                    _Row(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
                 )
             rollouts += 1
     batches: dict[str, Batch] = {}
@@ -195,7 +194,6 @@ def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
         rollout_N=np.unique([row.rollout for row in rows], return_inverse=True)[1].astype(np.int64),
         turn_N=np.array([t.turn for t in transitions], np.int64),
         version_N=np.array([-1 if t.version is None else t.version for t in transitions], np.int64),
-        scores_N=np.array([row.score for row in rows], np.float64),
         keys=tuple(t.key for t in transitions),
         weight_N=np.array([row.weight for row in rows], np.float64),
         sampled_N=np.array([t.logprobs is not None for t in transitions], np.bool_),
@@ -246,8 +244,8 @@ def unusable(
     - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
     - no unmasked token: FULLY_MASKED;
     - longer than the model's context: TOO_LONG;
-    - a log-probability of an unmasked token (unless it is not known), credited value, score, weight or temperature
-      that is not finite, a temperature that is not positive, a weight below 0, a token id the model does not have:
+    - a log-probability of an unmasked token (unless it is not known), credited value, weight or temperature that
+      is not finite, a temperature that is not positive, a weight below 0, a token id the model does not have:
       NON_FINITE.
     """
     wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
@@ -260,7 +258,6 @@ def unusable(
     broken = (
         (_counts(wrong_R, batch.response_offsets) > 0)
         | ~np.isfinite(batch.values_N)
-        | ~np.isfinite(batch.scores_N)
         | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N > 0))
         | ~(np.isfinite(batch.weight_N) & (batch.weight_N >= 0))
         | (_counts(unknown_T, batch.offsets) > 0)

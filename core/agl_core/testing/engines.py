@@ -165,7 +165,6 @@ class Row:
 def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0) -> Batch:
     """One group of rollouts, each with one transition."""
     count = len(rows)
-    values_N = np.array([row.value for row in rows], dtype=np.float64)
     return Batch(
         tokens_T=np.array([token for row in rows for token in (*row.prompt, *row.response)], dtype=np.int32),
         offsets=np.cumsum([0, *(len(row.prompt) + len(row.response) for row in rows)]),
@@ -174,13 +173,12 @@ def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0)
         behaviour_logprobs_R=np.array([each for row in rows for each in row.logprobs], dtype=np.float32),
         mask_R=np.array([row.trained for row in rows for _ in row.response], dtype=bool),
         temperature_N=np.full(count, temperature, dtype=np.float32),
-        values_N=values_N,
+        values_N=np.array([row.value for row in rows], dtype=np.float64),
         kind=CreditKind.RETURN,
         group_N=np.zeros(count, dtype=np.int64),
         rollout_N=np.arange(count),
         turn_N=np.zeros(count, dtype=np.int64),
         version_N=np.full(count, version, dtype=np.int64),
-        scores_N=values_N,
         keys=tuple(TransitionKey(f"rollout-{i}", 0, f"call-{i}", 0) for i in range(count)),
     )
 

@@ -43,8 +43,6 @@ class Batch:
     turn_N: NDArray[np.int64]
     version_N: NDArray[np.int64]
     """The policy version that sampled each transition; -1 if unknown."""
-    scores_N: NDArray[np.float64]
-    """The terminal reward of each transition's rollout (for statistics over rollouts)."""
     keys: tuple[TransitionKey, ...]
     weight_N: NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
     """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`); by default 1."""

@@ -140,7 +140,6 @@ def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group(make: Any)
     assert batches["author"].turn_N.tolist() == [0, 2, 0, 2]
     assert batches["judge"].values_N.tolist() == [801.0, 803.0, 801.0, 803.0]
     assert batches["judge"].turn_N.tolist() == [1, 3, 1, 3]
-    assert batches["judge"].scores_N.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_policy_may_take_rewards_and_another_returns(make: Any) -> None:
@@ -200,7 +199,6 @@ def batch_of(*lengths: tuple[int, int]) -> Batch:
         rollout_N=np.zeros(count, np.int64),
         turn_N=np.arange(count, dtype=np.int64),
         version_N=np.arange(count, dtype=np.int64),
-        scores_N=np.zeros(count),
         keys=tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
     )
 
@@ -231,7 +229,6 @@ def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
     ("field", "bad"),
     [
         ("values_N", np.inf),
-        ("scores_N", np.nan),
         ("temperature_N", 0.0),
         ("temperature_N", np.nan),
         ("weight_N", -0.5),
