@@ -66,7 +66,7 @@ install: $(STAMP) ## Create .venv and install everything from constraints.txt (o
 test: lint types ## Install what is needed and run every check, and the tests that a change needs (ten minutes)
 	$(call run_tests,not storm)
 
-storms: install ## Run the long tests: many faults, every setting, every adapter and API, wheels
+storms: install ## Run the long tests: many faults, every setting, every adapter and API, wheels, separate machines
 	$(call run_tests,storm)
 
 test-all: test storms oracles trackers test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, W&B and MLflow, the veRL engine

@@ -9,19 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import tomli_w
 from agl_command import working_folder  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Call, Mode, TrainingRecord
+from agl_core.types import Attempt, AttemptKey, Call, Mode, Rollout, TrainingRecord
+
+from .engine_stack import make_policy
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"
@@ -63,13 +66,16 @@ class Agl:
 
     folder: Path
     started: list[Command] = field(default_factory=list)
+    through: tuple[str, ...] = ()
+    """The command that runs them, if they run elsewhere."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str | Path) -> Command:
         log = self.folder / f"log-{len(self.started)}.txt"
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **self.environment}
         command = Command(
             subprocess.Popen(
-                [Path(sys.executable).with_name("agl"), *map(str, arguments)],
+                [*self.through, Path(sys.executable).with_name("agl"), *map(str, arguments)],
                 cwd=self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -108,8 +114,8 @@ class Agl:
         return [json.loads(line) for line in lines]
 
     def summary(self, run: str) -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
-        return summary
+        found: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
+        return found
 
     def stop(self) -> None:
         """Kill what is still running."""
@@ -128,21 +134,68 @@ def agl(tmp_path: Path) -> Iterator[Agl]:
 
 @dataclass(frozen=True)
 class Records:
-    """What was recorded of the counted attempts of some rollouts, by rollout."""
+    """What the store of a run has of some rollouts: of each its attempts, and what was recorded of the counted one."""
 
+    rollouts: dict[str, Rollout]
+    attempts: dict[str, list[Attempt]]
     calls: dict[str, list[Call]]
     training: dict[str, list[TrainingRecord]]
+    rewards: dict[str, float]
+    """The terminal rewards."""
 
 
-def recorded(run: Path, mode: Mode, step: int | None = None) -> Records:
+def recorded(run: Path, mode: Mode | None = None, step: int | None = None) -> Records:
     async def read() -> Records:
         async with SqliteStore(run / "store.sqlite", read_only=True) as store:
-            rollouts = await store.rollouts(mode=mode, step=step)
-            keys = [AttemptKey(rollout.id, rollout.counted_attempt or 0) for rollout in rollouts]
+            rollouts = {rollout.id: rollout for rollout in await store.rollouts(mode=mode, step=step)}
+            keys = [AttemptKey(rollout.id, rollout.counted_attempt or 0) for rollout in rollouts.values()]
             calls, training = await store.calls(keys), await store.training_records(keys)
             return Records(
-                {key.rollout: [call for call in calls if call.rollout == key.rollout] for key in keys},
-                {key.rollout: [record for record in training if record.rollout == key.rollout] for key in keys},
+                rollouts,
+                {id: await store.attempts(id) for id in rollouts},
+                {id: [call for call in calls if call.rollout == id] for id in rollouts},
+                {id: [record for record in training if record.rollout == id] for id in rollouts},
+                {reward.rollout: reward.value for reward in await store.rewards(keys)},
             )
 
     return asyncio.run(read())
+
+
+BREVITY = '''
+import agl_core
+
+@agl_core.reward_rule
+def brevity(episode):
+    """The shorter, the better; seldom the same for two answers."""
+    return 1 / (1 + len(episode.result or ""))
+'''
+
+
+def write_run(folder: Path, agent: str, steps: int, **sections: dict[str, Any]) -> Path:
+    """The file `run.toml` for a short run of `agent`, the code of an `async def solve`, on two tasks.
+
+    Brevity is rewarded. A policy that babbles lies in `policy`.
+    """
+    (folder / "its_agent.py").write_text(agent)
+    (folder / "its_rewards.py").write_text(BREVITY)
+    (folder / "tasks.jsonl").write_text('{"input": "Hello, how are you?"}\n{"input": "The weather today"}\n')
+    make_policy(folder / "policy")
+    train = {"steps": steps, "groups_per_step": 2, "group_size": 4, "checkpoint_every": 1, "keep_checkpoints": 10}
+    tasks = {"source": "jsonl", "path": "tasks.jsonl"}
+    config = {
+        "config_version": 1,
+        "name": "run",
+        "plugins": ["its_rewards.py"],
+        "agent": {"entry": "its_agent:solve", "attach": False},
+        "tasks": {"train": tasks, "eval": tasks},
+        "sampling": {"max_tokens": 24},
+        "eval": {"every": 2, "tasks": 2, "modes": ["eval-sampled"]},
+        "rewards": {"brevity": {}},
+        "engine": {"name": "torch", "torch": {"cache_mib": 32, "threads": 1}},
+        "trackers": {"tensorboard": False},
+        **sections,
+        "train": {**train, **sections.get("train", {})},
+    }
+    file = folder / "run.toml"
+    file.write_text(tomli_w.dumps(config))
+    return file
