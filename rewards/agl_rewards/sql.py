@@ -138,7 +138,7 @@ def _is_no_guess(read: _Columns, needed: _Columns, wanted: Sequence[Row]) -> boo
 
 
 def same_rows(found: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:
-    """Whether two results are equal, as lists if `ordered`, else as multisets.
+    """True if two results are equal, as lists if `ordered`, else as multisets.
 
     >>> same_rows([(2, "b"), (1, "a")], [(1.0, "a"), (2, "b")], ordered=False)
     True
@@ -154,7 +154,7 @@ def _comparable(row: Row) -> Row:
 
 
 def _is_ordered(query: str) -> bool:
-    """Whether the query itself (not a part in parentheses) has ORDER BY."""
+    """True if the query itself (not a part in parentheses) has ORDER BY."""
     query = re.sub(r"'[^']*'", "''", query)
     inner = 1
     while inner:

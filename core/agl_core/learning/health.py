@@ -75,7 +75,7 @@ def health_of(episode: Episode, *, pruned: bool = False) -> RolloutHealth:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether a text ends in a loop.
+    """True if a text ends in a loop.
 
     >>> is_repetitive("Well, " + "I think so. " * 6), is_repetitive("I think so. I think so.")
     (True, False)
@@ -94,12 +94,12 @@ def is_repetitive(text: str) -> bool:
 
 
 def response_text(transition: Transition) -> str:
-    """What a response says, without the tool calls that it asks for."""
+    """The text of a response, without the tool calls that it asks for."""
     return message_text(transition.response.get("content"))
 
 
 def is_gibberish(transition: Transition) -> bool:
-    """Whether a response holds much that is no text, or was sampled nearly by chance."""
+    """True if a response holds much that is no text, or was sampled nearly by chance."""
     text = response_text(transition)
     solid = "".join(text.split())
     no_text = solid.count("\ufffd") + (0 if solid.isprintable() else sum(not each.isprintable() for each in solid))
@@ -112,7 +112,7 @@ def is_gibberish(transition: Transition) -> bool:
 
 
 def has_cut_prompt(transition: Transition) -> bool:
-    """Whether the model server cut the prompt: it has fewer tokens than its text needs by any tokenizer.
+    """True if the model server cut the prompt: it has fewer tokens than its text needs by any tokenizer.
 
     What the assistant said does not count, for templates leave out what it thought.
     """
@@ -131,7 +131,7 @@ def answer(episode: Episode) -> str | None:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether an English text begins by declining, as far as its words show it.
+    """True if an English text begins by declining, as far as its words show it.
 
     >>> is_refusal("I'm sorry, but I can't help with that."), is_refusal("I cannot find a flight before 9.")
     (True, False)

@@ -222,13 +222,13 @@ class _Comparison:
 
 
 def was_rewarded(episode: Episode) -> bool:
-    """Whether a rule, or the table of endings, gave it a value."""
+    """True if a rule, or the table of endings, gave it a value."""
     by_rules = any(r.source != AGENT_SOURCE for r in episode.rewards)
     return by_rules or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
 
 
 def _are_finite(values: Iterable[float]) -> bool:
-    """Whether all are, in single precision."""
+    """True if all are, in single precision."""
     return all(abs(value) <= _LARGEST for value in values)
 
 
@@ -288,7 +288,7 @@ class RuleTimeoutError(AglError, TimeoutError):
 async def _call(
     rule: Callable[[Argument], Any], argument: Argument, time_limit: float | None, turn: asyncio.Lock
 ) -> Any:
-    """What a rule says. RuleTimeoutError if it takes longer than `time_limit`, or than the default of its kind.
+    """The value that a rule gives. RuleTimeoutError if it takes longer than `time_limit`, or than the default of its kind.
 
     A function is called in a thread, one at a `turn`; an async one runs on the event loop of all rules. So a rule that
     never returns costs its own time, not the server's. A thread cannot be ended while it is inside a single call of C
@@ -337,7 +337,7 @@ async def _call(
 
 
 async def _ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
-    """Whether it is done within this time."""
+    """True if it is done within this time."""
     done, _ = await asyncio.wait({waiting := asyncio.wrap_future(future)}, timeout=seconds)
     if done:
         waiting.exception()  # The caller reads it from `future`.

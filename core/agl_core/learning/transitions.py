@@ -158,7 +158,7 @@ DISTORTING = frozenset(_NEUTRAL)
 
 
 def is_distorted(call: Call, mode: Mode) -> bool:
-    """Whether the responses of a call were drawn from another distribution than the policy's own.
+    """True if the responses of a call were drawn from another distribution than the policy's own.
 
     A temperature of 0 is one: it always takes the most probable token.
     """

@@ -162,7 +162,7 @@ def _connect(name: str, *, cached_statements: int = 128, uri: bool = False) -> s
 
 
 def is_empty(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has no tables yet. StoreError if it is not a store of this agl."""
+    """True if the file has no tables yet. StoreError if it is not a store of this agl."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (count,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -180,7 +180,7 @@ def is_empty(connection: sqlite3.Connection, path: Path) -> bool:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """What is written inside is written whole, or not at all."""
+    """All that is written inside is written whole, or not at all."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
