@@ -288,7 +288,7 @@ class RuleTimeoutError(AglError, TimeoutError):
 async def _call(
     rule: Callable[[Argument], Any], argument: Argument, time_limit: float | None, turn: asyncio.Lock
 ) -> Any:
-    """The value that a rule gives. RuleTimeoutError if it takes longer than `time_limit`, or than the default of its kind.
+    """The value of a rule. RuleTimeoutError if it takes longer than `time_limit`, or than the default of its kind.
 
     A function is called in a thread, one at a `turn`; an async one runs on the event loop of all rules. So a rule that
     never returns costs its own time, not the server's. A thread cannot be ended while it is inside a single call of C
