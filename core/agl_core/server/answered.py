@@ -128,20 +128,9 @@ class Answered:
             exchange.conversation = (*conversation, exchange.messages[0])
         self._grow(exchange, len(reply.raw.body) - exchange.size + (0 if conversation is None else size))
 
-    def continued(self, reply_id: str) -> Exchange | None:
-        """The exchange of a reply that a later request may continue; None if there is none, or it is forgotten."""
-        exchange = self._of_reply(reply_id)
-        return None if exchange is None or exchange.conversation is None else exchange
-
-    def message(self, reply_id: str) -> Message | None:
-        """The upstream's own message of a reply; None if there is no such reply, or it is forgotten."""
-        exchange = self._of_reply(reply_id)
-        return None if exchange is None else exchange.messages[0]
-
-    def conversation(self, reply_id: str) -> Sequence[Message] | None:
-        """All messages up to and with this reply; None if there is no such reply, or it is forgotten."""
-        exchange = self._of_reply(reply_id)
-        return None if exchange is None else exchange.conversation
+    def of_reply(self, reply_id: str) -> Exchange | None:
+        """The exchange of a reply; None if there is no such reply, or it is forgotten."""
+        return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
 
     def own(self, message: Message) -> Message:
         """The upstream's own message that an assistant message echoes; the message itself if it echoes none.
@@ -192,9 +181,6 @@ class Answered:
         self._exchanges.clear()
         self._over.clear()
         self.size = 0
-
-    def _of_reply(self, reply_id: str) -> Exchange | None:
-        return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
 
     def _index(self, exchange: Exchange, kind: str, value: Any) -> None:
         exchanges = self._exchanges.setdefault((kind, value), [])

@@ -212,7 +212,7 @@ class Gateway:
         """A response that was given before (GET), or its removal (DELETE); its echoes are known all the same."""
         dialect = DIALECTS["/v1/responses"]
         try:
-            exchange = (await self.attribution.open(request)).answered.continued(reply_id)
+            exchange = (await self.attribution.open(request)).answered.of_reply(reply_id)
             if exchange is None or exchange.kept is None or exchange.request is None:
                 raise ApiError(404, f"There is no response {reply_id!r}. {NOT_KEPT}", code="response_not_found")
             if request.method == "DELETE":

@@ -108,14 +108,14 @@ def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
     """The conversation that `previous_response_id` continues, without its instructions."""
     if previous is None:
         return ()
-    conversation = answered.conversation(previous)
-    if conversation is None:
+    exchange = answered.of_reply(previous)
+    if exchange is None or exchange.conversation is None:
         raise wrong(
             "previous_response_id",
             f"names {previous!r}, which this attempt cannot continue. {NOT_KEPT} Send the whole input instead",
             code="previous_response_not_found",
         )
-    return conversation
+    return exchange.conversation
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Json]:
@@ -371,9 +371,10 @@ class _Reader:
     def _refer(self, item: Mapping[str, Any]) -> bool:
         """Take a part of a kept reply, by its item's id alone; False if it is not kept."""
         matched = _ITEM_ID.fullmatch(item["id"]) if isinstance(item.get("id"), str) else None
-        own = self._answered.message(f"resp_{matched[2]}") if matched else None
-        if matched is None or own is None:
+        exchange = self._answered.of_reply(f"resp_{matched[2]}") if matched else None
+        if matched is None or exchange is None:
             return False
+        own = exchange.messages[0]
         if matched[1] in ("fc", "ctc"):
             calls: Any = own.get("tool_calls") or ()
             called = calls[int(matched[3]) : int(matched[3]) + 1] if matched[3] else ()
