@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 43846,
-    "files of the product": 241,
-    "lines of the core": 27094,
-    "lines of the core's largest room": 4761,
-    "lines of all Python": 99642,
+    "lines of the product": 43730,
+    "files of the product": 242,
+    "lines of the core": 27036,
+    "lines of the core's largest room": 4739,
+    "lines of all Python": 98646,
     "files that one call passes": 40,
-    "folders that one call passes": 14,
+    "folders that one call passes": 12,
     "settings": 145,
 }
 SLACK = 0.01
