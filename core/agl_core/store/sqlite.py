@@ -92,19 +92,19 @@ class SqliteStore(ErasableStore):
         return await self._read(queries.attempts, rollouts)
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        return await self._read(queries.calls, tuple(attempts))
+        return await self._read(queries.calls, _listed(attempts))
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return await self._read(queries.recorded, ToolResult, tuple(attempts))
+        return await self._read(queries.recorded, ToolResult, _listed(attempts))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return await self._read(queries.recorded, Reward, tuple(attempts))
+        return await self._read(queries.recorded, Reward, _listed(attempts))
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return await self._read(queries.recorded, TrainingRecord, tuple(attempts))
+        return await self._read(queries.recorded, TrainingRecord, _listed(attempts))
 
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
-        return await self._read(queries.recorded, Annotation, tuple(attempts))
+        return await self._read(queries.recorded, Annotation, _listed(attempts))
 
     async def erase(self, ids: Iterable[str]) -> int:
         rollouts = tuple(ids)
@@ -171,6 +171,13 @@ class SqliteStore(ErasableStore):
             raise explain(self._path, error) from error
         except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.
             raise damaged(self._path, error) from error
+
+
+def _listed(attempts: Iterable[AttemptKey]) -> tuple[AttemptKey, ...]:
+    """The keys of these attempts. TypeError if it is a single key, which is a tuple too."""
+    if isinstance(attempts, AttemptKey):
+        raise TypeError(f"A store is asked for several attempts: pass [{attempts!r}], not the key alone.")
+    return tuple(attempts)
 
 
 def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:

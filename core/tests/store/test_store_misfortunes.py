@@ -169,6 +169,14 @@ async def test_a_disk_that_takes_no_more(path: Path, make_call: Any, calls_of: A
         assert set(await calls_of(store, "r")) == {"before", "large"}
 
 
+async def test_a_key_alone_is_refused_and_is_no_damage(path: Path) -> None:
+    async with SqliteStore(path) as store:
+        key = AttemptKey("r", 0)
+        for read in (store.calls, store.tool_results, store.rewards, store.training_records, store.annotations):
+            with pytest.raises(TypeError, match=r"pass \[AttemptKey\(rollout='r', attempt=0\)\]"):
+                await read(key)  # type: ignore[arg-type]
+
+
 async def test_damage_is_named(path: Path, make_call: Any) -> None:
     damaged = r"store\.sqlite is damaged.*\.recover.*backup"
     async with SqliteStore(path) as store:
