@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from agl_core import kinds
 from agl_core.capture import attach
-from agl_core.cli.screen import Screen, shown
+from agl_core.cli.screen import Screen, show_in_browser
 from agl_core.errors import ConfigError, TrainingError
 from agl_core.learning import score
 from agl_core.server import LightningServer
@@ -150,7 +150,7 @@ async def has_a_worker(bench: Bench, given: Given) -> bool:
 async def shows_pages_there(bench: Bench, given: Given) -> bool:
     loaded, screen = bench.load(given), Screen()
     with screen.capture() as printed:
-        async with shown(new_run_dir(loaded), loaded.config.server, None, screen):
+        async with show_in_browser(new_run_dir(loaded), loaded.config.server, None, screen):
             pass
     return urlsplit(printed.get().split()[-1]).port == PORT
 

@@ -49,7 +49,7 @@ class ScriptedEngine(Engine):
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
-        named = ("values", "scores", "group", "rollout", "turn", "version", "weight")
+        named = ("values", "group", "rollout", "turn", "version", "weight")
         columns = {name: getattr(batch, f"{name}_N").tolist() for name in named}
         self._seen["updates"].append(
             {"policy": policy, "algorithm": algorithm, "options": dict(options), "kind": batch.kind, **columns}
