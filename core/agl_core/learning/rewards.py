@@ -353,9 +353,21 @@ def _rules_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise SystemExit in it, as soon as it executes Python code again."""
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    """Raise SystemExit in it, as soon as it executes Python code again.
+
+    Until then Python 3.11 looks for an exception in every thread, at every turn; a thread with a trace function never
+    gets past the start of a function. An exception that is caught here ends that; the other stays for `thread`.
+    """
+    raise_in, exception = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(SystemExit)
+
+    def interrupt() -> None:
+        with contextlib.suppress(SystemExit):
+            raise_in(ctypes.c_ulong(thread.ident or 0), exception)
+            raise_in(ctypes.c_ulong(threading.get_ident()), exception)
+            while True:
+                pass
+
+    threading.Thread(target=interrupt, name="agl-interrupt", daemon=True).start()
 
 
 def _too_long(seconds: float) -> RuleTimeoutError:

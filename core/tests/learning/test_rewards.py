@@ -254,3 +254,13 @@ async def test_a_rule_that_never_returns_costs_its_own_time_alone(rule: Any, epi
     assert ticks >= 3
     after = [ScoringRule("f", lambda e: 1.0), ScoringRule("g", quick)]
     assert (await score(episode, after, SCORE))[0].terminal == 3.0
+    debugged = threading.Thread(target=call_while_traced, daemon=True)
+    debugged.start()
+    await asyncio.to_thread(debugged.join, 10)
+    assert not debugged.is_alive()
+
+
+def call_while_traced() -> None:
+    """Call a function as debuggers, coverage and hypothesis do."""
+    sys.settrace(lambda *_: None)
+    str(threading.current_thread())
