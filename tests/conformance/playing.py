@@ -353,15 +353,17 @@ async def running_bench(folder: Path) -> AsyncIterator[Bench]:
 def _process_as_it_was() -> Iterator[None]:
     """What LangChain's and OpenTelemetry's adapters hook in is taken out again: each cell finds the process as a user's
     program would. The others report to an attempt that runs, and to nobody else."""
-    with pytest.MonkeyPatch.context() as patch:
-        if context := _installed("langchain_core.tracers.context"):
-            patch.setattr(context, "_configure_hooks", list(context._configure_hooks))
-        if sdk := _installed("opentelemetry.sdk.trace"):
-            patch.setattr(sdk.TracerProvider, "__init__", sdk.TracerProvider.__init__)
-        yield
-    for module, name in _CACHES:
-        if cached := _installed(module):
-            getattr(cached, name).cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if context := _installed("langchain_core.tracers.context"):
+                patch.setattr(context, "_configure_hooks", list(context._configure_hooks))
+            if sdk := _installed("opentelemetry.sdk.trace"):
+                patch.setattr(sdk.TracerProvider, "__init__", sdk.TracerProvider.__init__)
+            yield
+    finally:
+        for module, name in _CACHES:
+            if cached := _installed(module):
+                getattr(cached, name).cache_clear()
 
 
 _CACHES = (

@@ -18,7 +18,7 @@ BOUNDS = {
     "files of the product": 242,
     "lines of the core": 27055,
     "lines of the core's largest room": 4739,
-    "lines of all Python": 98683,
+    "lines of all Python": 98692,
     "files that one call passes": 40,
     "folders that one call passes": 12,
     "settings": 145,

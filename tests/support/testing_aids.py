@@ -17,13 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
-from agl_core.capture import AttemptContext, Recording
-from agl_core.testing.scripts import Say
-from agl_core.testing.server import Stack, running_stack
-from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Episode
 
 
@@ -55,14 +48,6 @@ def certificates_read_once() -> Iterator[None]:
 
     with mock.patch.object(ssl, "create_default_context", once):
         yield
-
-
-@contextlib.contextmanager
-def stack_in_thread() -> Iterator[tuple[Stack, BlockingPortal]]:
-    """A stack for clients that block, and what calls functions in its thread. It has the policies default and other."""
-    stack = running_stack(upstream_fields=lambda _: {"models": {"default": "served", "other": "served-too"}})
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(stack) as running:
-        yield running, portal
 
 
 NO_TELEMETRY = {
@@ -133,23 +118,6 @@ def resource_methods() -> dict[tuple[type, str], Any]:
         for name, value in vars(kind).items()
         if not name.startswith("__")
     }
-
-
-@pytest.fixture(name="server")
-def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
-    """A model server that says "done", like those of vendors, who return no token ids."""
-    with ScriptedUpstream() as upstream:
-        upstream.answer, upstream.returns_ids = lambda received: Say("done"), False
-        monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
-        monkeypatch.setenv("OPENAI_API_BASE", upstream.url)
-        monkeypatch.setenv("OPENAI_API_KEY", "key")
-        yield upstream
-
-
-@pytest.fixture(name="attempt")
-def attempt_maker(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
-    """Makes attempts whose Lightning Server is the scripted one."""
-    return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
 
 
 def blocks(page: Path, language: str = "") -> list[str]:

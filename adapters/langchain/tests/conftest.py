@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from langchain_core.tracers import context as langchain_context
 from langchain_openai.chat_models import _client_utils
-from testing_aids import attempt_maker, scripted_server  # noqa: F401
+from running_servers import attempt_maker, scripted_server  # noqa: F401
 
 import agl_core
 import agl_langchain

@@ -14,7 +14,7 @@ import pytest
 from agents.models import _openai_shared, openai_provider
 from agents.tracing import processors, setup
 from agents.tracing.processor_interface import TracingExporter
-from testing_aids import attempt_maker, scripted_server  # noqa: F401
+from running_servers import attempt_maker, scripted_server  # noqa: F401
 
 import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401

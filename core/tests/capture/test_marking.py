@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from testing_aids import stack_in_thread
+from running_servers import stack_in_thread
 
 import agl_core
 from agl_core.capture import AttemptContext, Recording, current_identity, running

@@ -14,7 +14,7 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-from testing_aids import stack_in_thread
+from running_servers import stack_in_thread
 
 
 class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
