@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import RunConfig
@@ -260,8 +260,17 @@ def with_absolute_paths(value: Any, folder: Path) -> Any:
 
 def settings_of(options: BaseModel) -> dict[str, Any]:
     """Settings as the file would have them; without secrets, and without what TOML cannot say (None)."""
-    secrets = {name for name, value in options if isinstance(value, SecretStr | SecretBytes)}
-    return options.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=secrets)
+    plain = options.model_dump(by_alias=True, exclude_none=True)
+    return {key: to_jsonable_python(value) for key, value in _without_secrets(plain).items()}
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        secrets = {key for key, inside in value.items() if isinstance(inside, SecretStr | SecretBytes)}
+        return {key: _without_secrets(inside) for key, inside in value.items() if key not in secrets}
+    if isinstance(value, list | tuple):
+        return [_without_secrets(inside) for inside in value if not isinstance(inside, SecretStr | SecretBytes)]
+    return value
 
 
 def written(place: Place) -> str:

@@ -25,6 +25,7 @@ class ComparingOptions(Strict):
 class EngineOptions(Strict):
     class Cache(Strict):
         slots: int = Field(4, ge=1, description="Sequences kept.")
+        key: SecretStr = Field(SecretStr(""), description="A secret in a table.")
 
     cache: Cache = Field(Cache(), description="What is kept between calls.")
     threads: int | None = Field(None, description="Threads of the engine.")

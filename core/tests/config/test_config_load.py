@@ -211,7 +211,7 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
         ("train.endings", {"crashed": "scor"}, "[train.endings] crashed: must be a valid number or be 'drop' or"),
         ("eval.modes", ["train"], "[eval] modes: must name 'eval-greedy', 'eval-sampled' or both."),
         ("algorithm.comparin", {}, "[algorithm] comparin: there is no algorithm 'comparin'. Did you mean 'comparing'?"),
-        ("engine.pretending", {"cache": {"slts": 1}}, "Did you mean 'slots'? Known: slots."),
+        ("engine.pretending", {"cache": {"slts": 1}}, "Did you mean 'slots'? Known: key, slots."),
         ("rewards.short", {"rule": "brevty"}, "[rewards.short] rule: there is no reward 'brevty'."),
         ("rewards.clashing", {}, "[rewards] clashing: reward 'clashing' ("),
         ("rewards.agent", {"rule": "filing"}, "a table cannot be called 'agent'"),
@@ -293,7 +293,7 @@ def test_the_default_tracker_may_be_missing_but_not_a_named_one(
 def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
     minimal: dict[str, Any], loaded: Load, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    run = loaded(minimal, "engine.pretending.token=hunter2")
+    run = loaded(minimal, "engine.pretending.token=hunter2", "engine.pretending.cache.key=hunter3")
 
     assert run.engine.options.token.get_secret_value() == "hunter2"  # type: ignore[attr-defined]
     run_dir = tmp_path_factory.mktemp("run")
@@ -302,6 +302,7 @@ def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
     assert "hunter2" not in stored
     assert "hunter2" not in repr(run.config)
     assert "token =" not in stored
+    assert "***" not in stored
 
 
 def test_an_empty_async_table_is_enough_to_go_on_without_waiting(minimal: dict[str, Any], loaded: Load) -> None:
