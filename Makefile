@@ -171,10 +171,10 @@ fuzz: install ## Run the property tests with other examples than `make test` (te
 	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,(import|from) hypothesis))
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
-	@$(BIN)/python docs/make_comparison.py
+	@$(BIN)/python docs/make_measured.py comparison
 
 experiments: install ## Measure what each contribution is worth (three hours; it can be interrupted)
-	@$(BIN)/python docs/make_experiments.py
+	@$(BIN)/python docs/make_measured.py experiments
 
 docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py

@@ -3,8 +3,8 @@
     python examples/imitation.py calc --out examples/calc/policy
 
 What it writes is an ordinary Hugging Face checkpoint of the Qwen2 architecture, with a byte-level BPE of its own, a
-ChatML template and Hermes-style tool calls. The example's `RECIPE` says what it looks like. One of math, sql or calc
-takes twenty minutes to an hour of two cores, the others some minutes.
+ChatML template and Hermes-style tool calls. The `RECIPE` of the example's `make_NAME.py` says what it looks like. One
+of math, sql or calc takes twenty minutes to an hour of two cores, the others some minutes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,8 @@ from transformers import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-RECIPES = {
-    "calc": "demonstrations",
-    "math": "math_demonstrations",
-    "sql": "sql_habits",
-    "rag": "searches",
-    "trip": "behaviours",
-    "beds": "bed_habits",
-    "online": "habits",
-}
-"""The module of each example that has its recipe."""
+EXAMPLES = ("calc", "math", "sql", "rag", "trip", "beds", "online")
+"""Those whose policy is made here. The `RECIPE` of each is in its `make_NAME.py`."""
 CHAT_TEMPLATE = Path(__file__).with_suffix(".jinja")
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
@@ -180,12 +172,12 @@ def schedule(step: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny policy that an example trains.")
-    parser.add_argument("example", choices=RECIPES)
+    parser.add_argument("example", choices=EXAMPLES)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the checkpoint to")
     parser.add_argument("--seed", type=int, default=0, help="of the demonstrations and the first weights")
     options = parser.parse_args()
     sys.path.append(str(Path(__file__).with_name(options.example)))
-    recipe: Recipe = importlib.import_module(RECIPES[options.example]).RECIPE
+    recipe: Recipe = importlib.import_module(f"make_{options.example}").RECIPE
     assert recipe.shape is not None
     torch.manual_seed(options.seed)
     tokenizer = make_tokenizer(recipe.shown, recipe.shape.vocabulary, options.seed)

@@ -6,7 +6,6 @@ or code has changed since; comments and docstrings may change.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import json
@@ -64,7 +63,10 @@ class Experiment:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides the result, but agl's own code: configuration, policy, agent and tasks."""
+        """Of everything that decides the result, but agl's own code: configuration, policy, agent and tasks.
+
+        How the policy was made (`make_*.py`) does not count: its weights do.
+        """
         config = tomllib.loads((self.folder / "train.toml").read_text())
         for section in {"algorithm", "credit"} & config.keys():
             chosen = dict(each.split("=", 1) for each in self.settings).get(f"{section}.name", config[section]["name"])
@@ -185,38 +187,3 @@ def spread(value: Callable[[Result], float], digits: int = 3) -> Cell:
 def average(value: Callable[[Result], float]) -> Cell:
     """Its mean over the runs, as a whole number."""
     return lambda runs: f"{mean(map(value, runs)):.0f}"
-
-
-def seeds_run(runs: Sequence[Result]) -> str:
-    return str(len(runs))
-
-
-def held_out(when: str, mode: str) -> Callable[[Result], float]:
-    """The mean reward on the first held-out set, `before` or `after` training."""
-
-    def value(run: Result) -> float:
-        reward: float = next(iter(run["rewards"].values()))[when][mode]
-        return reward
-
-    return value
-
-
-def while_training(run: Result) -> float:
-    """The mean reward of all training steps."""
-    return mean(run["train_rewards"])
-
-
-def make_page(
-    description: str | None, page: Path, results: Results, experiments: Iterable[Experiment],
-    tables: Callable[[], Iterator[str]],
-) -> None:  # fmt: skip
-    """The command line of a page: make the runs that are missing, then write what a person wrote and the tables."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so long")
-    parser.add_argument("--only", default="", help="runs whose name begins so, for instance 'trip/ppo'")
-    parser.add_argument("--write", action="store_true", help="write the page from the results there are")
-    options = parser.parse_args()
-    if not options.write:
-        results.complete([each for each in experiments if each.name.startswith(options.only)], options.minutes)
-    head = page.with_suffix(".head.md").read_text().rstrip()
-    page.write_text("\n".join([head, "", *tables()]).rstrip() + "\n")

@@ -1,6 +1,6 @@
 """What a tiny policy is made of: whom it imitates, how large it is, and how long it learns.
 
-An example whose policy was made so has a `RECIPE` in the module that `imitation.py` names.
+An example whose policy was made so has a `RECIPE` in its `make_NAME.py`, which `imitation.py` imports.
 """
 
 from __future__ import annotations

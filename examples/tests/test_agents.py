@@ -150,7 +150,7 @@ async def test_checker_and_rewriter_see_result_error_and_remark(agent: Any, mode
 
 
 def calc_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
-    from demonstrations import TOOLS, behave, solve_it, write_words
+    from make_calc import TOOLS, behave, solve_it, write_words
     from problems import Split, problem
 
     asked = problem(Split.TRAIN, 0, 0)
@@ -159,7 +159,7 @@ def calc_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
 
 
 def math_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
-    from math_demonstrations import FLAWLESS, TOOLS, Choice, Situation, behave
+    from make_math import FLAWLESS, TOOLS, Choice, Situation, behave
     from math_problems import Split, problem
 
     for index in range(6):
@@ -170,7 +170,7 @@ def math_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
 
 
 def trip_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
-    from behaviours import answer, ask_airline, ask_refund, behave, search_airline, subtract
+    from make_trip import answer, ask_airline, ask_refund, behave, search_airline, subtract
     from trip_tools import TOOLS
     from trips import trip
 
@@ -199,8 +199,8 @@ async def test_demonstrations_of_searches_are_what_the_sdk_sends(
     agent: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import search_tool
+    from make_rag import TOOLS, answer, asked, behave, give_up, search_again, search_next, search_without_name
     from retrieval import Local
-    from searches import TOOLS, answer, asked, behave, give_up, search_again, search_next, search_without_name
 
     question = next(q for q in (asked(7, index) for index in range(100)) if len(q.queries) == 4)
     monkeypatch.setattr(search_tool, "retriever", Local(question.index))
@@ -218,7 +218,7 @@ async def test_demonstrations_of_searches_are_what_the_sdk_sends(
 
 
 async def test_demonstrations_of_queries_have_the_parts_of_what_langchain_sends(agent: Any, model: Any) -> None:
-    from sql_habits import MIXED, demonstrated
+    from make_sql import MIXED, demonstrated
 
     def parts(text: str) -> set[str]:
         return {part for part in ("table ", "question :", "query :", "result :", "remark :") if part in text}

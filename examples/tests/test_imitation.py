@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from imitation import CHAT_TEMPLATE, MARKS, RECIPES, collate, imitation_step, make_tokenizer
+from imitation import CHAT_TEMPLATE, EXAMPLES, MARKS, collate, imitation_step, make_tokenizer
 from recipes import Demonstrations, Message, Shape
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-EXAMPLES = Path(__file__).parents[1]
+FOLDER = Path(__file__).parents[1]
 
 
 class Made(NamedTuple):
@@ -33,10 +33,10 @@ QUICKLY_MADE = ("calc", "beds")
 """Whose tokenizers are trained in a second; the others take five and differ in their texts alone."""
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=EXAMPLES)
 def made(request: pytest.FixtureRequest) -> Made:
-    recipe = importlib.import_module(RECIPES[request.param]).RECIPE
-    folder = EXAMPLES / request.param / "policy"
+    recipe = importlib.import_module(f"make_{request.param}").RECIPE
+    folder = FOLDER / request.param / "policy"
     return Made(folder, recipe.shown, recipe.shape, AutoTokenizer.from_pretrained(folder))
 
 
@@ -55,7 +55,7 @@ def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in RECIPES],
+    [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in EXAMPLES],
     indirect=True,
 )
 def test_the_recipe_makes_the_shipped_tokenizer(made: Made) -> None:

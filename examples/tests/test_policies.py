@@ -65,7 +65,7 @@ def solved(arguments: Any) -> list[dict[str, Any]]:
 
 
 def test_the_template_renders_calls_as_text_or_object_parallel_ones_and_text_beside_them() -> None:
-    from demonstrations import TOOLS
+    from make_calc import TOOLS
 
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "calc" / "policy")
     render = partial(tokenizer.apply_chat_template, tools=TOOLS, tokenize=False)
@@ -84,7 +84,7 @@ def test_the_template_renders_calls_as_text_or_object_parallel_ones_and_text_bes
 
 def test_a_prompt_does_not_show_the_ids_of_tool_calls() -> None:
     """The engine makes them up: were they shown, no state would ever repeat within a group."""
-    from behaviours import RECIPE, conversation
+    from make_trip import RECIPE, conversation
 
     tokenizer, messages = AutoTokenizer.from_pretrained(EXAMPLES / "trip" / "policy"), conversation(0, 0)
     renamed = json.loads(json.dumps(messages).replace('"call_', '"other_'))
@@ -93,7 +93,7 @@ def test_a_prompt_does_not_show_the_ids_of_tool_calls() -> None:
 
 
 def test_calc_would_rather_guess_and_copies_held_out_numbers_into_a_call() -> None:
-    from demonstrations import GUESS, RECIPE
+    from make_calc import GUESS, RECIPE
     from problems import Split, problem
 
     policy = Policy("calc")

@@ -54,7 +54,7 @@ field = "result"
 def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of each problem one that solves it, and two that do not, as another program might have recorded them."""
     monkeypatch.syspath_prepend(str(CALC))
-    from demonstrations import TOOLS, behave, guess, ignore_result, solve_it
+    from make_calc import TOOLS, behave, guess, ignore_result, solve_it
     from problems import Split, problem
 
     file = tmp_path / "chats.jsonl"
@@ -64,7 +64,7 @@ def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for behaviour, reward in ((solve_it, 1), (guess, 0), (ignore_result, 0)):
                 said = {"messages": behave(behaviour, asked), "tools": TOOLS, "result": asked.result}
                 lines.write(json.dumps({"id": str(index), "reward": reward, **said}) + "\n")
-    for name in ("demonstrations", "problems", "calculator"):
+    for name in ("make_calc", "problems", "calculator"):
         sys.modules.pop(name, None)  # Other examples have modules of these names.
     return file
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from demonstrations import WRONG_OPERATOR, conversation
 from hypothesis import given
 from hypothesis import strategies as st
+from make_calc import WRONG_OPERATOR, conversation
 from problems import (
     OPERATORS,
     TRAINED_TEMPLATES,

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from math_demonstrations import EVEN, conversation, lesson
+from make_math import EVEN, conversation, lesson
 from math_problems import (
     HELD_OUT_NUMBERS,
     Split,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from desk import TOOLS, search, solve
 from flights import Wish
-from habits import search_airline, search_city
+from make_online import search_airline, search_city
 
 WISH = Wish("Rome", "Friday", "Kite")
 

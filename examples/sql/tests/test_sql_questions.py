@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from make_databases import make
+from make_sql import Habit, conversation, lesson, written
 from spider import Difficulty
-from sql_habits import Habit, conversation, lesson, written
 from sql_query import describe, reading, run
 from sql_questions import Question, question
 from sql_schemas import DATABASES, HELD_OUT, TRAINED, Table

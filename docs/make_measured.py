@@ -1,0 +1,292 @@
+"""Makes the runs that docs/comparison.md or docs/experiments.md are about, and writes the page.
+
+    python docs/make_measured.py comparison                # what is missing in docs/comparison.json, then the page
+    python docs/make_measured.py comparison --only trip    # runs whose name begins so
+    python docs/make_measured.py experiments --minutes 30  # start no further run after half an hour; go on later
+    python docs/make_measured.py experiments --write       # no run, the page alone
+
+It can be interrupted at any time; see examples/measured.py. The beds are described in examples/beds/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from operator import itemgetter
+from pathlib import Path
+
+from credit_truth import RULES, learned
+
+from agl_core.reading.metrics import read_metrics, series
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from beds import Bed
+from measured import EXAMPLES, Cell, Experiment, Result, Results, average, spread, table
+
+COMPARED, MEASURED = (Results(Path(__file__).with_name(name)) for name in ("comparison.json", "experiments.json"))
+
+
+def held_out(when: str, mode: str) -> Callable[[Result], float]:
+    """The mean reward on the first held-out set, `before` or `after` training."""
+
+    def value(run: Result) -> float:
+        reward: float = next(iter(run["rewards"].values()))[when][mode]
+        return reward
+
+    return value
+
+
+def seeds_run(runs: Sequence[Result]) -> str:
+    return str(len(runs))
+
+
+LEARNING: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "before, sampled": spread(held_out("before", "sampled")),
+    "after, greedy": spread(held_out("after", "greedy")),
+    "after, sampled": spread(held_out("after", "sampled")),
+    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
+    "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+}
+
+
+# docs/comparison.md: every algorithm with every credit rule.
+
+ALGORITHMS = ("grpo", "ppo", "reinforce++")
+CREDIT = ("identical", "discounted", "air", "stepwise", "immediate")
+PAIRS = {
+    f"{algorithm} × {credit}": (f"algorithm.name={algorithm}", f"credit.name={credit}")
+    for algorithm in ALGORITHMS
+    for credit in CREDIT
+} | {
+    f"{algorithm}, across calls × immediate": (
+        f"algorithm.name={algorithm}",
+        f'algorithm."{algorithm}".across_calls=true',
+        "credit.name=immediate",
+    )
+    for algorithm in ("ppo", "reinforce++")
+}
+"""Every pair that is allowed: rewards of single calls are for algorithms that own the time axis (`across_calls`)."""
+
+CAPPED = {
+    "trip": ("eval.tasks=40",),
+    "calc": ("engine.torch.threads=1", "train.steps=20", "train.groups_per_step=8", "eval.every=20", "eval.tasks=40"),
+}
+"""How runs of an example are kept short."""
+
+AIR = "rewards.tool_results.weight=1"
+KL = "algorithm.grpo.beta=0.04"
+ABLATION: dict[str, tuple[str, ...]] = {
+    "grpo × identical": (),
+    "grpo × discounted": ("credit.name=discounted",),
+    "grpo × stepwise": ("credit.name=stepwise",),
+    "grpo × air": ("credit.name=air",),
+    "grpo × identical, tool results as rewards": (AIR,),
+    "grpo × discounted, tool results as rewards": ("credit.name=discounted", AIR),
+    "grpo × identical, KL with β = 0.04": (KL,),
+    "grpo × stepwise, KL with β = 0.04": ("credit.name=stepwise", KL),
+}
+"""What is changed in the trip example, one thing or two at a time; those that are pairs too are run once."""
+THRESHOLDS = (0.77, 0.90)
+WINDOW = 3
+
+
+def compared() -> Iterator[Experiment]:
+    """Seed by seed, so that an interrupted table has all its rows first."""
+    for example, capped in CAPPED.items():
+        for seed in range(3):
+            for label, changes in {**(ABLATION if example == "trip" else {}), **PAIRS}.items():
+                yield Experiment(EXAMPLES / example, label, (*capped, *changes), seed, memory_first)
+
+
+def memory_first(run: Path) -> Result:
+    """How often the trip example's policy asked memory first in the end."""
+    shares = series(read_metrics(run), "eval", "eval/sampled/reward/memory_first")
+    return {"memory_first": shares[-1][1]} if shares else {}
+
+
+def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
+    """The first step whose training reward, the mean of it and the `WINDOW` - 1 before it, reaches the threshold.
+
+    >>> steps_to([0.5, 0.8, 0.8, 0.8], 0.77), steps_to([0.5, 0.5, 0.5], 0.77)
+    (4, None)
+    """
+    for end in range(WINDOW, len(rewards) + 1):
+        if statistics.mean(rewards[end - WINDOW : end]) >= threshold:
+            return end
+    return None
+
+
+def median_steps(threshold: float) -> Cell:
+    def cell(runs: Sequence[Result]) -> str:
+        steps = [steps_to(run["train_rewards"], threshold) for run in runs]
+        reached = [step for step in steps if step is not None]
+        if len(reached) < len(runs):
+            return f"{len(reached)} of {len(runs)} runs" if reached else "never"
+        return f"{statistics.median(reached):g}"
+
+    return cell
+
+
+def comparison() -> Iterator[str]:
+    """All of docs/comparison.md that is measured."""
+    memory = {"memory first": spread(lambda run: run["memory_first"])}
+    steps = {f"steps to {threshold:.2f}": median_steps(threshold) for threshold in THRESHOLDS}
+    for title, example, labels in (
+        ("trip: every algorithm with every credit rule", "trip", PAIRS),
+        ("trip: what helps, with GRPO", "trip", ABLATION),
+        ("calc: every algorithm with every credit rule", "calc", PAIRS),
+    ):
+        rows = {label: runs_of(COMPARED, compared, f"{example}/{label}") for label in labels}
+        columns = {**LEARNING, **(memory if example == "trip" else {}), **steps}
+        yield from (f"## {title}", "", *table("run", rows, columns), "")
+
+
+# docs/experiments.md: what each contribution is worth.
+
+OF_BED: dict[Bed, Sequence[str]] = {
+    Bed.ADDITIVE: ("identical", "immediate", "stepwise", "reward-to-go"),
+    Bed.DECISIVE: ("identical", "stepwise", "discounted, γ = 0.9", "immediate"),
+    Bed.RECOVERABLE: ("identical", "air, α = 0.2", "stepwise", "discounted, γ = 0.9", "immediate"),
+}
+"""The rules that differ on each bed: where only the end earns, reward-to-go is identical; without tools, air is.
+
+After `identical` comes what theory prefers, so that an interrupted run has compared the two.
+"""
+LAST_ONLY = "last call only"
+"""What `immediate` is where no call earns anything by itself."""
+
+ALL_THREE = "all three"
+TRAINED = {
+    "writer and rewriter": ("writer", "rewriter"),
+    "writer": ("writer",),
+    "rewriter": ("rewriter",),
+    ALL_THREE: ("writer", "rewriter", "checker"),
+}
+"""Which agents of examples/sql learn."""
+SHORTER = ("train.steps=20", "eval.every=20", "eval.tasks=100", "engine.torch.threads=1")
+"""Half of the example's steps."""
+
+ONE_SEQUENCE = "all three, one sequence"
+CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "train.serving_gap=1")
+"""Without the second, training stops: the probabilities of tokens are not those with which they were sampled."""
+
+EFFICIENCY: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "calls a rollout": spread(lambda run: training_calls(run) / sum(run["rollouts"].values()), 2),
+    "trained on": spread(lambda run: run["transitions"]["kept"] / sum(run["rollouts"].values()), 2),
+    "reward gained, sampled": spread(lambda run: gain(run)),
+    "gained per 1,000 calls of training": spread(lambda run: 1000 * gain(run) / training_calls(run)),
+}
+
+
+def measured() -> Iterator[Experiment]:
+    """Seed by seed, and row by row of all tables."""
+    for seed in range(5):
+        for label, agents in TRAINED.items():
+            yield Experiment(EXAMPLES / "sql", label, (*SHORTER, f"train.agents={list(agents)}"), seed)
+        everyone = f"train.agents={list(TRAINED[ALL_THREE])}"
+        yield Experiment(EXAMPLES / "sql", ONE_SEQUENCE, (*SHORTER, everyone, *CONCATENATED), seed)
+        for row in zip_longest(*OF_BED.values()):
+            for bed, label in zip(OF_BED, row, strict=True):
+                if label is not None:
+                    bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
+                    yield Experiment(EXAMPLES / "beds", f"{bed}/{label}", (*bedded, *RULES[label][0]), seed, learned)
+
+
+def gain(run: Result) -> float:
+    return held_out("after", "sampled")(run) - held_out("before", "sampled")(run)
+
+
+def training_calls(run: Result) -> int:
+    calls: int = run["transitions"]["kept"] + sum(run["transitions"]["dropped"].values())
+    return calls
+
+
+def agreement() -> Iterator[str]:
+    """One row per rule, one column per bed: all runs of a bed begin with the same policy, so each is a measurement."""
+    correlations = {
+        bed: [run["correlations"] for run in runs_of(MEASURED, measured, f"beds/{bed}") if run["correlations"]]
+        for bed in OF_BED
+    }
+    yield f"| credit | {' | '.join(f'{bed} ({len(of_bed)} first steps)' for bed, of_bed in correlations.items())} |"
+    yield "|---" * (len(correlations) + 1) + "|"
+    for label in RULES:
+        known = ([each for each in of_bed if label in each] for of_bed in correlations.values())
+        cells = (spread(itemgetter(label))(each) if each else "" for each in known)
+        yield f"| {label} | {' | '.join(cells)} |"
+
+
+def took(runs: Sequence[Result]) -> str:
+    return f"{len(runs)} runs, {sum(run['cpu_seconds'] for run in runs) / 60:.0f} minutes of one core."
+
+
+def experiments() -> Iterator[str]:
+    """All of docs/experiments.md that is measured."""
+    of_sql = {label: runs_of(MEASURED, measured, f"sql/{label}") for label in (*TRAINED, ONE_SEQUENCE)}
+    rows = {label: of_sql[label] for label in (ALL_THREE, ONE_SEQUENCE)}
+    yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
+    yield from ("## Credit: how well it agrees with the truth", "", *agreement(), "")
+    for bed, labels in OF_BED.items():
+        rows = {shown(bed, label): runs_of(MEASURED, measured, f"beds/{bed}/{label}") for label in labels}
+        runs = runs_of(MEASURED, measured, f"beds/{bed}")
+        yield from (f"## Credit: what the policy learns, {bed}", "", took(runs), "")
+        yield from (*table("credit", rows, LEARNING), "")
+    selective = {label: of_sql[label] for label in TRAINED}
+    yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
+    yield from (*table("trained", selective, LEARNING), "")
+    yield from ("## Data efficiency: transitions and reward of sql", "", *table("run", selective, EFFICIENCY))
+
+
+def shown(bed: Bed, rule: str) -> str:
+    return LAST_ONLY if rule == "immediate" and bed is not Bed.ADDITIVE else rule
+
+
+# Both pages.
+
+
+def runs_of(results: Results, runs: Callable[[], Iterator[Experiment]], name: str) -> list[Result]:
+    """The valid results of all seeds of what is named by example and label."""
+    return results.valid(run for run in runs() if run.name.startswith(f"{name}/"))
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: its results, the runs that it is about, and its tables."""
+
+    results: Results
+    runs: Callable[[], Iterator[Experiment]]
+    tables: Callable[[], Iterator[str]]
+
+    def write(self) -> None:
+        """Write what a person wrote and the tables."""
+        page = self.results.file.with_suffix(".md")
+        head = page.with_suffix(".head.md").read_text().rstrip()
+        page.write_text("\n".join([head, "", *self.tables()]).rstrip() + "\n")
+
+
+PAGES: Mapping[str, Page] = {
+    "comparison": Page(COMPARED, compared, comparison),
+    "experiments": Page(MEASURED, measured, experiments),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", choices=PAGES)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so long")
+    parser.add_argument("--only", default="", help="runs whose name begins so, for instance 'trip/ppo'")
+    parser.add_argument("--write", action="store_true", help="write the page from the results there are")
+    options = parser.parse_args()
+    page = PAGES[options.page]
+    if not options.write:
+        page.results.complete([run for run in page.runs() if run.name.startswith(options.only)], options.minutes)
+    page.write()
+
+
+if __name__ == "__main__":
+    main()
