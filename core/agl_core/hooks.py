@@ -1,12 +1,12 @@
 """Everything a plugin can be or do. Implement the hooks that you need, with `@agl_core.hookimpl`.
 
-Those from `rollout_started` on follow a run: what one of them raises is logged, and the run goes on.
+Those from `server_routes` on serve a run: what one of them raises is logged, and the run goes on.
 docs/plugins.md has an example of each hook, and of each kind of component.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.routing import Route
+
     from agl_core.kinds import Register
+    from agl_core.store.interface import Store
     from agl_core.types import Attempt, Episode, Rollout
 
 API_VERSION = 1
@@ -34,6 +38,15 @@ def show_run(run: Path, host: str, port: int, operator_key: str | None) -> Abstr
     """Show a run in the browser at `host` and `port` (0: a free one) while a command works on it.
 
     Browsers on other machines need the operator's key; without one they see nothing.
+    """
+
+
+@hookspec
+def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route] | None:
+    """Further routes of the Lightning Server.
+
+    `leased` gives the attempt whose agent's key a request carries (`agl_core.server.keys.ActiveAttempt`); it raises
+    ApiError if there is none.
     """
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -21,6 +21,12 @@ from agl_core import hooks
 from agl_core.errors import PluginError, nearest
 from agl_core.kinds import Component, Kind, Register
 from agl_core.types import Attempt, DropReason, Episode, Rollout
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.routing import Route
+
+    from agl_core.store.interface import Store
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +71,7 @@ class Plugins:
         self._manager.add_hookspecs(hooks)
         self._origins: dict[Any, str] = {}
         self.hook = RunHooks(self._manager, self._origins)
-        """Calls the hooks that follow a run."""
+        """Calls the hooks that serve a run."""
         self.broken: list[BrokenPlugin] = []
         """The installed plugins that failed when they were imported, or asked what they bring."""
         self._components: list[Component] = []
@@ -158,7 +164,7 @@ class Plugins:
 
 
 class RunHooks:
-    """Calls each hook that follows a run in all plugins, in the order in which they were registered.
+    """Calls each hook that serves a run in all plugins, in the order in which they were registered.
 
     An exception in one is logged with the plugin's name and counted; the others are called all the same.
     """
@@ -167,6 +173,11 @@ class RunHooks:
         self._manager, self._origins = manager, origins
         self.failures: Counter[tuple[str, str]] = Counter()
         """By plugin and hook, how often it failed."""
+
+    def server_routes(self, store: Store, leased: Callable[[Request], Any]) -> list[Route]:
+        """Further routes of the Lightning Server."""
+        routes = self._call("server_routes", store=store, leased=leased)
+        return [route for of_plugin in routes for route in of_plugin or ()]
 
     def rollout_started(self, rollout: Rollout, attempt: int) -> None:
         """A worker took a rollout."""
@@ -187,10 +198,13 @@ class RunHooks:
                 episode = _returned(episode, hook.function(*(episode for _ in hook.argnames)))
         return episode
 
-    def _call(self, name: str, **arguments: object) -> None:
+    def _call(self, name: str, **arguments: object) -> list[Any]:
+        """What the plugins returned."""
+        results = []
         for hook in self._implementations(name):
             with self._guard(hook):
-                hook.function(**{name: arguments[name] for name in hook.argnames})
+                results.append(hook.function(**{name: arguments[name] for name in hook.argnames}))
+        return results
 
     def _implementations(self, name: str) -> list[pluggy.HookImpl]:
         """In the order of registration, but for those that ask to be first or last."""

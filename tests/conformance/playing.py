@@ -23,6 +23,7 @@ import pytest
 from aiohttp import web
 
 from agl_core.config.models import SamplingSection
+from agl_core.plugins import Plugins
 from agl_core.server.answered import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import CallTools, Fail, Hold, Received, Say, Step
@@ -343,7 +344,7 @@ async def running_bench(folder: Path) -> AsyncIterator[Bench]:
     sampling = SamplingSection(temperature=0.7, max_tokens=4096)
     async with (
         SqliteStore(folder / "store.sqlite") as store,
-        running_stack(store=store, sampling=sampling, timeout=60, attempts=1) as stack,
+        running_stack(store=store, sampling=sampling, timeout=60, attempts=1, hook=Plugins.load().hook) as stack,
         LossyRelay(stack.server.base_url) as relay,
     ):
         yield Bench(stack, relay)

@@ -1,6 +1,6 @@
-"""Adapters that this package registers: one for all spans, and one for each framework whose tracing has to be on.
+"""What this package registers: an adapter for all spans, one for each framework whose tracing has to be on, and routes.
 
-Each of the latter switches on what the framework brings itself, when the agent has imported it. No text of prompts,
+A framework's adapter switches on what the framework brings itself, when the agent has imported it. No text of prompts,
 arguments or results is added to spans that an exporter of the user's sees.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import agl_core
 from agl_core.types import Identity
@@ -17,6 +17,10 @@ from agl_otel.words import AGNO, OTHERS, SEMANTIC_KERNEL, STRANDS
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from starlette.requests import Request
+    from starlette.routing import Route
+
+    from agl_core.store.interface import Store
 
 
 @agl_core.adapter("opentelemetry.sdk.trace", status_rules=OTHERS)
@@ -25,6 +29,14 @@ def otel() -> Callable[[], Identity | None]:
     from agl_otel.watching import watch
 
     return watch()
+
+
+@agl_core.hookimpl
+def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route]:
+    """Where agents export spans, by OTLP."""
+    from agl_otel.intake import SpanIntake
+
+    return SpanIntake(store, leased).routes()
 
 
 def _default_provider() -> TracerProvider:

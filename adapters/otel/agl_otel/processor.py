@@ -16,11 +16,12 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
 from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
-from agl_core.capture.spans import ModelCall, Span, SpanTree, loads, see
+from agl_core.capture.recording import loads
 from agl_core.learning import build_episode
 from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, Episode, FinishReason, Json, Tokens, Transition
 from agl_otel.plugin import otel
+from agl_otel.spans import ModelCall, Span, SpanTree, see
 from agl_otel.watching import WatchingProcessor, plain
 
 _SETTINGS = {

@@ -15,16 +15,8 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from agl_core.capture import Identity, Latest, Recording, current_attempt, guarded
-from agl_core.capture.spans import (
-    SeenSpan,
-    Span,
-    agent_of,
-    identity_of,
-    outermost_execution,
-    see,
-    tool_result_of,
-)
 from agl_core.types import ToolResult
+from agl_otel.spans import SeenSpan, Span, agent_of, identity_of, outermost_execution, see, tool_result_of
 
 _Key: TypeAlias = tuple[int, int]
 _NANO = 1e-9

@@ -1,8 +1,9 @@
-"""Agents that make spans in this process, in front of a real Lightning Server with a scripted upstream."""
+"""Agents that make spans, in front of a real Lightning Server with this package's routes and a scripted upstream."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,36 @@ from opentelemetry.sdk.trace import TracerProvider
 from testing_aids import instrumenting
 
 import agl_core
+from agl_core.plugins import Plugins
+from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.server import Stack, running_stack
 from agl_otel import plugin, watching
+
+from .otlp_intake import IntakeStack
+
+
+@pytest.fixture(scope="session")
+def plugins() -> Plugins:
+    """This package alone."""
+    plugins = Plugins()
+    plugins.register(plugin, "agl-otel")
+    return plugins
 
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
     async with running_stack() as stack:
         yield stack
+
+
+@pytest.fixture
+async def intake(plugins: Plugins, tmp_path: Path) -> AsyncIterator[IntakeStack]:
+    async with (
+        SqliteStore(tmp_path / "store.sqlite") as store,
+        running_stack(store=store, hook=plugins.hook) as stack,
+    ):
+        yield IntakeStack(stack)
 
 
 @pytest.fixture(autouse=True)

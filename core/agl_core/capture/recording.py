@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import logging
 import os
 import stat
@@ -22,6 +23,8 @@ from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport
 
 logger = logging.getLogger(__name__)
 
+SPANS = "otel"
+"""The `adapter` of tool results from OpenTelemetry's spans; a framework's own adapter counts before it."""
 MAX_SPOOL = 64 << 20
 """Bytes of the reports of a command's processes."""
 _MIN_LINE = 1024
@@ -226,6 +229,20 @@ def jsonable(value: Any, limit: int = 16_384) -> Json:
     except Exception:  # It contains itself, a number of more than 64 bits, …
         return _cut(_text_of(value), limit)
     return orjson.loads(encoded) if len(encoded) <= limit else _cut(encoded.decode(), limit)
+
+
+def loads(value: Json) -> Json:
+    """A value that may be written as JSON text; text that is not JSON stays text.
+
+    >>> loads('{"a": 1}'), loads("a: 1")
+    ({'a': 1}, 'a: 1')
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from agl_core.capture.spans import SPANS
+from agl_core.capture.recording import SPANS
 from agl_core.capture.status import UNCERTAIN
 from agl_core.learning.tool_results import (
     CONTRADICTED,

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from agl_core.config.models import PassthroughSection
 from agl_core.server.errors import ApiError, as_answer, openai_error, stopping
-from agl_core.server.gateway import DIALECTS, MODELS, PASSED_ON, Gateway, find_route
+from agl_core.server.gateway import DIALECTS, MODELS, PASSED_ON, TRACES, Gateway, find_route
 from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
 from agl_core.server.listening import read_body
 from agl_core.server.queue import RolloutQueue
@@ -232,13 +232,16 @@ def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
 async def unserved(request: Request, error: Exception) -> Response:
     """The answer to a path that leads nowhere, in the API that it resembles."""
     path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
-    if (target := find_route(path)) and target.route in DIALECTS:  # With POST it would have been a model call.
+    target = find_route(path)
+    if target is not None and target.route in DIALECTS:  # With POST it would have been a model call.
         status = 405
     message = (
-        f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])} and "
-        "/v1/traces, and GET /v1/models, also below an attempt's path; /openapi.json has the others. "
+        f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])}, and "
+        "GET /v1/models, also below an attempt's path; /openapi.json has the others. "
         "Does the base URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
     )
+    if target is not None and target.route == TRACES and status == 404:
+        message = "Spans are taken in by agl's adapter for OpenTelemetry: install it where the Lightning Server runs."
     refused = ApiError(status, message, code="unknown_route")
     resembled = next((dialect for route, dialect in DIALECTS.items() if route in path), None)
     return openai_error(refused) if resembled is None else resembled.refuse(refused)

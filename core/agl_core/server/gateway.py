@@ -77,8 +77,10 @@ _PATH = re.compile(
     r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>[^/]+))?)(?P<route>/.*[^/])/*"
 )
 MODELS = "/v1/models"
+TRACES = "/v1/traces"
+"""Where agents export spans: a plugin's route."""
 _RESPONSES = "/v1/responses/"
-_BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, "/v1/traces"})
+_BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, TRACES})
 """Routes that are also served without /v1."""
 
 

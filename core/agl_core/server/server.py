@@ -1,4 +1,4 @@
-"""The Lightning Server: rollout queue, gateway and OTLP intake behind one port."""
+"""The Lightning Server: rollout queue, gateway and the routes of plugins behind one port."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
 from agl_core.server.api import Passthrough, document, models_routes, unserved, worker_routes
-from agl_core.server.gateway import DIALECTS, Gateway, ModelCalls
+from agl_core.server.gateway import DIALECTS, MODELS, Gateway, ModelCalls
 from agl_core.server.keys import Attribution, Keys, RolloutSource
 from agl_core.server.listening import Listening, url_of
-from agl_core.server.otlp import SpanIntake
 from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
@@ -87,7 +86,7 @@ class LightningServer:
         attribution = Attribution(keys, self.queue, source)
         self._gateway = Gateway(attribution, store, self._relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
-        self._intake = SpanIntake(store, attribution)
+        self._plugins_routes = hook.server_routes(store, attribution.leased)
         self._listening: Listening | None = None
         self._watching: list[asyncio.Task[None]] = []
 
@@ -170,7 +169,7 @@ class LightningServer:
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json. Made when it is first asked for."""
         further = () if self._source is None else self._source.operations
-        return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), further)
+        return document([*DIALECTS, MODELS], _PREFIX, version("agl-core"), further)
 
     def health(self) -> Health:
         """What the server is doing."""
@@ -215,7 +214,7 @@ class LightningServer:
         return Starlette(
             routes=[
                 *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, self._gateway)),
-                *(self._intake.route(f"{prefix}/v1/traces") for prefix in (_PREFIX, "")),
+                *self._plugins_routes,
                 *worker_routes(self.keys, self.queue, self.health, self.activity),
                 *(() if self._source is None else self._source.routes),
                 Route("/openapi.json", openapi),

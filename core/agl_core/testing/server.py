@@ -40,6 +40,9 @@ class Hooks:
     def __init__(self) -> None:
         self.fired: list[tuple[Any, ...]] = []
 
+    def server_routes(self, store: Any, leased: Any) -> Sequence[Any]:
+        return ()
+
     def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
         self.fired.append(("started", rollout.id, attempt))
 

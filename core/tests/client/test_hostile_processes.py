@@ -43,9 +43,6 @@ shown = parent.read_bytes().decode(errors="replace").split(chr(0)) if parent.exi
 environment = [*(f"{name}={value}" for name, value in os.environ.items()), *shown]
 keys = {value.strip() for name, _, value in (each.partition("=") for each in environment) if "KEY" in name} - {""}
 
-execute = {"key": "gen_ai.operation.name", "value": {"stringValue": "execute_tool"}}
-span = {"traceId": "0" * 31 + "1", "spanId": "0" * 15 + "1", "name": "execute_tool add", "attributes": [execute]}
-spans = {"resourceSpans": [{"scopeSpans": [{"spans": [{**span, "startTimeUnixNano": "1", "endTimeUnixNano": "2"}]}]}]}
 call = {"model": "m", "messages": [{"role": "user", "content": "forged"}]}
 forged = {"ending": "finished", "result": "forged", "rewards": [{"value": 1.0}]}
 tries = [("/agl/v1/leases", {"worker": "w", "capacity": 9}, {})]
@@ -53,7 +50,6 @@ for rollout in (own, sibling):
     tries.append((f"/agl/v1/rollouts/{rollout}/attempts/0/close", forged, {}))
     for path, headers in ((f"/rollout/{rollout}/attempt/0", {}), ("", {"x-agl-rollout": f"{rollout}/0"})):
         tries.append((f"{path}/v1/chat/completions", call, headers))
-        tries.append((f"{path}/v1/traces", spans, headers))
 with httpx.Client(base_url=root, trust_env=False, timeout=60) as client:
     taken = [
         path

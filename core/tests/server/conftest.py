@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 from testing_aids import fast_clients
 
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack, running_stack
-
-from .otlp_intake import IntakeStack
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,12 +22,6 @@ def clients() -> Iterator[None]:
 async def stack() -> AsyncIterator[Stack]:
     async with running_stack() as running:
         yield running
-
-
-@pytest.fixture
-async def intake(tmp_path: Path) -> AsyncIterator[IntakeStack]:
-    async with SqliteStore(tmp_path / "store.sqlite") as store, running_stack(store=store) as running:
-        yield IntakeStack(running)
 
 
 @pytest.fixture

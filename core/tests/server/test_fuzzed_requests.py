@@ -73,31 +73,6 @@ VALID: Mapping[str, Json] = {
         "tools": [{"type": "bash_20250124", "name": "bash", "defer_loading": True}],
         "thinking": {"type": "adaptive"},
     },
-    "/v1/traces": {
-        "resourceSpans": [
-            {
-                "resource": {"attributes": [{"key": "agl.rollout", "value": {"stringValue": "other/0"}}]},
-                "scopeSpans": [
-                    {
-                        "scope": {"name": "s"},
-                        "spans": [
-                            {
-                                "traceId": "0" * 31 + "1",
-                                "spanId": "0" * 15 + "1",
-                                "name": "execute_tool add",
-                                "attributes": [
-                                    {"key": "gen_ai.operation.name", "value": {"stringValue": "execute_tool"}},
-                                    {"key": "gen_ai.tool.name", "value": {"arrayValue": {"values": [{"intValue": 1}]}}},
-                                ],
-                                "startTimeUnixNano": "1",
-                                "endTimeUnixNano": "2",
-                            }
-                        ],
-                    }
-                ],
-            }
-        ]
-    },
     "/v1/models": {},
     "/v1/nothing": {},
     "/agl/v1/leases": {"worker": "w", "capacity": 1, "wait": 0},

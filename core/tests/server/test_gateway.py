@@ -81,6 +81,8 @@ async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
     response = await post(stack, f"{stack.url()}/models", b"")
     assert response.status_code == 405
     assert "does not serve POST" in error_of(response)["message"]
+    response = await post(stack, f"{stack.url(key)}/traces", b"")
+    assert (response.status_code, "install it" in error_of(response)["message"]) == (404, True)
 
 
 FAILURES: list[tuple[Any, int, str]] = [

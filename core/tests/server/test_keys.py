@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from opentelemetry.trace import Tracer
 
 from agl_core.errors import ServerError
 from agl_core.server import Keys
@@ -33,8 +32,6 @@ from agl_core.wire.workers import (
     HeldAttempt,
     LeaseRequest,
 )
-
-from .otlp_intake import exported
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
@@ -102,31 +99,6 @@ async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http:
     assert (await http.post(f"{stack.url(own)}/chat/completions", json=GOOD, headers=mixed)).status_code == 400
     assert await stack.calls(other) == []
     assert len(await stack.calls(own)) == 24
-
-
-def tool(tracer: Tracer) -> None:
-    tracer.start_span("execute_tool look_up", attributes={"gen_ai.operation.name": "execute_tool"}).end()
-
-
-async def test_spans_come_in_for_the_keys_own_attempt_only(stack: Stack, http: httpx.AsyncClient) -> None:
-    """Without a path or a header the key says whose they are, whatever their resource says."""
-    own, other = await stack.lease(), await stack.lease()
-    body = exported(tool, **{"agl.rollout": f"{other.rollout}/0"}).SerializeToString()
-
-    async def export(url: str, **headers: str) -> int:
-        sent = {
-            "authorization": f"Bearer {stack.server.keys.of_attempt(own)}",
-            "content-type": "application/x-protobuf",
-            **headers,
-        }
-        return (await http.post(f"{url}/traces", content=body, headers=sent)).status_code
-
-    assert await export(stack.url(other)) == 401
-    assert await export(stack.url(), **{HEADER_ROLLOUT: f"{other.rollout}/0"}) == 401
-    assert await export(stack.url(), authorization="Bearer agl-wrong") == 401
-    assert await export(stack.url()) == 200
-    assert len(await stack.store.tool_results([own])) == 1
-    assert await stack.store.tool_results([other]) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.invalid"])

@@ -112,9 +112,7 @@ TRICKLE += b"Content-Length: 100\r\n\r\n{"
 """The head of a request, and the first byte of its body."""
 
 
-@pytest.mark.parametrize(
-    "path", ["/agl/v1/leases", *(f"/rollout/%b/attempt/0/v1/{name}" for name in ("chat/completions", "traces"))]
-)
+@pytest.mark.parametrize("path", ["/agl/v1/leases", "/rollout/%b/attempt/0/v1/chat/completions"])
 async def test_who_does_not_end_a_body_is_told_and_not_waited_for(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,7 +161,7 @@ async def test_a_body_that_is_refused_unread_is_not_waited_for_either(monkeypatc
 
 async def test_who_hangs_up_leaves_no_traceback(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     key = await stack.lease()
-    paths = ["/agl/v1/leases", f"/rollout/{key.rollout}/attempt/0/v1/traces"]
+    paths = ["/agl/v1/leases"]
     paths += [f"/rollout/{key.rollout}/attempt/0/v1/{each}" for each in ("chat/completions", "responses", "messages")]
     server, tasks = stack.server, asyncio.all_tasks()
     async with asyncio.timeout(PATIENCE):
@@ -246,8 +244,6 @@ def routes(stack: Stack, key: AttemptKey) -> Iterator[tuple[str, bytes, dict[str
     for path, body in WORKERS.items():
         holder = stack.server.keys.of_lease(key) if path.endswith("close") else stack.server.worker_key
         yield f"{stack.server.base_url}{path}", body, {"authorization": f"Bearer {holder}"}
-    kind = {"content-type": "application/json"}
-    yield f"{stack.url(key)}/traces", b'{"resourceSpans": [], "more": %s}', {**agent, **kind}
 
 
 def message_of(response: httpx.Response) -> str:
@@ -306,9 +302,7 @@ async def test_nesting_is_taken_or_refused(depth: int, http: httpx.AsyncClient) 
                 nested = opening * depth + b"1" + closing * depth
                 response = await http.post(url, content=body % nested, headers=headers)
                 assert response.status_code < 500, (url, depth, response.text)
-                if url.endswith("traces"):
-                    assert response.status_code == (400 if depth > 1000 else 200), "unknown fields are skipped"
-                elif depth >= 255:
+                if depth >= 255:
                     assert response.status_code >= 400, (url, depth)
                 elif depth <= 100 and opening == b'{"x":' and "/agl/" not in url:
                     assert response.status_code == 200, (url, depth, response.text)

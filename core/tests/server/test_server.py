@@ -260,5 +260,5 @@ async def test_the_document_names_every_route_and_body(stack: Stack) -> None:
         assert schema.rpartition("/")[2] == operation.reply.__name__
         assert ("requestBody" in described) is operation.has_body
         assert operation.reply.__name__ in document["components"]["schemas"]
-    for path in ("/v1/chat/completions", "/rollout/{rollout}/attempt/{attempt}/v1/messages", "/v1/traces"):
+    for path in ("/v1/chat/completions", "/rollout/{rollout}/attempt/{attempt}/v1/messages"):
         assert "post" in document["paths"][path]

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInfer
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.trace import StatusCode, Tracer
-from testing_aids import instrumenting
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
@@ -55,12 +53,6 @@ VOCABULARIES = {
     "genai": (GenAI, GENAI_AGENT, genai_tool),
     "openinference": (OpenInference, OPENINFERENCE_AGENT, openinference_tool),
 }
-
-
-@pytest.fixture
-def instrument() -> Iterator[Any]:
-    with instrumenting() as instrument:
-        yield instrument
 
 
 async def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:

@@ -8,13 +8,12 @@ Vercel's AI SDK. Spans are joined by parentage and ids, never by time.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agl_core.capture.recording import jsonable
+from agl_core.capture.recording import SPANS, jsonable, loads
 from agl_core.capture.status import (
     Decided,
     failure_status,
@@ -25,8 +24,6 @@ from agl_core.capture.status import (
 )
 from agl_core.types import Identity, Json, ToolResult, ToolStatus
 
-SPANS = "otel"
-"""The `adapter` of tool results from spans."""
 _MAX_LINEAGE = 1000
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 """Operations that are LLM calls; embeddings, for instance, are not."""
@@ -132,20 +129,6 @@ def see(span: Span) -> SeenSpan:
         is_agent=kind == "agent",
         did=_tool(span) if kind == "tool" else _call(span.attributes) if kind == "call" else None,
     )
-
-
-def loads(value: Json) -> Json:
-    """A value that an attribute may hold as JSON text; text that is not JSON stays text.
-
-    >>> loads('{"a": 1}'), loads("a: 1")
-    ({'a': 1}, 'a: 1')
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def _kind(attributes: Mapping[str, Json]) -> str | None:

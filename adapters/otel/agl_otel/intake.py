@@ -1,20 +1,19 @@
-"""OTLP intake: spans of agents in other processes and languages, over HTTP (protobuf or JSON, plain or gzip).
+"""Routes of the Lightning Server for spans of agents elsewhere: OTLP over HTTP, as protobuf or JSON.
 
-One export: may it come in, which attempts its spans belong to, and what became of them. The spans of an attempt become
-tool results, and name the agents of recorded calls, in the store.
+The spans of an attempt become tool results, and name the agents of recorded calls, in the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import orjson
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -28,12 +27,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.capture.spans import SeenCall, Span, SpanTree, see
 from agl_core.server.errors import ApiError, as_answer, openai_error
-from agl_core.server.keys import ActiveAttempt, Attribution
+from agl_core.server.keys import ActiveAttempt
 from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
+from agl_otel.spans import SeenCall, Span, SpanTree, see
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +84,25 @@ class SpanIntake:
     agent's process sent as a header stays. All methods belong to one event loop.
     """
 
-    def __init__(self, store: Store, attribution: Attribution) -> None:
-        self._store, self._attribution = store, attribution
+    def __init__(self, store: Store, leased: Callable[[Request], ActiveAttempt]) -> None:
+        self._store, self._leased = store, leased
         self._traces: dict[AttemptKey, _Trace] = {}
         self._warned = False
 
-    def route(self, path: str) -> Route:
-        """The route that takes exports at `path`, which may name the attempt by `{rollout}` and `{attempt}`."""
+    def routes(self) -> list[Route]:
+        """Those that take exports, alone or below an attempt's path."""
+        paths = ("/v1/traces", "/rollout/{rollout}/attempt/{attempt}/v1/traces")
+        return [Route(path, self._answer, methods=["POST"]) for path in paths]
 
-        async def export(request: Request) -> Response:
-            try:
-                return await self._export(request)
-            except Exception as error:
-                return openai_error(as_answer(error, path))
-
-        return Route(path, export, methods=["POST"])
+    async def _answer(self, request: Request) -> Response:
+        try:
+            return await self._export(request)
+        except Exception as error:
+            return openai_error(as_answer(error, request.url.path))
 
     async def _export(self, request: Request) -> Response:
         """Take spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent."""
-        attempt = self._attribution.leased(request)
+        attempt = self._leased(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (_JSON, _PROTOBUF):
             raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
@@ -174,7 +173,7 @@ def _decoded(body: bytes, kind: str) -> tuple[list[Span], Counter[str]]:
         if kind == _PROTOBUF:
             request = ExportTraceServiceRequest.FromString(body)
         else:
-            export = orjson.loads(body)
+            export = json.loads(body)
             for span in _json_spans(export):
                 span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
             request = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)

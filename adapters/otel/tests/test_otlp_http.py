@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.trace import StatusCode, Tracer
 
-from agl_core.capture.spans import SpanTree, see
 from agl_core.errors import StoreError
-from agl_core.server import otlp
 from agl_core.server.errors import ApiError
 from agl_core.server.listening import MAX_AGENT_BODY
 from agl_core.types import AttemptKey, ToolStatus
+from agl_otel.intake import _decoded
+from agl_otel.spans import SpanTree, see
 
 from .otlp_intake import IntakeStack, exported
 
@@ -141,6 +141,17 @@ async def test_what_is_malformed_or_carries_no_key_is_refused(
     assert response.json()["error"]["message"]
 
 
+async def test_the_key_says_whose_spans_they_are(intake: IntakeStack) -> None:
+    """Whatever their resource says."""
+    own, other = await intake.stack.lease(), await intake.stack.lease()
+    body = exported(tools, **{"agl.rollout": f"{other.rollout}/0"}).SerializeToString()
+    assert (await post(intake, body, key=other, holder=own)).status_code == 401
+    assert (await post(intake, body, holder=own, x_agl_rollout=f"{other.rollout}/0")).status_code == 401
+    assert refused(await post(intake, body, holder=own))[0] == 0
+    assert len(await intake.stack.store.tool_results([own])) == 2
+    assert await intake.stack.store.tool_results([other]) == []
+
+
 async def test_an_attempt_has_room_for_so_many_spans(intake: IntakeStack) -> None:
     key = await intake.stack.lease()
 
@@ -200,7 +211,7 @@ def test_any_damaged_protobuf_is_decoded_or_refused(data: st.DataObject) -> None
 
 def read_all(kind: str, body: bytes) -> None:
     try:
-        spans, _ = otlp._decoded(body, kind)
+        spans, _ = _decoded(body, kind)
     except ApiError as error:
         if error.status != 400:
             raise

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture.spans import Span, see
 from agl_core.types import ToolResult
+from agl_otel.spans import Span, see
 
 AGENT, TOOL = {"openinference.span.kind": "AGENT"}, {"openinference.span.kind": "TOOL"}
 
