@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -12,6 +13,8 @@ from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.scripts import Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
+
+Upstream = TypeVar("Upstream", bound=ScriptedUpstream)
 
 
 @contextlib.contextmanager
@@ -22,14 +25,20 @@ def stack_in_thread() -> Iterator[tuple[Stack, BlockingPortal]]:
         yield running, portal
 
 
-@pytest.fixture(name="server")
-def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
-    """A model server that says "done", like those of vendors, who return no token ids."""
-    with ScriptedUpstream() as upstream:
+@contextlib.contextmanager
+def serving_a_vendor(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upstream]:
+    """The server says "done", like those of vendors, who return no token ids; clients find it in the environment."""
+    with upstream:
         upstream.answer, upstream.returns_ids = lambda received: Say("done"), False
         monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
         monkeypatch.setenv("OPENAI_API_BASE", upstream.url)
         monkeypatch.setenv("OPENAI_API_KEY", "key")
+        yield upstream
+
+
+@pytest.fixture(name="server")
+def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
+    with serving_a_vendor(ScriptedUpstream(), monkeypatch) as upstream:
         yield upstream
 
 

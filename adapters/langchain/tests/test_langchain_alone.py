@@ -76,7 +76,7 @@ def test_only_the_latest_runs_are_kept(server: Any) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_endpoint_that_gives_every_reply_the_same_id(streaming: bool, server: Any) -> None:
-    server.reply_id = "chatcmpl-same"
+    server.more = {"id": "chatcmpl-same"}
     callback = AglCallback()
     llm = ChatOpenAI(model="m", streaming=streaming)
     RunnableLambda(lambda _: [llm.invoke(question) for question in "abc"]).invoke("", {"callbacks": [callback]})

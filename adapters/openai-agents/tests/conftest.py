@@ -14,12 +14,14 @@ import pytest
 from agents.models import _openai_shared, openai_provider
 from agents.tracing import processors, setup
 from agents.tracing.processor_interface import TracingExporter
-from running_servers import attempt_maker, scripted_server  # noqa: F401
+from running_servers import attempt_maker, serving_a_vendor  # noqa: F401
 
 import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_openai_agents import runs
+
+from .responses_upstream import ResponsesUpstream
 
 
 class Exports(TracingExporter):
@@ -46,6 +48,12 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
         monkeypatch.setattr(found, name, inspect.unwrap(getattr(found, name)))  # another test's may be attached
     yield exports
     processor._shutdown_event.set()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ResponsesUpstream]:
+    with serving_a_vendor(ResponsesUpstream(), monkeypatch) as upstream:
+        yield upstream
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import Ending, FinishReason
 from agl_openai_agents import AglProcessor
 
+from .responses_upstream import is_responses
 from .sample_agents import add, broken
 
 BROKEN = "An error occurred while running the tool. Please try again."
@@ -67,7 +68,7 @@ def test_token_ids_where_the_endpoint_returned_them_and_the_sdk_kept_them(
     server.returns_ids = True
     run_briefly(solver(), "hello")
     (transition,) = processor.transitions()
-    if not server.received[0].is_responses:
+    if not is_responses(server.received[0]):
         assert not transition.has_ids
     else:
         assert transition.has_ids

@@ -20,10 +20,11 @@ from agents.mcp import MCPServerStdio
 
 import agl_core
 from agl_core.capture import running, unpack_variables
-from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
+from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.types import ToolStatus
 from agl_openai_agents import runs
 
+from .responses_upstream import by_agent
 from .sample_agents import add, broken, solver
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agl_core.wire.headers import HEADER_AGENT, HEADER_ROLLOUT
+from agl_core.wire.headers import HEADER_AGENT
 
 
 @dataclass(frozen=True)
 class Received:
-    """One request as it arrived. Conversations are read alike from chat completions and from the Responses API."""
+    """One request as it arrived."""
 
     body: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -22,21 +20,12 @@ class Received:
     path: str = "/v1/chat/completions"
 
     @property
-    def is_responses(self) -> bool:
-        return self.path.endswith("/responses")
-
-    @property
-    def rollout(self) -> str | None:
-        """Rollout and attempt that the request is stamped with."""
-        return self.headers.get(HEADER_ROLLOUT)
-
-    @property
     def agent(self) -> str | None:
         return self.headers.get(HEADER_AGENT)
 
     @property
     def items(self) -> Sequence[Mapping[str, Any]]:
-        items: Any = self.body.get("input" if self.is_responses else "messages") or self.body.get("prompt") or []
+        items: Any = self.body.get("messages") or self.body.get("input") or self.body.get("prompt") or []
         return [{"role": "user", "content": items}] if isinstance(items, str) else items
 
     @property
@@ -47,12 +36,6 @@ class Received:
     def turns(self) -> int:
         """How often the model has answered in this conversation."""
         return sum(item.get("role") == "assistant" or item.get("type") == "function_call" for item in self.items)
-
-    @property
-    def instructions(self) -> str:
-        if self.is_responses:
-            return str(self.body.get("instructions"))
-        return next((str(item["content"]) for item in self.items if item["role"] == "system"), "")
 
 
 @dataclass(frozen=True)
@@ -104,19 +87,6 @@ class Hold:
 
 Step: TypeAlias = Say | CallTools | Fail | Raw | Drop | Hold
 
-OVERFLOW = Fail(
-    400,
-    {
-        "error": {
-            "message": "This model's maximum context length is 64 tokens. However, you requested 90 tokens.",
-            "type": "BadRequestError",
-            "param": None,
-            "code": 400,
-        }
-    },
-)
-"""vLLM's words for a prompt that is too long."""
-
 
 def in_turn(*steps: Step) -> Callable[[Received], Step]:
     """The n-th request of each conversation gets the n-th step, and later ones the last.
@@ -128,69 +98,9 @@ def in_turn(*steps: Step) -> Callable[[Received], Step]:
     return lambda received: steps[min(received.turns, len(steps) - 1)]
 
 
-def by_agent(**answers: Callable[[Received], Step]) -> Callable[[Received], Step]:
-    """Each agent, whose name is its system prompt, has answers of its own."""
-    return lambda received: answers[received.instructions](received)
-
-
-def fitting(received: Received) -> Say | CallTools:
-    """What a helpful model would answer: forced or fitting tools, JSON where it is asked for, otherwise text."""
-    body, last = received.body, received.items[-1]
-    asked = _text(last.get("content"))
-    tools = {tool["function"]["name"]: tool["function"] for tool in body.get("tools") or () if "function" in tool}
-    choice = body.get("tool_choice") or "auto"
-    if isinstance(choice, dict):
-        tools = {name: tool for name, tool in tools.items() if name == choice["function"]["name"]}
-    forced = choice == "required" or isinstance(choice, dict)
-    if tools and (forced or (choice == "auto" and last["role"] == "user")):
-        name, tool = next(iter(tools.items()))
-        return CallTools([(name, example(tool.get("parameters") or {}, asked))])
-    wanted = body.get("response_format") or {}
-    if wanted.get("type") == "json_schema":
-        return Say(json.dumps(example(wanted["json_schema"]["schema"], asked)))
-    if wanted.get("type") == "json_object":
-        return Say(json.dumps(dict.fromkeys(_quoted(asked), "something")))
-    return Say(f"You said: {asked or 'nothing'}. I answer in more than eighty characters, so that it takes pieces.")
-
-
-def example(schema: Mapping[str, Any], asked: str, root: Mapping[str, Any] | None = None) -> Any:
-    """A value that fits a JSON schema; numbers and quoted words are taken from what was asked.
-
-    >>> example({"type": "object", "properties": {"city": {"type": "string"}}}, "How is 'Bern'?")
-    {'city': 'Bern'}
-    """
-    root = schema if root is None else root
-    if "$ref" in schema:
-        target: Any = root
-        for part in schema["$ref"].removeprefix("#/").split("/"):
-            target = target[part]
-        return example(target, asked, root)
-    for several in ("anyOf", "oneOf"):
-        if several in schema:
-            return example(schema[several][0], asked, root)
-    if "enum" in schema:
-        return schema["enum"][0]
-    match schema.get("type"):
-        case "integer" | "number":
-            numbers = re.findall(r"-?\d+", asked)
-            return int(numbers[0]) if numbers else 1
-        case "boolean":
-            return True
-        case "null":
-            return None
-        case "array":
-            return [example(schema.get("items") or {}, asked, root)]
-        case "object" | None if "properties" in schema or schema.get("type") == "object":
-            properties = schema.get("properties") or {}
-            return {name: example(each, asked, root) for name, each in properties.items()}
-    return next(iter(_quoted(asked)), "something")
-
-
-def _quoted(text: str) -> list[str]:
-    return re.findall(r"'([^']+)'", text)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return " ".join(part.get("text", "") for part in content)
-    return content or ""
+def echo(received: Received) -> Say:
+    """What the model says where a test does not care."""
+    content = received.items[-1].get("content") or ""
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    asked = " ".join(texts) or "nothing"
+    return Say(f"You said: {asked}. I answer in more than eighty characters, so that it takes pieces.")

@@ -1,4 +1,4 @@
-"""A running Lightning Server with a store in memory, in front of a scripted model server, and attempts on it.
+"""A running Lightning Server in front of a scripted model server, and attempts on it.
 
 async with running_stack() as stack:
     attempt = await stack.attempt()
@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -22,32 +24,17 @@ import openai
 from agl_core.capture import AttemptContext, Recording, attach, running
 from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
+from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter, Upstream
 from agl_core.server import LightningServer
 from agl_core.server.upstream import RunSettings
+from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout, ToolResult
+from agl_core.types import AttemptKey, Call, Ending, Episode, ToolResult
 from agl_core.wire.headers import rollout_path
 from agl_core.wire.workers import HeldAttempt, LeaseRequest
 from agl_core.worker.agent import PLACEHOLDER_KEY, Ended, closing
-
-
-class Hooks:
-    """Stands for `Plugins.hook`: notes what was fired."""
-
-    def __init__(self) -> None:
-        self.fired: list[tuple[Any, ...]] = []
-
-    def server_routes(self, store: Any, leased: Any) -> Sequence[Any]:
-        return ()
-
-    def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
-        self.fired.append(("started", rollout.id, attempt))
-
-    def rollout_finished(self, *, rollout: Rollout, attempt: Any) -> None:
-        self.fired.append(("finished", rollout.id, attempt.attempt, attempt.ending))
 
 
 @dataclass
@@ -56,7 +43,7 @@ class Stack:
 
     server: LightningServer
     store: Any
-    """A MemoryStore unless the test brought its own."""
+    """A store in SQLite unless the test brought its own."""
     upstream: ScriptedUpstream
     _ids: Iterator[int] = field(default_factory=itertools.count)
     _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
@@ -147,17 +134,20 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """`options` override fields of RunSettings and ServerSection, and the other parameters of LightningServer.
 
-    `upstream_fields` override those of Upstream; with `upstream=None` the server has none. The store is in memory.
+    `upstream_fields` override those of Upstream; with `upstream=None` the server has none.
     """
-    async with ScriptedUpstream() as scripted:
+    async with contextlib.AsyncExitStack() as last:
+        if store is None:
+            folder = Path(last.enter_context(tempfile.TemporaryDirectory()))
+            store = await last.enter_async_context(SqliteStore(folder / "store.sqlite"))
+        scripted = await last.enter_async_context(ScriptedUpstream())
         served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key")
         served = replace(served, **(upstream_fields(scripted) if upstream_fields else {}))
         sampling = SamplingSection(temperature=0.7, max_tokens=512)
         tried: dict[str, Any] = {"sampling": sampling, "seed": 1, "timeout": 30, "attempts": 2}
         settings = RunSettings(**tried | _taken(options, RunSettings.__slots__))
         listen = ServerSection.model_validate(_taken(options, ServerSection.model_fields))
-        upstream, hook = options.pop("upstream", served), options.pop("hook", Hooks())
-        store = MemoryStore() if store is None else store
+        upstream, hook = options.pop("upstream", served), options.pop("hook", Plugins().hook)
         async with LightningServer(store, upstream, settings, hook, listen=listen, **options) as server:
             made = Stack(server, store, scripted)
             yield made

@@ -1,8 +1,7 @@
 """A model server without a model: deterministic, scripted, failing on demand.
 
-It speaks OpenAI's chat completions in vLLM's shape (streamed too), completions, and the Responses API (streamed too).
-By default it answers sensibly to what it is asked: text, a call of the tool it was given, JSON of a schema. `script`
-queues steps that answer the next requests instead; `answer` is a function that answers all others.
+It speaks OpenAI's chat completions in vLLM's shape (streamed too), and completions. By default it repeats what it is
+told. `script` queues steps that answer the next requests instead; `answer` is a function that answers all others.
 
     async with ScriptedUpstream() as upstream:  # `with` for tests that block: it serves from a thread
         upstream.script(Fail(500), Say("hello"))
@@ -26,35 +25,33 @@ from typing import Any, TypeAlias
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Received, Say, Step, fitting
+from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Received, Say, Step, echo
 
 END_TOKEN = 256
 """Tokens are the bytes of the text, then this one."""
 
 Answer: TypeAlias = Callable[[Received], Step | Awaitable[Step]]
 
-_Reply: TypeAlias = dict[str, Any]
+Reply: TypeAlias = dict[str, Any]
 
 
 class ScriptedUpstream:
     """Listens on a free port of this machine; see the module for its use."""
 
+    paths: tuple[str, ...] = ("chat/completions", "completions")
+
     def __init__(self) -> None:
         self.received: list[Received] = []
         """The requests so far."""
-        self.answer: Answer = fitting
+        self.answer: Answer = echo
         """What answers requests for which no step is queued. It may block, which holds up its own request alone."""
         self.returns_ids = True
         """Whether replies have token ids and log-probabilities."""
         self.models = ["served"]
-        self.agl: Mapping[str, Any] | None = None
-        """Merged into each reply's top level, as agl's own engine does."""
         self.more: Mapping[str, Any] = {}
-        """More fields of each reply."""
+        """More fields of each reply, or other values of those that it has."""
         self.headers: dict[str, str] = {}
         """These go onto each reply."""
-        self.reply_id: str | None = None
-        """The id of every reply; None: each has its own."""
         self.root = ""
         """The address without a path."""
         self._script: deque[Step] = deque()
@@ -76,7 +73,7 @@ class ScriptedUpstream:
 
     async def __aenter__(self) -> ScriptedUpstream:
         app = web.Application(client_max_size=64 << 20)
-        for path in ("chat/completions", "completions", "responses"):
+        for path in self.paths:
             app.router.add_post(f"/v1/{path}", self._complete)
         app.router.add_get("/v1/models", self._models)
         self.root = await self._serves.enter_async_context(served(app))
@@ -115,31 +112,32 @@ class ScriptedUpstream:
             case Raw(payload):
                 return web.Response(body=payload, content_type="application/json", headers=self.headers)
         completion = self._completion(received, step, number)
-        if received.path.endswith("/completions") and "messages" not in received.body:
+        streamed = bool(received.body.get("stream"))
+        body = self.encode(received, completion, streamed)
+        return web.Response(
+            text=body, content_type="text/event-stream" if streamed else "application/json", headers=self.headers
+        )
+
+    def encode(self, received: Received, completion: Reply, streamed: bool) -> str:
+        """A chat completion as the body of a reply in the API that was asked."""
+        if "messages" not in received.body:
             completion["choices"] = [{**each, "text": each["message"]["content"]} for each in completion["choices"]]
-        elif received.is_responses:
-            completion = _response(received.body, completion, number)
-        if not received.body.get("stream"):
-            return web.json_response(completion, headers=self.headers)
-        events = _response_events(completion) if received.is_responses else _chunks(completion)
-        return web.Response(text=events, content_type="text/event-stream", headers=self.headers)
+        return _chunks(completion) if streamed else json.dumps(completion)
 
     async def _answered(self, received: Received) -> Step:
-        if self.answer is fitting:
-            return fitting(received)
         try:
             answered = await asyncio.get_running_loop().run_in_executor(self._blocking, self.answer, received)
             return await answered if inspect.isawaitable(answered) else answered
         except Exception as error:
             return Fail(500, {"error": {"message": repr(error)}})
 
-    def _completion(self, received: Received, step: Say | CallTools, number: int) -> _Reply:
+    def _completion(self, received: Received, step: Say | CallTools, number: int) -> Reply:
         body = received.body
-        prompt_ids = list(json.dumps(body["messages"] if "messages" in body else list(received.items)).encode())
+        prompt_ids = list(json.dumps(list(received.items)).encode())
         choices = [self._choice(body, step, index, number) for index in range(body.get("n") or 1)]
         produced = sum(len(choice["token_ids"]) for choice in choices)
-        completion: _Reply = {
-            "id": self.reply_id or f"chatcmpl-{number}",
+        completion: Reply = {
+            "id": f"chatcmpl-{number}",
             "object": "chat.completion",
             "created": 1_700_000_000,
             "model": body["model"],
@@ -153,8 +151,6 @@ class ScriptedUpstream:
             "kv_transfer_params": None,
             **self.more,
         }
-        if self.agl is not None:
-            completion["agl"] = self.agl
         if not self.returns_ids:
             del completion["prompt_token_ids"]
             for choice in choices:
@@ -162,7 +158,7 @@ class ScriptedUpstream:
                 choice["logprobs"] = None
         return completion
 
-    def _choice(self, body: Mapping[str, Any], step: Say | CallTools, index: int, number: int) -> _Reply:
+    def _choice(self, body: Mapping[str, Any], step: Say | CallTools, index: int, number: int) -> Reply:
         text, finish_reason, tool_calls = step.text, "stop", None
         if isinstance(step, CallTools):
             finish_reason = "tool_calls"
@@ -211,7 +207,7 @@ def _arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _chunks(completion: _Reply) -> str:
+def _chunks(completion: Reply) -> str:
     """A chat completion as its stream: each choice in one piece, then its end."""
     head = {**{name: completion[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
     pieces = []
@@ -224,67 +220,13 @@ def _chunks(completion: _Reply) -> str:
     return "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
 
 
-def _response(body: Mapping[str, Any], completion: _Reply, number: int) -> _Reply:
-    """A chat completion's first choice as a reply of the Responses API."""
-    (choice, *_), usage = completion["choices"], completion["usage"]
-    message, done = choice["message"], {"status": "completed"}
-    output: list[_Reply] = [
-        {"type": "function_call", "id": f"fc-{number}-{place}", "call_id": call["id"], **call["function"], **done}
-        for place, call in enumerate(message["tool_calls"] or ())
-    ]
-    if message["content"] is not None:
-        part = {"type": "output_text", "text": message["content"], "annotations": []}
-        output.append({"type": "message", "id": f"msg-{number}", "role": "assistant", "content": [part], **done})
-    response: _Reply = {
-        "id": f"resp-{number}",
-        "object": "response",
-        "created_at": 1,
-        "model": body["model"],
-        **done,
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": body.get("tools") or [],
-        "temperature": body.get("temperature"),
-        "top_p": None,
-        "instructions": body.get("instructions"),
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-            "total_tokens": usage["total_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0},
-        },
-    }
-    if "token_ids" in choice:
-        response |= {"prompt_token_ids": completion["prompt_token_ids"], "token_ids": choice["token_ids"]}
-    return response
-
-
-def _response_events(response: _Reply) -> str:
-    """A reply of the Responses API as its stream: each item in one piece."""
-    events: list[_Reply] = [
-        {"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}
-    ]
-    for place, item in enumerate(response["output"]):
-        events.append({"type": "response.output_item.added", "output_index": place, "item": item})
-        events.append({"type": "response.output_item.done", "output_index": place, "item": item})
-    events.append({"type": "response.completed", "response": response})
-    return "".join(
-        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': place})}\n\n"
-        for place, event in enumerate(events)
-    )
-
-
 @contextlib.asynccontextmanager
-async def served(
-    app: web.Application, *, port: int = 0, ssl_context: ssl.SSLContext | None = None
-) -> AsyncIterator[str]:
-    """Serve an application, on a free port if none is named: its URL, without a slash at the end."""
+async def served(app: web.Application, *, ssl_context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """Serve an application on a free port: its URL, without a slash at the end."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=ssl_context).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context).start()
         yield f"http{'s' if ssl_context else ''}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from memory_store import MemoryStore
 from testing_aids import fast_clients
 
-from agl_core.testing.memory_store import MemoryStore
-from agl_core.testing.server import Hooks, Stack, running_stack
+from agl_core.testing.server import Stack, running_stack
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,15 +20,10 @@ def clients() -> Iterator[None]:
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
-    async with running_stack() as running:
+    async with running_stack(store=MemoryStore()) as running:
         yield running
 
 
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
-
-
-@pytest.fixture
-def hooks() -> Hooks:
-    return Hooks()

@@ -1,4 +1,4 @@
-"""Requests as no client sends them, and what agl logged."""
+"""Requests as no client sends them, an upstream's refusal, and what agl logged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ import re
 import httpx
 import pytest
 
+from agl_core.testing.scripts import Fail
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey
 from agl_core.worker.agent import PLACEHOLDER_KEY
+
+OVERFLOW = Fail(
+    400,
+    {
+        "error": {
+            "message": "This model's maximum context length is 64 tokens. However, you requested 90 tokens.",
+            "type": "BadRequestError",
+            "param": None,
+            "code": 400,
+        }
+    },
+)
+"""vLLM's words for a prompt that is too long."""
 
 
 def key_of_url(stack: Stack, url: str) -> str:

@@ -13,10 +13,11 @@ import httpx2
 import openai
 import pytest
 from aiohttp import web
+from memory_store import MemoryStore
 
 from agl_core.config.models import GatewaySection, PassthroughSection
 from agl_core.server import Keys
-from agl_core.testing.scripts import OVERFLOW, Drop, Fail, Hold, Raw
+from agl_core.testing.scripts import Drop, Fail, Hold, Raw
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import served
 from agl_core.types import AttemptKey, Ending
@@ -24,7 +25,7 @@ from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.workers import CloseRequest
 
 from .api_oracles import HELLO, client_of
-from .posting import post, said_by_agl
+from .posting import OVERFLOW, post, said_by_agl
 
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
 
@@ -319,7 +320,8 @@ async def other() -> AsyncIterator[OtherServer]:
 async def stack(other: OtherServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
     monkeypatch.setattr("agl_core.server.listening.MAX_AGENT_BODY", 2 << 20)
     gateway = GatewaySection(passthrough=PassthroughSection(url=other.url))
-    async with running_stack(gateway=gateway, keys=Keys(passthrough="key-of-the-other")) as running:
+    keys = Keys(passthrough="key-of-the-other")
+    async with running_stack(store=MemoryStore(), gateway=gateway, keys=keys) as running:
         yield running
 
 

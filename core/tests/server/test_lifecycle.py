@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from memory_store import MemoryStore
 
 from agl_core.errors import StoreError
+from agl_core.plugins import Plugins
 from agl_core.server import Keys, RolloutQueue
 from agl_core.testing import episodes as make
-from agl_core.testing.memory_store import MemoryStore
-from agl_core.testing.server import Hooks
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
 
@@ -50,7 +50,7 @@ class Lives(RuleBasedStateMachine):
 
     async def start_queue(self) -> None:
         self.queue = RolloutQueue(
-            self.store, timeout=60, attempts=ATTEMPTS, hook=Hooks(), keys=KEYS, grace=10, heartbeat=5, lease=20
+            self.store, timeout=60, attempts=ATTEMPTS, hook=Plugins().hook, keys=KEYS, grace=10, heartbeat=5, lease=20
         )
         self.watching = asyncio.ensure_future(self.queue.watch())
         await asyncio.sleep(0)

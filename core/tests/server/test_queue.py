@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from unittest.mock import ANY, Mock, call, create_autospec
 
 import pytest
+from memory_store import MemoryStore
 
 from agl_core.errors import ServerError, StoreError
+from agl_core.plugins import Plugins, RunHooks
 from agl_core.server import Keys, RolloutQueue
 from agl_core.server.errors import no_upstream
 from agl_core.testing import episodes as make
-from agl_core.testing.memory_store import MemoryStore
-from agl_core.testing.server import Hooks
 from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
 from agl_core.wire.workers import (
     CloseRequest,
@@ -32,7 +33,14 @@ KEYS = Keys()
 
 
 @pytest.fixture
-def queue(store: MemoryStore, hooks: Hooks) -> RolloutQueue:
+def hooks() -> Mock:
+    """Stands for the hooks of plugins."""
+    hooks: Mock = create_autospec(RunHooks, instance=True)
+    return hooks
+
+
+@pytest.fixture
+def queue(store: MemoryStore, hooks: Mock) -> RolloutQueue:
     """Attempts take 100 seconds and a grace of 30, and leases last for 20."""
     return RolloutQueue(store, timeout=100, attempts=2, hook=hooks, keys=KEYS, grace=30, heartbeat=5, lease=20)
 
@@ -110,7 +118,7 @@ async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, stor
     assert await lent(queue) == [("a", 1)]
 
 
-async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore, hooks: Hooks) -> None:
+async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore, hooks: Mock) -> None:
     await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     tool_result = ToolResult("o", "", 0, "add", ToolStatus.OK, "c1", {"a": 1}, source=Source.CONVERSATION)
@@ -125,7 +133,10 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     assert first == second == await queue.close_attempt(key, request)
     assert first.counted
     assert store.written == written, "the same report again changes nothing"
-    assert hooks.fired == [("started", "a", 0), ("finished", "a", 0, Ending.FINISHED)]
+    started, finished = hooks.mock_calls
+    assert started == call.rollout_started(rollout=ANY, attempt=0)
+    assert finished == call.rollout_finished(rollout=ANY, attempt=(await store.attempts("a"))[0])
+    assert [each.kwargs["rollout"].id for each in (started, finished)] == ["a", "a"]
     [done] = await queue.done(["a"])
     assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 0)
     assert await store.rollout("a") == done
@@ -162,7 +173,7 @@ async def test_what_memory_has_forgotten_is_answered_from_the_store(
     first, second = [await leased(queue, calls=1) for _ in range(2)]
     for key in (first, second):
         await queue.close_attempt(key, FINISHED)
-    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=KEYS)
+    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Plugins().hook, keys=KEYS)
     assert await queue.done(["c", "a"]) == [await store.rollout("a")]
     for answering in (queue, restarted):
         assert await answering.done(["a"]) == [await store.rollout("a")]
@@ -194,7 +205,7 @@ async def test_what_a_trainer_left_is_lost_and_not_tried_again(
     done, running = await leased(queue, calls=1), await leased(queue, calls=1)
     await queue.close_attempt(done, FINISHED)
     if by == "the next server":
-        queue = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=KEYS)
+        queue = RolloutQueue(store, timeout=30, attempts=2, hook=Plugins().hook, keys=KEYS)
         await queue.abandon("run")
         assert (await store.rollout("other")).ending is None
     await queue.abandon("run")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+from memory_store import MemoryStore
 
 from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
@@ -19,7 +20,6 @@ from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
 from agl_core.protocols import Buffer, DrawContext, Engine, Progress, UpdateResult
 from agl_core.testing import episodes as make
-from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.evaluation import Evaluated

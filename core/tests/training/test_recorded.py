@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 
 from agl_core.builtin.credit import identical
 from agl_core.builtin.recorded import RecordedOptions, recorded
@@ -19,7 +20,6 @@ from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches
 from agl_core.reading.importing import import_file
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.metrics import Observer
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, TrainingPlan

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 
 from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
@@ -17,7 +18,6 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
-from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.evaluation import plan_evaluation
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Observer

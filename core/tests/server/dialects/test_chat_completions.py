@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from memory_store import MemoryStore
 
-from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.scripts import Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
@@ -128,20 +128,21 @@ async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Sta
     assert await ask() == 7
     stack.upstream.headers[HEADER_POLICY] = "8"
     assert await ask() == 8
-    stack.upstream.agl = {"version": 9}
+    stack.upstream.more = {"agl": {"version": 9}}
     assert await ask() == 9
 
 
 async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(Say("ab"))
-    stack.upstream.agl = {
+    told = {
         "version": 1,
         "prefilled": 10,
         "reused": 20,
         "prefix_broken": True,
         "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
     }
+    stack.upstream.more = {"agl": told}
     await stack.client(key).chat.completions.create(model="default", messages=HELLO)
     (call,) = await stack.calls(key)
     assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, True)

@@ -6,7 +6,9 @@ recorded cassettes (`test_stream_time` needs them).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import openai
@@ -15,6 +17,8 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from running_servers import stack_in_thread
+
+from agl_core.testing.scripts import CallTools, Received, Say, echo
 
 
 class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
@@ -25,6 +29,7 @@ class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
     @classmethod
     def _serve(cls) -> Iterator[None]:
         with stack_in_thread() as (stack, portal):
+            stack.upstream.answer = fitting
             key = portal.call(stack.lease)
             cls.base_url, cls.api_key = stack.url(key), stack.key(key)
             yield
@@ -52,3 +57,38 @@ class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
     @property
     def supports_json_mode(self) -> bool:
         return True
+
+
+def fitting(received: Received) -> Say | CallTools:
+    """What a helpful model would answer: forced or fitting tools, JSON where it is asked for, otherwise text."""
+    body, last = received.body, received.items[-1]
+    asked = str(last.get("content"))
+    tools = {tool["function"]["name"]: tool["function"] for tool in body.get("tools") or () if "function" in tool}
+    choice = body.get("tool_choice") or "auto"
+    if isinstance(choice, dict):
+        tools = {name: tool for name, tool in tools.items() if name == choice["function"]["name"]}
+    forced = choice == "required" or isinstance(choice, dict)
+    if tools and (forced or (choice == "auto" and last["role"] == "user")):
+        name, tool = next(iter(tools.items()))
+        return CallTools([(name, example(tool.get("parameters") or {}, asked))])
+    wanted = body.get("response_format") or {}
+    if wanted.get("type") == "json_schema":
+        return Say(json.dumps(example(wanted["json_schema"]["schema"], asked)))
+    if wanted.get("type") == "json_object":
+        return Say(json.dumps(dict.fromkeys(_quoted(asked), "something")))
+    return echo(received)
+
+
+def example(schema: Mapping[str, Any], asked: str) -> Any:
+    """A value that fits a JSON schema; numbers and quoted words are taken from what was asked."""
+    match schema.get("type"):
+        case "integer" | "number":
+            numbers = re.findall(r"-?\d+", asked)
+            return int(numbers[0]) if numbers else 1
+        case "object":
+            return {name: example(each, asked) for name, each in schema.get("properties", {}).items()}
+    return next(iter(_quoted(asked)), "something")
+
+
+def _quoted(text: str) -> list[str]:
+    return re.findall(r"'([^']+)'", text)

@@ -10,11 +10,12 @@ import pytest
 
 from agl_core.learning import build_episode
 from agl_core.testing import episodes as make
-from agl_core.testing.scripts import OVERFLOW, CallTools, Fail, Raw
+from agl_core.testing.scripts import CallTools, Fail, Raw
 from agl_core.testing.server import Stack
 from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolStatus
 
 from ..api_oracles import HELLO, OWN, client_of, reply
+from ..posting import OVERFLOW
 
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 100}
 GOOD: dict[str, Any] = {**ASKED, "messages": HELLO}

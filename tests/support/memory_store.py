@@ -1,0 +1,78 @@
+"""A Store in memory: its writes take no thread, and a test can hold them up or let them fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from agl_core.errors import StoreError, StoreRefusedError
+from agl_core.store.interface import Record, Store
+from agl_core.types import Attempt, AttemptKey, Call, Reward, Rollout, Run, ToolResult, TrainingRecord
+
+Kind = TypeVar("Kind")
+
+
+class MemoryStore(Store):
+    """Clear `writable` to make writes wait; set `failing` to make them fail. `written` are all writes, in order."""
+
+    def __init__(self) -> None:
+        self.written: list[Record] = []
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.write_waits = asyncio.Event()
+        self.failing = False
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def put(self, *records: Record) -> None:
+        if not self.writable.is_set():
+            self.write_waits.set()
+        await self.writable.wait()
+        if self.failing:
+            raise StoreError("scripted failure")
+        self.written.extend(records)
+
+    def _latest(self, kind: type[Kind], key: Callable[[Any], object]) -> list[Kind]:
+        """The records of a kind, each as it was written last, in the order in which they came."""
+        return list({key(record): record for record in self.written if isinstance(record, kind)}.values())
+
+    def _of(self, kind: type[Kind], attempts: Iterable[AttemptKey]) -> list[Kind]:
+        wanted = set(attempts)
+        return [record for record in self._all(kind) if (record.rollout, record.attempt) in wanted]
+
+    def _all(self, kind: type[Any]) -> list[Any]:
+        return [record for record in self.written if isinstance(record, kind)]
+
+    async def runs(self) -> list[Run]:
+        return self._all(Run)
+
+    async def rollouts(self, **wanted: Any) -> list[Rollout]:
+        rollouts = self._latest(Rollout, lambda rollout: rollout.id)
+        return [one for one in rollouts if all(value in (None, getattr(one, key)) for key, value in wanted.items())]
+
+    async def rollout(self, prefix: str) -> Rollout:
+        for rollout in self._latest(Rollout, lambda rollout: rollout.id):
+            if rollout.id == prefix:
+                return rollout
+        raise StoreRefusedError(f"No rollout has the id {prefix!r}.")
+
+    async def attempts(self, *rollouts: str) -> list[Attempt]:
+        attempts = self._latest(Attempt, lambda attempt: attempt.key)
+        return [attempt for id in dict.fromkeys(rollouts) for attempt in attempts if attempt.rollout == id]
+
+    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
+        wanted = set(attempts)
+        calls = [call for call in self._latest(Call, lambda call: call.id) if call.key in wanted]
+        return sorted(calls, key=lambda call: call.sequence)
+
+    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
+        return self._of(ToolResult, attempts)
+
+    async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
+        return self._of(Reward, attempts)
+
+    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
+        return self._of(TrainingRecord, attempts)
