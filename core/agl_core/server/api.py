@@ -32,7 +32,6 @@ from agl_core.wire.workers import (
     HEALTH,
     HEARTBEAT,
     LEASE,
-    OF_WORKERS,
     Activity,
     Answer,
     AnyOperation,
@@ -247,12 +246,9 @@ async def unserved(request: Request, error: Exception) -> Response:
     return openai_error(refused) if resembled is None else resembled.refuse(refused)
 
 
-def document(agents: Iterable[str], prefix: str, version: str, further: Sequence[AnyOperation] = ()) -> dict[str, Any]:
-    """OpenAPI 3.1 of all operations, and of the model APIs at the paths `agents`, plain and below `prefix`.
-
-    `further` operations are those of a source of rollouts. What a model API takes and gives is documented elsewhere.
-    """
-    operations = [*OF_WORKERS, *further]
+def document(operations: Iterable[AnyOperation], version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of operations. What a model API takes and gives is documented elsewhere."""
+    operations = list(operations)
     models = dict.fromkeys(model for operation in operations for model in (operation.body, operation.reply))
     references, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
@@ -261,32 +257,22 @@ def document(agents: Iterable[str], prefix: str, version: str, further: Sequence
     def content(model: Any) -> dict[str, Any]:
         return {"content": {"application/json": {"schema": dict(references[model, "validation"])}}}
 
-    def described(path: str, key: str, summary: str, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "summary": summary,
-            "tags": [key],
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = {
+            "summary": ((operation.body if operation.has_body else operation.reply).__doc__ or "").partition("\n")[0],
+            "tags": [f"key: {operation.right}"],
             "security": [{"key": []}],
             "parameters": [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-                for name in re.findall(r"\{(\w+)\}", path)
+                for name in re.findall(r"\{(\w+)\}", operation.path)
             ],
-            **body,
+            **({"requestBody": {"required": True, **content(operation.body)}} if operation.has_body else {}),
             "responses": {
-                "200": {"description": "Done.", **reply},
+                "200": {"description": "Done.", **content(operation.reply)},
                 "default": {"description": "An object `error`, whose message says what was wrong, and what to do."},
             },
         }
-
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        words = ((operation.body if operation.has_body else operation.reply).__doc__ or "").partition("\n")[0]
-        body = {"requestBody": {"required": True, **content(operation.body)}} if operation.has_body else {}
-        paths.setdefault(operation.path, {})[operation.method.lower()] = described(
-            operation.path, f"key: {operation.right}", words, body, content(operation.reply)
-        )
-    for path in (f"{start}{path}" for path in agents for start in (prefix, "")):
-        words = f"The API of that name, for the agent of an attempt: {path.rpartition('/v1/')[2]}"
-        paths[path] = {"get" if path.endswith("/models") else "post": described(path, "key: attempt", words, {}, {})}
     return {
         "openapi": "3.1.0",
         "info": {"title": "agl Lightning Server", "version": version},

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -20,14 +18,14 @@ from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
 from agl_core.server.api import Passthrough, document, models_routes, unserved, worker_routes
-from agl_core.server.gateway import DIALECTS, MODELS, Gateway, ModelCalls
+from agl_core.server.gateway import Gateway, ModelCalls
 from agl_core.server.keys import Attribution, Keys, RolloutSource
 from agl_core.server.listening import Listening, url_of
 from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire.workers import Activity, Health, RunningAttempt
+from agl_core.wire.workers import OF_WORKERS, Activity, Health, RunningAttempt
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
@@ -165,12 +163,6 @@ class LightningServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    @functools.cached_property
-    def openapi(self) -> dict[str, Any]:
-        """What it serves, as an OpenAPI document; also at /openapi.json. Made when it is first asked for."""
-        further = () if self._source is None else self._source.operations
-        return document([*DIALECTS, MODELS], _PREFIX, version("agl-core"), further)
-
     def health(self) -> Health:
         """What the server is doing."""
         return Health(
@@ -209,7 +201,9 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         async def openapi(request: Request) -> Response:
-            return Response(orjson.dumps(self.openapi), media_type="application/json")
+            further = () if self._source is None else self._source.operations
+            described = document([*OF_WORKERS, *further], version("agl-core"))
+            return Response(orjson.dumps(described), media_type="application/json")
 
         return Starlette(
             routes=[
