@@ -330,6 +330,13 @@ class Engine(ABC):
         """Call `report` at the beginning of each stage of `start`, which comes afterwards; few engines do."""
         return
 
+    def check(self) -> None:
+        """Raise EngineError with the reason if it is known to be lost, without asking it; few engines know.
+
+        A run looks while it waits for rollouts, which would end one after the other as lost.
+        """
+        return
+
     def describe(self) -> str:
         """Its configuration, where that differs from defaults, and the resources that it would take.
 

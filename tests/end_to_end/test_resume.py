@@ -16,6 +16,24 @@ from safetensors.torch import load_file
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Mode, RolloutState
 
+from .conftest import write_run
+
+KILLS_ITS_ENGINE = """
+from pathlib import Path
+
+import openai
+import psutil
+
+async def solve(task, context):
+    if not Path("killed").exists():
+        Path("killed").touch()
+        for child in psutil.Process().children():
+            if "agl_torch.process" in child.cmdline():
+                child.kill()
+    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0) as client:
+        reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": task}])
+    return reply.choices[0].message.content
+"""
 VOLATILE = ("seconds", "restart", "memory", "peak")
 
 
@@ -108,3 +126,13 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(agl: Any) -> None:
     assert (summary["interrupted"], summary["steps"]) == (False, 4)
     assert [line["step"] for line in agl.metrics("stopped") if line["kind"] == "train"] == [1, 2, 3, 4]
     assert summary["reward"]["before"] == stopped["reward"]["before"]
+
+
+def test_an_engine_that_dies_while_agents_run_is_the_reason_that_is_given(agl: Any) -> None:
+    """Not the agents, which are lost with it, and also where the run had only had its first look at them."""
+    policies = {"default": {"model": {"path": "policy"}}}
+    dies = agl.start("train", write_run(agl.folder, KILLS_ITS_ENGINE, 1, eval={"every": 0}, policies=policies))
+    assert dies.wait() == 2
+    assert "Error: The engine was lost during 'rollouts' (exit code -9)" in dies.output()
+    assert "agent does not work" not in dies.output()
+    agl.run("train", "--resume", agl.folder / "runs" / "run")

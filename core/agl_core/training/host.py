@@ -119,6 +119,10 @@ class ProcessEngine(Engine, Generic[Options]):
             context_length=context_length or None,
         )
 
+    def check(self) -> None:
+        if self._reading is not None and self._reading.done():
+            raise self._lost("rollouts")
+
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:

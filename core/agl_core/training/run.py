@@ -75,7 +75,11 @@ async def train(
                 loaded, run_dir, server, observer, weights=weights, resumed_step=resumed
             ) as session:
                 if look and not resume and config.train.patience:
-                    await _look(session, observer)
+                    try:
+                        await _look(session, observer)
+                    except EngineError:
+                        begun()  # The agent is not at fault, and the error says how to resume.
+                        raise
                 begun()
                 private.make_folder(checkpoints.folder, exist_ok=True)
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Without one, a run that is over has died.

@@ -94,13 +94,14 @@ async def open_session(
         setting = config.alarms.get(AlarmName.STALL)
         stall = StallWatch(setting, server.activity, server.store, observer.say)
 
-        def check_worker() -> None:
+        def check_health() -> None:
+            engine.check()
             if worker is not None and not worker.alive:
                 raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
 
         def collector(queue: Queue, rules: Sequence[ScoringRule]) -> Collector:
             hook = loaded.plugins.hook
-            return Collector(server.store, queue, rules, config.train.endings, hook, check_worker, stall)
+            return Collector(server.store, queue, rules, config.train.endings, hook, check_health, stall)
 
         of_agent = of_training = collector(server.queue, rules)
         held_out = {name: tasks[name] for name in tasks if name != "train"}

@@ -160,12 +160,15 @@ async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(
     context.run_dir.mkdir()
     (context.run_dir / "engine.log").write_text("RayError: no such luck\n")
     made = await engine(update="die", log="out of tokens")
+    made.check()
     with pytest.raises(EngineError, match=r"lost during 'update' \(exit code 9\)\. Resume the run") as raised:
         await update(made)
     assert "out of tokens" in str(raised.value).partition("The end of")[2]
     assert "luck" not in str(raised.value)
     with pytest.raises(EngineError, match="lost during 'stats'"):
         await made.stats()
+    with pytest.raises(EngineError, match="lost during 'rollouts'"):
+        made.check()
     known = await engine(update="die", log="RayError: no such luck\nand what follows it")
     with pytest.raises(EngineError, match=r"exit code 9\)\. Try again\. Resume"):
         await update(known)
