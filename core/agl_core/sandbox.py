@@ -87,8 +87,9 @@ async def run_sandboxed(
         return _value(line)
     if not status:
         raise SandboxError("the process that should have called it was killed from outside")
-    name = signal.Signals(-int(status)).name if status.startswith(b"-") else status.decode(errors="replace")
-    raise SandboxLimitError(f"its process ended before it had a value ({name})")
+    with contextlib.suppress(ValueError):  # What it wrote itself may stand before its status.
+        status = signal.Signals(-int(status)).name.encode()
+    raise SandboxLimitError(f"its process ended before it had a value ({status.decode(errors='replace'):.100})")
 
 
 class IsolatedRule(ABC):

@@ -23,13 +23,11 @@ import pickle
 import platform
 import resource
 import select
-import shutil
 import signal
 import site
 import socket
 import struct
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -48,44 +46,42 @@ _PR_SET_NO_NEW_PRIVS = 38
 def main() -> None:
     """`python -I sandbox_process.py FD`: serve evaluations asked for over that socket, until its other end is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    running: dict[int, tuple[socket.socket, Path]] = {}
+    running: dict[int, socket.socket] = {}
     ended, end = socket.socketpair()
     ended.setblocking(False)
     end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(end.fileno())
-    with tempfile.TemporaryDirectory(prefix="agl-sandbox-") as folders:
-        while True:
-            poll = select.poll()
-            poll.register(ended, select.POLLIN)
-            poll.register(control, select.POLLIN if len(running) < AT_ONCE else 0)
-            for client, _ in running.values():
-                poll.register(client, 0)  # Nothing more comes from it; but it may hang up.
-            ready = {file for file, _ in poll.poll()}
-            with contextlib.suppress(BlockingIOError):
-                ended.recv(1 << 10)
-            for pid, (client, folder) in list(running.items()):
-                if client.fileno() in ready:
-                    os.kill(pid, signal.SIGKILL)
-                if _finish(pid, client, folder, wait=client.fileno() in ready):
-                    del running[pid]
-            if control.fileno() in ready:
-                _, files, _, _ = socket.recv_fds(control, 1, 1)
-                if not files:
-                    break
-                client = socket.socket(fileno=files[0])
-                folder = Path(tempfile.mkdtemp(dir=folders))
-                with contextlib.suppress(ConnectionError, EOFError):  # The caller has gone.
-                    if evaluator := _begin(client, folder):
-                        running[evaluator] = client, folder
-                        continue
-                client.close()
-        for pid, (client, folder) in running.items():
-            os.kill(pid, signal.SIGKILL)
-            _finish(pid, client, folder, wait=True)
+    while True:
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.register(control, select.POLLIN if len(running) < AT_ONCE else 0)
+        for client in running.values():
+            poll.register(client, 0)  # Nothing more comes from it; but it may hang up.
+        ready = {file for file, _ in poll.poll()}
+        with contextlib.suppress(BlockingIOError):
+            ended.recv(1 << 10)
+        for pid, client in list(running.items()):
+            if client.fileno() in ready:
+                os.kill(pid, signal.SIGKILL)
+            if _finish(pid, client, wait=client.fileno() in ready):
+                del running[pid]
+        if control.fileno() in ready:
+            _, files, _, _ = socket.recv_fds(control, 1, 1)
+            if not files:
+                break
+            client = socket.socket(fileno=files[0])
+            with contextlib.suppress(ConnectionError, EOFError):  # The caller has gone.
+                if evaluator := _begin(client):
+                    running[evaluator] = client
+                    continue
+            client.close()
+    for pid, client in running.items():
+        os.kill(pid, signal.SIGKILL)
+        _finish(pid, client, wait=True)
 
 
-def _begin(client: socket.socket, folder: Path) -> int | None:
+def _begin(client: socket.socket) -> int | None:
     """Start an evaluation; None if what it needs cannot be imported."""
     request = json.loads(_received(client))
     sys.path[:] = request["path"]
@@ -104,19 +100,18 @@ def _begin(client: socket.socket, folder: Path) -> int | None:
     if pid:
         return pid
     try:
-        _evaluate(function, client, folder, request)
+        _evaluate(function, client, request)
     finally:
         os._exit(0)
 
 
-def _finish(pid: int, client: socket.socket, folder: Path, *, wait: bool) -> bool:
+def _finish(pid: int, client: socket.socket, *, wait: bool) -> bool:
     """True if an evaluation has ended; its exit status goes to the caller."""
     ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     if ended:
         with contextlib.suppress(OSError):
             client.send(str(os.waitstatus_to_exitcode(status)).encode(), socket.MSG_DONTWAIT)
         client.close()
-        shutil.rmtree(folder, ignore_errors=True)
     return bool(ended)
 
 
@@ -153,8 +148,11 @@ def _function(module_name: str, file: str | None, name: str) -> Callable[..., An
     return function  # type: ignore[no-any-return]
 
 
-def _evaluate(function: Callable[..., Any], client: socket.socket, folder: Path, request: dict[str, Any]) -> None:
-    """In the evaluator: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON."""
+def _evaluate(function: Callable[..., Any], client: socket.socket, request: dict[str, Any]) -> None:
+    """In the evaluator: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON.
+
+    What is no error but ends a process (`exit()`) ends it without either.
+    """
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
@@ -163,9 +161,9 @@ def _evaluate(function: Callable[..., Any], client: socket.socket, folder: Path,
     try:
         arguments = _received(client)
         os.write(result, b"\n")
-        _enter_sandbox(result, folder, request["seconds"], request["reads"])
+        _enter_sandbox(result, request["seconds"], request["reads"])
         reply = ["value", function(*pickle.loads(arguments))]
-    except BaseException as error:
+    except Exception as error:
         reply = ["error", "".join(traceback.format_exception_only(error)).strip()]
     try:
         data = json.dumps(reply).encode()
@@ -176,37 +174,34 @@ def _evaluate(function: Callable[..., Any], client: socket.socket, folder: Path,
         data = data[os.write(result, data) :]
 
 
-def _enter_sandbox(result: int, folder: Path, seconds: float, reads: Iterable[str]) -> None:
+def _enter_sandbox(result: int, seconds: float, reads: Iterable[str]) -> None:
     """Give up what an evaluation does not need.
 
-    Everywhere: other descriptors than `result`, and memory, CPU time and file sizes without bound. On Linux also: files
-    (by Landlock) but those of the interpreter, `reads`, and an empty folder of its own; and (by seccomp) sockets, other
-    processes, whether to start, signal or inspect them, and changing the rights of files.
+    Everywhere: other descriptors than `result`, writing to files, and memory and CPU time without bound. On Linux also:
+    files (by Landlock) but those of the interpreter and `reads`; and (by seccomp) what `_DENIED` lists.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nothing, standard)
     os.closerange(3, result)
     os.closerange(result + 1, os.sysconf("SC_OPEN_MAX"))
-    os.chdir(folder)
-    os.environ["TMPDIR"] = os.environ["HOME"] = tempfile.tempdir = str(folder)
     for limit, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
-        (resource.RLIMIT_DATA, _data_in_use() + _MEMORY),
-        (resource.RLIMIT_FSIZE, _MEMORY),
+        (resource.RLIMIT_AS, _memory_in_use() + _MEMORY),  # Unlike RLIMIT_DATA, it counts shared memory.
+        (resource.RLIMIT_FSIZE, 0),
     ):
         with contextlib.suppress(ValueError):  # There is a lower one already.
             resource.setrlimit(limit, (most, most))
     if sys.platform == "linux":
         _drop_capabilities()
-        _restrict_files(folder, reads)
+        _restrict_files(reads)
         _restrict_system_calls()
 
 
-def _data_in_use() -> int:
+def _memory_in_use() -> int:
     with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return 0
 
 
@@ -236,8 +231,8 @@ def _drop_capabilities() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def _restrict_files(folder: Path, reads: Iterable[str]) -> None:
-    """Refuse every file but those that are named; a kernel without Landlock (before 5.13) refuses none."""
+def _restrict_files(reads: Iterable[str]) -> None:
+    """Refuse every file but those that are read; a kernel without Landlock (before 5.13) refuses none."""
     call = _library().syscall
     version = call(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
@@ -245,13 +240,15 @@ def _restrict_files(folder: Path, reads: Iterable[str]) -> None:
     rights = {1: (1 << 13) - 1, 2: (1 << 14) - 1}.get(version, (1 << 15) - 1)
     attributes = struct.pack("Q", rights)
     rules = call(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
-    interpreter = [sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()]
-    system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"]
-    for path in (str(folder), os.devnull, *interpreter, *system, *reads):
+    # Not whole prefixes: /usr/src/app is where images put an application, with its tasks and runs.
+    prefixes = (sys.prefix, sys.base_prefix, "/", "/usr", "/usr/local")
+    libraries = [os.path.join(prefix, name) for prefix in prefixes for name in ("lib", "lib64", "share")]
+    packages = [*site.getsitepackages(), site.getusersitepackages()]
+    system = [os.devnull, "/dev/urandom", "/etc/ld.so.cache", "/etc/localtime"]
+    for path in (*libraries, *packages, *system, *reads):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             file = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            allowed = rights if path == str(folder) else _READ if os.path.isdir(path) else _FILE_RIGHTS
-            rule = struct.pack("=Qi", allowed, file)
+            rule = struct.pack("=Qi", _READ if os.path.isdir(path) else _FILE_RIGHTS, file)
             call(_LANDLOCK_ADD_RULE, rules, 1, rule, 0)
             os.close(file)
     if call(_LANDLOCK_RESTRICT_SELF, rules, 0) != 0:
@@ -260,15 +257,24 @@ def _restrict_files(folder: Path, reads: Iterable[str]) -> None:
 
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_CLONE = {"x86_64": 56, "aarch64": 220}
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_OWNING = {
+    "x86_64": ((72, (8, 10, 15)), (16, (0x8901, 0x8902))),
+    "aarch64": ((25, (8, 10, 15)), (29, (0x8901, 0x8902))),
+}
+"""Commands of fcntl (F_SETOWN, F_SETSIG, F_SETOWN_EX) and ioctl (FIOSETOWN, SIOCSPGRP) that choose whom a descriptor
+signals, and with which signal: SIGKILL for another process of the user, if it likes."""
 _DENIED = {
     "socket": (41, 198),
+    "socketpair": (53, 199),
+    "shutdown": (48, 210),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "fork": (57, None),
     "vfork": (58, None),
+    "clone": (56, 220),
+    "clone3": (435, 435),
     "execve": (59, 221),
     "execveat": (322, 281),
     "kill": (62, 129),
@@ -288,6 +294,7 @@ _DENIED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "truncate": (76, 45),
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -300,21 +307,32 @@ _DENIED = {
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
     "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
     "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "shmget": (29, 194),
     "shmat": (30, 196),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
 }
-"""System calls that an evaluation gets `EPERM` for, with their numbers on x86_64 and aarch64."""
+"""System calls that an evaluation gets `EPERM` for, with their numbers on x86_64 and aarch64.
+
+They open sockets (and `shutdown` the caller's), start processes and threads, signal, inspect or slow down other ones,
+change files that may not be opened, or leave something behind in the kernel.
+"""
 
 
 def _restrict_system_calls() -> None:
-    """Refuse `_DENIED`, `clone` but for threads, and `prlimit` of other processes, by a BPF program; see seccomp(2)."""
+    """Refuse `_DENIED`, `_OWNING`, and `prlimit` of other processes, by a BPF program; see seccomp(2)."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         return
-    load, equal, greater, has_bits, done = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050000 | 38, 0x80000000
-    number, architecture, first_argument = 0, 4, 16
-    thread = 0x10000
+    load, equal, greater, done = 0x20, 0x15, 0x35, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
+    number, architecture, first_argument, second_argument = 0, 4, 16, 24
     numbers = [call for pair in _DENIED.values() if (call := pair[machine == "aarch64"]) is not None]
     program = [
         (load, 0, 0, architecture),
@@ -323,21 +341,18 @@ def _restrict_system_calls() -> None:
         (load, 0, 0, number),
         (greater, 0, 1, 0x40000000),  # The numbers of x32, another way to the same calls.
         (done, 0, 0, kill),
-        (equal, 0, 1, 435),  # clone3, whose flags cannot be seen; the C library then uses clone.
-        (done, 0, 0, absent),
-        (equal, 0, 4, _CLONE[machine]),
-        (load, 0, 0, first_argument),
-        (has_bits, 0, 1, thread),
-        (done, 0, 0, allow),
-        (done, 0, 0, refuse),
+        *(instruction for call in numbers for instruction in ((equal, 0, 1, call), (done, 0, 0, refuse))),
         (equal, 0, 4, _PRLIMIT[machine]),
         (load, 0, 0, first_argument),
         (equal, 0, 1, 0),
         (done, 0, 0, allow),
         (done, 0, 0, refuse),
-        *(instruction for call in numbers for instruction in ((equal, 0, 1, call), (done, 0, 0, refuse))),
-        (done, 0, 0, allow),
     ]
+    for call, commands in _OWNING[machine]:
+        program += [(equal, 0, 2 * len(commands) + 2, call), (load, 0, 0, second_argument)]
+        program += [step for command in commands for step in ((equal, 0, 1, command), (done, 0, 0, refuse))]
+        program += [(done, 0, 0, allow)]
+    program += [(done, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     filters = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
     _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(filters))

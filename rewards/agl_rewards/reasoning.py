@@ -106,9 +106,10 @@ class Verified(IsolatedRule):
         entry = _dataset(dataset)[made["index"]]  # Here: some are others in a process with other hashes of texts.
         asked = (dataset, entry, str(episode.result).strip())
         try:
-            return float(await run_sandboxed(_score, *asked, prepare=(_dataset, dataset), seconds=time_limit))
+            value = await run_sandboxed(_score, *asked, prepare=(_dataset, dataset), seconds=time_limit)
         except SandboxLimitError:
             return 0.0
+        return min(1.0, max(0.0, value)) if isinstance(value, float) else 0.0  # The answer may have written it.
 
 
 def _score(made: Mapping[str, Json], entry: dict[str, Any], answer: str) -> float:

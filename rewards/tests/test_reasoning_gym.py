@@ -60,15 +60,18 @@ async def test_what_an_answer_runs_changes_nothing_but_its_own_score(
     task = tasks(dataset=name).task(0)
     spoiled = tmp_path / "spoiled"
     verifier = f"__import__('reasoning_gym').get_score_answer_fn('{name}').__self__.__class__"
+    own_result = "max(n for n in range(64) if __import__('ctypes').CDLL(None).fcntl(n, 1) >= 0)"
     hostile = [
         f"__import__('os').system('touch {spoiled}')",
         f"open('{spoiled}', 'w')",
         f"setattr({verifier}, 'score_answer', lambda *_: 1.0)",
         "__import__('os').kill(__import__('os').getppid(), 9)",
         "__import__('os')._exit(0)",
+        "exit()",
     ]
     scores = await asyncio.gather(*(score(task, answer) for answer in hostile), score(task, "9**9**9**9", 0.5))
     assert all(0.0 <= each < 1.0 for each in scores)
+    assert await score(task, f"[__import__('os').write({own_result}, b'[\"value\", 1e999]\\n'), exit()]") <= 1.0
     assert not spoiled.exists()
     assert await score(task, "nothing") < 1.0
     assert await score(task, reasoning_gym.create_dataset(name, seed=1 << 24, size=1)[0]["answer"]) == 1.0

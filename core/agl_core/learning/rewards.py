@@ -18,7 +18,7 @@ import numpy as np
 
 from agl_core.errors import AglError
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
-from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule
+from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError
 from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
 
 Argument = TypeVar("Argument")
@@ -90,7 +90,8 @@ async def score(
     a call that the episode does not have, drops the episode; the exceptions are returned, with a note naming rule and
     rollout, so that the run can report them. A value that is not finite in single precision is such an exception too;
     the episode then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails,
-    the exception is returned and the rule is ignored.
+    the exception is returned and the rule is ignored. An isolated rule that exceeds a limit, or whose process ends,
+    gives 0, since the text is to blame: it could choose to be dropped otherwise. That exception is returned too.
 
     A rollout that was opened from outside is dropped if no rule with a weight has a value.
     """
@@ -108,6 +109,9 @@ async def score(
             continue
         try:
             judging.give(scoring, await _call(scoring.rule, episode, scoring.time_limit, turn))
+        except SandboxLimitError as error:
+            judging.give(scoring, 0.0)
+            judging.report(scoring, error)
         except Exception as error:
             judging.fail(scoring, error)
     return judging.result(), judging.errors
@@ -182,16 +186,16 @@ class _Comparison:
             error = ValueError(f"it gave {endless[0].value}{where}, which is no finite number in single precision")
             if scoring.weight == 0:
                 raise error
-            self._report(scoring, error)
+            self.report(scoring, error)
         self._given += [(scoring.weight, each) for each in rewards]
 
     def fail(self, scoring: ScoringRule, error: Exception, *, reported: bool = True) -> None:
         """A rule failed; an error that concerns a whole group is reported for one of its episodes."""
         if reported:
-            self._report(scoring, error)
+            self.report(scoring, error)
         self._failed = self._failed or scoring.weight != 0
 
-    def _report(self, scoring: ScoringRule, error: Exception) -> None:
+    def report(self, scoring: ScoringRule, error: Exception) -> None:
         error.add_note(f"The reward rule '{scoring.name}' failed on rollout {self.episode.rollout}.")
         self.errors.append(error)
 

@@ -104,11 +104,17 @@ class TestIsolatedRules:
         self, rules: Callable[..., Any], tmp_path: Path
     ) -> None:
         touched = f"__import__('pathlib').Path('{tmp_path / 'x'}').touch()"
-        for text, why in ((touched, "denied"), ("9**9**9**9", "longer than 0.5 seconds"), ("{", "SyntaxError")):
+        wrong, no_value = (0.0, None), (None, DropReason.REWARD_FAILED)
+        for text, why, treatment in (
+            ("9**9**9**9", "longer than 0.5 seconds", wrong),
+            ("exit()", "its process ended", wrong),
+            (touched, "denied", no_value),
+            ("{", "SyntaxError", no_value),
+        ):
             episode = make.episode(make.transition(0), result=text)
             chosen = [ScoringRule("calculated", rules("calculated"), time_limit=0.5)]
             scored, [error] = await score(episode, chosen, dict.fromkeys(Ending, "score"))
-            assert scored.dropped is DropReason.REWARD_FAILED
+            assert (scored.terminal, scored.dropped) == treatment
             assert why in str(error)
         assert not (tmp_path / "x").exists()
 
