@@ -114,26 +114,6 @@ async def test_several_instrumentations_at_once_are_one_call(
     assert call.parent_span == f"{span.get_span_context().span_id:016x}"
 
 
-async def test_concurrent_agents_are_told_apart(intake: IntakeStack, instrument: Any) -> None:
-    key = await intake.stack.lease()
-    with intake.exporting(key) as provider:
-        instrument(OpenLLMetry, provider)
-        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
-
-        async def agent(name: str) -> None:
-            attributes = {**GENAI_AGENT, "gen_ai.agent.name": name}
-            with tracer.start_as_current_span(f"invoke_agent {name}", attributes=attributes):
-                for _ in range(3):
-                    await ask(client, {"role": "user", "content": name})
-
-        with tracer.start_as_current_span("team"):
-            await asyncio.gather(*(agent(f"agent {number}") for number in range(5)))
-        await flush(provider)
-    calls = await intake.stack.calls(key)
-    assert len(calls) == 15
-    assert [call.agent for call in calls] == [call.request["messages"][0]["content"] for call in calls]
-
-
 async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrument: Any) -> None:
     """The agent's own span ends last: its name is known batches after the calls."""
     key = await intake.stack.lease()
@@ -184,31 +164,6 @@ async def export(intake: IntakeStack, key: Any, request: Any) -> list[ToolResult
         reply = await client.post(intake.url(key), content=request.SerializeToString(), headers=headers)
         assert reply.status_code == 200
     return await intake.stack.store.tool_results([key])
-
-
-async def react(tracer: Tracer, client: Any) -> None:
-    """A text agent from scratch: no tool calls in the API, a span for each of its steps."""
-    with tracer.start_as_current_span("invoke_agent react", attributes={"gen_ai.operation.name": "invoke_agent"}):
-        for question in ("1", "2"):
-            with tracer.start_as_current_span("step"):
-                await ask(client, {"role": "user", "content": question})
-                with tracer.start_as_current_span("look_up", attributes={"gen_ai.operation.name": "execute_tool"}) as s:
-                    s.set_attribute("gen_ai.tool.call.result", f"of {question}")
-
-
-async def test_tools_without_ids_are_joined_by_span_parentage(intake: IntakeStack, instrument: Any) -> None:
-    key = await intake.stack.lease()
-    with intake.exporting(key) as provider:
-        instrument(OpenLLMetry, provider)
-        await react(provider.get_tracer("agent"), intake.stack.client(key))
-        await flush(provider)
-    await intake.close(key)
-    episode = await intake.stack.episode(key)
-    assert [[(o.tool, o.result) for o in t.tool_results] for t in episode.transitions] == [
-        [("look_up", "of 1")],
-        [("look_up", "of 2")],
-    ]
-    assert [t.agent for t in episode.transitions] == ["react", "react"]
 
 
 async def test_what_the_agents_own_process_told_by_header_stays(intake: IntakeStack, instrument: Any) -> None:

@@ -423,12 +423,3 @@ async def test_requests_sent_at_once_are_answered_in_their_order(stack: Stack) -
     replies.feed(await reader.read())
     assert replies.statuses == [200, 404, 200]
     writer.close()
-
-
-async def test_a_connection_that_is_to_close_closes_after_the_reply(stack: Stack) -> None:
-    reader, writer = await connect(stack)
-    writer.write(request(stack, "/v1/chat/completions", "Connection: close"))
-    replies = Replies()
-    replies.feed(await reader.read())
-    assert replies.statuses == [401], "of no rollout"
-    writer.close()

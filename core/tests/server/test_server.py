@@ -103,27 +103,6 @@ async def test_stopping_ends_calls_in_flight_and_frees_the_port() -> None:
             pass
 
 
-async def test_everything_is_in_the_real_store(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite"
-    async with SqliteStore(path) as store, running_stack(store=store) as stack:
-        keys = [await stack.lease(member=member) for member in range(4)]
-
-        async def act(key: AttemptKey) -> list[str]:
-            replies = [await stack.client(key).chat.completions.create(**GOOD, n=2) for _ in range(3)]
-            await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED, result=key.rollout))
-            return [reply.id for reply in replies]
-
-        acknowledged = dict(zip(keys, await asyncio.gather(*(act(key) for key in keys)), strict=True))
-    async with SqliteStore(path, read_only=True) as store:
-        for key, ids in acknowledged.items():
-            calls = await store.calls([key])
-            assert [call.id for call in calls] == ids
-            assert [len(call.choices) for call in calls] == [2, 2, 2]
-            assert all(c.response_ids is not None and c.logprobs is not None for call in calls for c in call.choices)
-            rollout = await store.rollout(key.rollout)
-            assert (rollout.ending, rollout.counted_attempt) == (Ending.FINISHED, 0)
-
-
 async def test_a_call_is_not_answered_once_the_store_was_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from agl_core.testing.scripts import Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import Ending
-from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_POLICY, HEADER_ROLLOUT
+from agl_core.wire.headers import HEADER_POLICY
 from agl_core.wire.workers import CloseRequest
 
 from ..api_oracles import call, chunks_of, post_each, reply
@@ -102,19 +102,6 @@ async def test_several_choices_are_all_recorded(stack: Stack) -> None:
     assert texts == ["x", "x (1)", "x (2)"]
 
 
-async def test_identity_is_recorded(stack: Stack) -> None:
-    key = await stack.lease()
-    headers = {
-        HEADER_AGENT: "sch%C3%B6n writer",
-        HEADER_PARENT_SPAN: "span-1",
-        HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}",
-    }
-    client = stack.client(api_key=stack.key(key), default_headers=headers)
-    await client.chat.completions.create(model="default", messages=HELLO)
-    (call,) = await stack.calls(key)
-    assert (call.agent, call.parent_span) == ("schön writer", "span-1")
-
-
 async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Stack) -> None:
     key = await stack.lease()
     client = stack.client(key)
@@ -199,24 +186,6 @@ async def test_the_reply_waits_for_the_commit(stack: Stack) -> None:
         store.writable.set()
         await asking
         assert len(await stack.calls(key)) == calls + 1
-
-
-async def test_concurrent_rollouts_are_told_apart(stack: Stack) -> None:
-    keys = [await stack.lease(member=member) for member in range(8)]
-
-    async def ask(key: Any, turn: int) -> None:
-        headers = {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}", "Authorization": f"Bearer {stack.key(key)}"}
-        message = {"role": "user", "content": f"{key.rollout} {turn}"}
-        await shared.chat.completions.create(model="default", messages=[message], extra_headers=headers)  # type: ignore[list-item]
-
-    shared = stack.client()
-    await asyncio.gather(*(ask(key, turn) for key in keys for turn in range(4)))
-    for key in keys:
-        calls = await stack.calls(key)
-        assert sorted(call.request["messages"][0]["content"] for call in calls) == [
-            f"{key.rollout} {turn}" for turn in range(4)
-        ]
-        assert [call.sequence for call in calls] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("api", ["chat.completions", "completions"])

@@ -213,7 +213,9 @@ async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack) -> No
     }
 
 
-async def test_documents_and_results_of_searches_are_text_where_they_can_be(stack: Stack) -> None:
+async def test_documents_images_and_results_of_searches_are_passed_on(
+    stack: Stack,
+) -> None:
     key = await stack.lease()
     content: Any = [
         {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "D"}},
@@ -221,6 +223,8 @@ async def test_documents_and_results_of_searches_are_text_where_they_can_be(stac
         {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "part"}]}},
         {"type": "search_result", "title": "S", "source": "here", "content": [{"type": "text", "text": "hit"}]},
         {"type": "document", "title": "p.pdf", "citations": {"enabled": True}, "source": PDF},
+        {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
     ]
     messages: Any = [
         {"role": "user", "content": content},
@@ -230,9 +234,13 @@ async def test_documents_and_results_of_searches_are_text_where_they_can_be(stac
     raw = await client_of(stack, key).messages.with_raw_response.create(model="m", max_tokens=9, messages=messages)
     assert raw.headers[HEADER_IGNORED] == "citations, redacted_thinking"
     asked, answered, tool = stack.upstream.received[0].body["messages"]
-    assert [each["text"] for each in asked["content"][:-1]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
+    assert [each["text"] for each in asked["content"][:-3]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
     file = {"filename": "p.pdf", "file_data": "data:application/pdf;base64,AAAA"}
-    assert asked["content"][-1] == {"type": "file", "file": file}
+    assert asked["content"][-3:] == [
+        {"type": "file", "file": file},
+        {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
     assert answered == {"role": "assistant", "content": "ok"}
     assert tool == {"role": "tool", "tool_call_id": "c", "content": "add"}
 
