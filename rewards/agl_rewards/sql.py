@@ -175,6 +175,7 @@ def _read(uri: str, query: str, max_rows: int, max_bytes: int) -> list[Any]:
         with closing(sqlite3.connect(uri, uri=True)) as connection:
             connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+            connection.execute("PRAGMA temp_store = MEMORY")  # In a sandbox, no file can be written.
             connection.set_authorizer(authorize)
             if width := _width(connection, query):
                 connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(_LONGEST_VALUE, _LARGEST_ROW // width))
