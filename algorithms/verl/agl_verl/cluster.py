@@ -18,8 +18,7 @@ from ray.util import list_named_actors
 
 from agl_core.errors import EngineError
 from agl_verl.config import gpus, lacking
-from agl_verl.engine import lost, remedy_of
-from agl_verl.environment import threads_each
+from agl_verl.engine import PROCESS_LOST, remedy_of
 from agl_verl.plugin import VerlOptions
 
 LOCAL_CPUS = 32
@@ -38,15 +37,14 @@ def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], ve
     """
     ours = dict(variables)
     if cpu:
-        ours["OMP_NUM_THREADS"] = threads_each(gpus(options))
+        ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus(options))))
     environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **ours}}
     if options.address is not None:
         _join(options.address, environment)
         _wait_for_the_queue(options.address)
     else:
         _start(options, environment, cpu=cpu)
-    found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    missing = lacking(options, found)
+    missing = lacking(options, [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]])
     if missing is not None:
         where = f"The Ray cluster at {options.address!r}" if options.address else "This machine"
         raise EngineError(f"{where} has {missing}. Lower them, or join a larger cluster with engine.verl.address.")
@@ -71,7 +69,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
 def _wait_for_the_queue(address: str) -> None:
     """EngineError while another run is in the cluster: TransferQueue would hand each the other's transitions."""
     deadline = time.monotonic() + SECONDS_TO_LET_GO
-    while queue_is_taken():
+    while (QUEUE_NAMESPACE, QUEUE) in _named():
         if time.monotonic() > deadline:
             raise EngineError(
                 f"Another run of veRL is under way in the Ray cluster at {address!r}, and a cluster has one "
@@ -128,28 +126,28 @@ class Watch:
                 _log.warning("Ray's head does not answer: %s", error)
                 continue
             if actors:
-                nodes = [address for node, address in self._nodes.items() if node not in left]
-                # Those on a lost node end with it.
-                why = None if nodes else remedy_of(ends_of(self._actors[name] for name in actors))
-                return lost(actors, nodes, why)
+                names = ", ".join(sorted(actors))
+                nodes = sorted(address for node, address in self._nodes.items() if node not in left)
+                if nodes:  # What was on them ended with them.
+                    return (
+                        f"A node of the Ray cluster was lost ({', '.join(nodes)}), and what ran on it: {names}. Start "
+                        f"Ray there again, or join another."
+                    )
+                why = remedy_of(_ends_of(self._actors[name] for name in actors)) or PROCESS_LOST
+                return f"{why} No longer there: {names}."
 
 
-def queue_is_taken() -> bool:
-    """Whether a run of veRL, this one or another, has the cluster's TransferQueue."""
-    return (QUEUE_NAMESPACE, QUEUE) in _named()
-
-
-def ends_of(actors: Iterable[Any]) -> str:
+def _ends_of(actors: Iterable[Any]) -> str:
     """What Ray says of those of the actors that are gone, a line for each."""
-    asked = [actor.__ray_ready__.remote() for actor in actors]
-    ended, _ = ray.wait(asked, num_returns=len(asked), timeout=_SECONDS_TO_SAY_WHY)
-    said = []
-    for each in ended:
+    pings = [actor.__ray_ready__.remote() for actor in actors]
+    ended, _ = ray.wait(pings, num_returns=len(pings), timeout=_SECONDS_TO_SAY_WHY)
+    ends = []
+    for ping in ended:
         try:
-            ray.get(each)
+            ray.get(ping)
         except ray.exceptions.RayError as error:
-            said.append(f"{type(error).__module__}.{type(error).__name__}: {error}")
-    return "\n".join(said)
+            ends.append(f"{type(error).__module__}.{type(error).__name__}: {error}")
+    return "\n".join(ends)
 
 
 def _ours() -> set[tuple[str, str]]:
@@ -159,7 +157,8 @@ def _ours() -> set[tuple[str, str]]:
 
 
 def _named() -> set[tuple[str, str]]:
-    return {(each["namespace"], each["name"]) for each in list_named_actors(all_namespaces=True)}
+    """Namespaces and names of the cluster's actors, those of other runs too."""
+    return {(actor["namespace"], actor["name"]) for actor in list_named_actors(all_namespaces=True)}
 
 
 def _nodes() -> dict[str, str]:

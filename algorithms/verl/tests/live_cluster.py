@@ -212,7 +212,7 @@ def test_a_run_that_loses_a_node_between_updates_goes_on_when_it_is_back(cluster
     too_early = live_runs.resume(run)
     assert too_early.returncode == 2, too_early.stdout
     said = " ".join((too_early.stdout + too_early.stderr).split())
-    assert f"The Ray cluster at '{cluster.address}' has 1 GPUs, but engine.verl asks for 2 x 1" in said
+    assert f"The Ray cluster at '{cluster.address}' has 1 GPUs, but engine.verl asks for 2 nodes x 1" in said
 
     cluster.start()
     done = live_runs.resume(run)

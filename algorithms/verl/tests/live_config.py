@@ -14,8 +14,8 @@ from agl_verl.environment import check_versions, variables
 
 TRAINER, SERVER = "verl.trainer.ppo.v1", "verl.workers.rollout.vllm_rollout.vllm_async_server"
 OVERRIDDEN = {
-    f"{TRAINER}:PPOTrainer": "init _init_dataloader _load_checkpoint on_init_end on_step_end prepare_step _step_once "
-    "_submit_batch_to_rollout _balance_batch _compute_advantage _update_critic _update_actor _init_resource_pool_mgr "
+    f"{TRAINER}:PPOTrainer": "init _build_replay_buffer _init_dataloader _load_checkpoint on_init_end on_step_end "
+    "_step_once _balance_batch _compute_advantage _update_critic _update_actor _init_resource_pool_mgr "
     "_compute_old_log_prob",
     f"{TRAINER}:PPOTrainerColocateAsync": "on_sample_end",
     f"{TRAINER}:PPOTrainerSeparateAsync": "on_sample_end _setup",

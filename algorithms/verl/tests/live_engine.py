@@ -1,6 +1,6 @@
 """The whole engine on a CPU: Ray, veRL's trainer and workers, vLLM.
 
-It is started once for each case. In each the tests follow each other.
+It is started once for what every engine must honour, and once for each case. In each the tests follow each other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
+from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
 from agl_core.wire.headers import HEADER_POLICY
 from agl_torch.loading import LoadedModel, load_model, save_policy
 from agl_torch.trainer import PolicyTrainer
@@ -40,6 +41,22 @@ CPU_WEIGHTS = tuple(
 """How weights get to a server of its own here (`cpu_weights.py`, which has to be on PYTHONPATH)."""
 QUESTION = [{"role": "user", "content": "What is 12 plus 3?"}]
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def contract(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineCase]:
+    folder = tmp_path_factory.mktemp("case")
+    context = engine_context(folder, str(POLICY), dtype="float32")
+    engine = VerlEngine(VerlOptions(device="cpu", gradient_checkpointing=False, max_context=512), context)
+    try:
+        yield EngineCase(engine, await engine.start(), context, folder, tolerance=1e-4)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_engine_keeps_the_contract(contract: EngineCase, check: EngineCheck) -> None:
+    await check(contract)
 
 
 def loaded(folder: Path) -> LoadedModel:

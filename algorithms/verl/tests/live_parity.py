@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from agl_core.learning.batch import filter_trainable
-
 from . import parity, recorded, verl_bench
-from .parity import VOCABULARY
+from .parity import POLICY, VOCABULARY
 from .recorded import Kind
 
-POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 LEFT_OUT = tuple(kind for kind in Kind if kind is not Kind.KEPT)
 
 
 @pytest.mark.parametrize("name", parity.CASES)
 def test_both_engines_make_the_same_update(name: str) -> None:
-    found = parity.distance(POLICY, parity.CASES[name])
-    assert found.same_dropped
-    assert found.advantages <= 1e-6
-    assert found.weights <= 1e-6
-    assert found.loss <= 1e-5
-    assert found.cosine >= 0.9999
-    assert found.norm <= 1e-3
+    distance = parity.distance(POLICY, parity.CASES[name])
+    assert distance.within, distance
 
 
 @pytest.mark.parametrize("engine", ["torch", "verl"])
@@ -69,29 +59,10 @@ def test_rows_that_an_algorithm_gives_no_weight_weigh_nothing_among_others(name:
     assert not same(padded(name), plain)
 
 
-def test_the_reference_says_of_equal_weights_what_the_policy_says() -> None:
-    """A reference in another dtype has a KL of 3e-3 from the policy that it is."""
-    bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0.04})
-    batch = verl_bench.recorded_batch(VOCABULARY)
-    whole = filter_trainable(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
-    data = bench.rows(whole, np.arange(len(whole)), range(len(whole)))
-    by_policy, by_reference = (bench.infer(each, data, "log_probs") for each in (bench.actor, bench.reference))
-    torch.testing.assert_close(torch.cat(list(by_reference)), torch.cat(list(by_policy)), rtol=0, atol=1e-6)
-
-
-def test_pads_change_nothing() -> None:
-    """As many pad rows as veRL likes: the parameters move as without them."""
-    batch = verl_bench.recorded_batch(VOCABULARY)
-    changes = [
-        verl_bench.VerlBench(POLICY, "grpo", {"beta": 0}).update(batch, VOCABULARY, pads=pads).change for pads in (0, 6)
-    ]
-    torch.testing.assert_close(changes[0], changes[1], rtol=1e-3, atol=1e-6)
-
-
 def update(name: str, engine: str, **settings: Any) -> verl_bench.Made:
     """One update on what a run makes of the recorded episodes, from the same weights."""
     case = parity.CASES[name]
-    batch = recorded.record(VOCABULARY, case.kind, **settings).batch
+    batch = recorded.record(VOCABULARY, case.kind, **settings)
     if engine == "torch":
         return verl_bench.TorchBench(POLICY, case.name, case.options).update(batch)
     return verl_bench.VerlBench(POLICY, case.name, case.options).update(batch, VOCABULARY)

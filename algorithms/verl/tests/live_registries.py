@@ -13,8 +13,8 @@ from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import plugin
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import MODULES_VARIABLE
-from agl_verl.losses import check_registered
 from agl_verl.plugin import VerlOptions
+from agl_verl.process import check_registered
 
 from . import verl_bench
 
@@ -44,17 +44,20 @@ def mine(token_level_rewards, response_mask, **unused):
 """
 
 
-def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: Path) -> None:
+def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_estimators.py").write_text(OWN)
     program = (
         "from agl_verl.plugin import NativeOptions\n"
-        "from agl_verl.losses import check_registered\n"
+        "from agl_verl.process import check_registered\n"
         "for name in ('mine', 'other'):\n"
         "    check_registered(NativeOptions(estimator=name, modules=('my_estimators',)))\n"
         "    print(name, 'is there')\n"
     )
-    environment = {**os.environ, MODULES_VARIABLE: "my_estimators", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    monkeypatch.setenv(MODULES_VARIABLE, "my_estimators")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "mine is there" in done.stdout
     assert "other is there" not in done.stdout
     assert "No estimator 'other' is registered with veRL, after importing my_estimators: " in done.stderr

@@ -1,4 +1,4 @@
-"""Whole runs of `agl train` under veRL, with every algorithm that has a part of its own there; a kill in the middle."""
+"""Whole runs of `agl train` under veRL: agl's GRPO, veRL's own algorithms, an adapter, and a kill in the middle."""
 
 from __future__ import annotations
 
@@ -58,22 +58,16 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "metric"),
-    [("ppo", "update/value_loss"), ("reinforce++", "update/policy_loss"), ("verl", "update/pg_loss")],
-)
-def test_real_steps(algorithm: str, metric: str, tmp_path: Path) -> None:
+def test_real_steps_of_verls_own_algorithms(tmp_path: Path) -> None:
     done = subprocess.run(
-        command(tmp_path, **{"algorithm.name": algorithm, "algorithm.verl.loss": "gspo"}),
-        capture_output=True,
-        text=True,
+        command(tmp_path, **{"algorithm.name": "verl", "algorithm.verl.loss": "gspo"}), capture_output=True, text=True
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = steps_of(tmp_path / "calc")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     trained = [line for line in steps if line["update/transitions_trained"]]
     assert trained
-    assert all(metric in line for line in trained)
+    assert all("update/pg_loss" in line for line in trained)
     rewarded = [line for line in trained if line["reward/mean"]]
     assert rewarded
     assert all(line["update/grad_norm"] > 0 for line in rewarded), "there is something to learn from"
@@ -102,40 +96,28 @@ def mine(token_level_rewards, response_mask, **unused):
 """
 
 
-@pytest.fixture
-def own_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of two steps with it."""
+def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step the servers have the weights of the first update: the base alone would differ by 0.99.
+
+    An estimator of the user's, registered with veRL, makes the advantages the same for all, so that every step has a
+    gradient.
+    """
     (tmp_path / "my_estimators.py").write_text(OWN_ESTIMATOR)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return {
+    adapter = {
         "algorithm.name": "verl",
         "algorithm.verl.estimator": "mine",
         "algorithm.verl.modules": '["my_estimators"]',
         "train.steps": 2,
-    }
-
-
-def test_an_estimator_that_the_user_registers_with_verl(own_estimator: Any, tmp_path: Path) -> None:
-    done = subprocess.run(command(tmp_path, **own_estimator), capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    steps = steps_of(tmp_path / "calc")
-    assert [line["update/advantage_mean"] for line in steps] == pytest.approx([0.25] * 2)
-    assert all(line["update/grad_norm"] > 0 for line in steps)
-
-
-def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(own_estimator: Any, tmp_path: Path) -> None:
-    """In the second step the servers have the weights of the first update: the base alone would differ by 0.99.
-
-    The advantages are the same for all, so that every step has a gradient.
-    """
-    adapter = {
-        **own_estimator,
         "policies.default.model.lora.rank": 8,
         "policies.default.optimizer.learning_rate": 4e-3,
     }
     done = subprocess.run(command(tmp_path, **adapter), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = steps_of(tmp_path / "calc")
+    assert [line["update/advantage_mean"] for line in steps] == pytest.approx([0.25] * 2)
     assert all(line["update/grad_norm"] > 0 for line in steps)
     # veRL merges the adapter in bfloat16.
     assert max(line["update/rollout_probs_diff_max"] for line in steps) < 0.02

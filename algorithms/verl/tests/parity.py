@@ -1,4 +1,8 @@
-"""The cases in which the two engines are compared, and the measure of how close they come."""
+"""The cases in which the two engines are compared, and the measure of how close they come.
+
+`python -m algorithms.verl.tests.parity`, in the environment of `make test-verl`, writes the table of
+docs/verl-parity.md.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from agl_core.types import CreditKind
 
 from . import verl_bench
 
+ROOT = Path(__file__).resolve().parents[3]
+POLICY = ROOT / "examples" / "calc" / "policy"
 STEPS = (1, 3)
 """Two updates in a row, and a training step between them without one: at the first one every value of a critic is zero,
 and every ratio is one."""
@@ -110,3 +116,24 @@ def compared(ours: verl_bench.Made, verls: verl_bench.Made) -> Distance:
 
 def _cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+def main() -> None:
+    """Write the rows of the page's table, below the one with the limits."""
+    rows = []
+    for name, case in CASES.items():
+        found = distance(POLICY, case)
+        if not found.within:
+            raise SystemExit(f"{name}: the engines made different updates: {found}")
+        rows.append(
+            f"| {name} | {found.advantages:.1e} | {found.loss:.1e} | 1 - {1 - found.cosine:.1e} | {found.norm:.1e} |"
+        )
+    page = ROOT / "docs" / "verl-parity.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines, 1) if line.startswith("| *limit* |"))
+    lines[start : lines.index("", start)] = rows
+    page.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from agl_core import Capability, CreditKind, kinds
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.testing.engines import engine_context
 from agl_verl import plugin
-from agl_verl.config import built, choose, lacking, mapped, refuse_decided
+from agl_verl.config import ChosenAlgorithm, lacking, mapped, refuse_decided
 from agl_verl.environment import MODULES_VARIABLE, variables
-from agl_verl.losses import catch_up
 from agl_verl.plugin import UNUSABLE, NativeOptions, VerlOptions, needs
+from agl_verl.rows import catch_up
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}
 
@@ -34,7 +36,7 @@ def context_of(spec: dict[str, Any] | None = None, **changes: Any) -> EngineCont
 
 
 def mapping_of(algorithm: Any = None, *, cpu: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> dict:
-    return dict(mapped(VerlOptions(**options), context_of(spec), algorithm or grpo(), cpu))
+    return mapped(VerlOptions(**options), context_of(spec), algorithm or grpo(), cpu)
 
 
 def grpo(**options: Any) -> Grpo:
@@ -75,8 +77,19 @@ def test_settings_that_act_elsewhere() -> None:
     environment = variables(cpu=True, api_key="secret", deterministic=False, cache_mib=3000)
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_API_KEY"] == "secret"
-    with pytest.raises(ValidationError, match=r"does not divide the 3 GPUs \(nodes x gpus_per_node\)"):
-        VerlOptions(gpus_per_node=3, tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gpus_per_node": 3, "tensor_parallel": 2}, "tensor_parallel is 2, which does not divide the 3 GPUs (nodes x"),
+        ({"serving_gpus": 3, "tensor_parallel": 2}, "tensor_parallel is 2, which does not divide the 3 GPUs (serving_"),
+        ({"gpus_per_node": 3, "serving_gpus": 2, "sequence_parallel": 2}, "sequence_parallel is 2, which does not"),
+    ],
+)
+def test_what_is_spread_fills_the_gpus(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(told)):
+        VerlOptions(**options)
 
 
 def test_servers_of_their_own() -> None:
@@ -116,7 +129,6 @@ def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
     assert (found[f"{actor}.lr"], found[f"{critic}.lr"]) == (2e-4, 3e-3)
     for optimizer in (actor, critic):
         assert found[f"{optimizer}.lr_scheduler_type"] == "cosine"
-        assert found[f"{optimizer}.lr_warmup_steps"] == 3, "veRL counts updates, of two optimizer steps each"
     assert found["trainer.total_training_steps"] == 40
 
 
@@ -133,56 +145,28 @@ def test_a_cosine_goes_by_training_steps_also_where_some_made_no_update(steps: t
         scheduler.step()  # As veRL does at the end of an update.
 
 
-PLUGIN = """
-import agl_core
-from pydantic import BaseModel
-
-class Settings(BaseModel):
-    leash: float = 0.0
-    rounds: int = 1
-    parts: int = 1
-    baseline: str = "mean"
-    pace: float = 1e-3
-
-class Mine:
-    def __init__(self, settings):
-        self.epochs, self.minibatches = settings.rounds, settings.parts
-        self.needs_reference, self.needs_critic = settings.leash > 0, settings.baseline == "learned"
-        self.critic_learning_rate, self.critic_epochs = settings.pace, 1
-
-@agl_core.hookimpl
-def register_components(register):
-    register(agl_core.kinds.ALGORITHM, "mine", Mine, options=Settings, doc="Mine.")
-"""
-
-
 def test_an_algorithm_is_asked_for_what_it_needs_whatever_its_options_are_called(tmp_path: Path) -> None:
-    file = tmp_path / "mine_algorithm.py"
-    file.write_text(PLUGIN)
+    def settings(**options: Any) -> dict[str, Any]:
+        context = engine_context(tmp_path, "/models/m", optimizer=OPTIMIZER, algorithm_options=options)
+        return mapped(VerlOptions(), context, ChosenAlgorithm.of_run(context).build(), False)
 
-    def found(**options: Any) -> dict[str, Any]:
-        context = context_of({"algorithm": "mine", "algorithm_options": options}, plugin_files=(file,))
-        return dict(mapped(VerlOptions(), context, built(choose(context)), False))
-
-    plain = found()
+    plain, leashed, repeated = settings(), settings(leash=0.1), settings(rounds=2)
     assert plain["critic.enable"] is plain["actor_rollout_ref.actor.use_kl_loss"] is False
-    assert plain["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 5
-    assert found(leash=0.1)["actor_rollout_ref.actor.use_kl_loss"] is True
-    assert found(rounds=2, parts=2)["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 2, "of four optimizer steps"
-    learned = found(baseline="learned", pace=3e-3)
-    assert (learned["critic.enable"], learned["critic.optim.lr"]) == (True, 3e-3)
-    with pytest.raises(ConfigError, match=r"algorithm\.mine"):
-        found(rounds="many")
+    assert leashed["actor_rollout_ref.actor.use_kl_loss"] is True
+    warmups = [each["actor_rollout_ref.actor.optim.lr_warmup_steps"] for each in (plain, repeated)]
+    assert warmups == [5, 3], "veRL counts updates, of two optimizer steps each"
+    with pytest.raises(ConfigError, match=r"algorithm\.conformance"):
+        settings(rounds="many")
 
 
 def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
     asked = context_of(deterministic=True)
-    found = dict(mapped(VerlOptions(), asked, grpo(), False))
+    found = mapped(VerlOptions(), asked, grpo(), False)
     assert found["actor_rollout_ref.rollout.full_determinism"] is True
     assert found["actor_rollout_ref.actor.fsdp_config.full_determinism"] is True
     assert variables(cpu=False, api_key="k", deterministic=True, cache_mib=1)["VLLM_BATCH_INVARIANT"] == "1"
     with pytest.raises(ConfigError, match="torch engine"):
-        dict(mapped(VerlOptions(), asked, grpo(), True))
+        mapped(VerlOptions(), asked, grpo(), True)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +217,7 @@ def test_verls_own_algorithms_are_there_by_their_names_and_keys(monkeypatch: pyt
     assert mapping_of(gae)["critic.optim.lr"] == 1e-3
     with pytest.raises(ValidationError, match="'critic_epochs' has no effect"):
         NativeOptions(critic_epochs=2)
-    with pytest.raises(ConfigError, match=r"engine\.name"):
-        verl.build(gspo)
+    assert verl.build(gspo) is gspo
     for name in UNUSABLE:
         with pytest.raises(ValidationError, match=f"'{name}' cannot be used here: it"):
             NativeOptions(**{"loss" if name == "bypass_mode" else "estimator": name})
@@ -272,8 +255,6 @@ def test_tokens_of_a_transition_are_spread_over_whole_shares_of_the_gpus_by_flas
     spread: dict[str, Any] = {"gpus_per_node": 4, "sequence_parallel": 2}
     found = mapping_of(**spread)
     assert [found[f"{place}.ulysses_sequence_parallel_size"] for place in FSDP] == [2, 2, 2]
-    with pytest.raises(ValidationError, match="sequence_parallel is 2, which does not divide the 3 GPUs"):
-        VerlOptions(gpus_per_node=3, sequence_parallel=2)
     for unable in ({"attention": "sdpa"}, {"cpu": True}):
         with pytest.raises(ConfigError, match=r"sequence_parallel.*flash-attention"):
             mapping_of(**spread, **unable)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_algorithms.prepared import minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
@@ -29,9 +29,20 @@ from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
-from agl_verl.losses import STEP_WEIGHT, TOTAL_LOSS, TRAINING_STEP, actor_loss, critic_loss
 from agl_verl.plugin import VerlOptions
-from agl_verl.rows import gather, lay_out, rows_of, spread
+from agl_verl.rows import (
+    STEP_WEIGHT,
+    TOTAL_LOSS,
+    TRAINING_STEP,
+    actor_loss,
+    critic_loss,
+    fields_of,
+    gather,
+    lay_out,
+    nested,
+    row_of,
+    spread,
+)
 
 from .recorded import TOO_LONG, record
 
@@ -86,7 +97,7 @@ def recorded_batch(
     vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0, rollouts: int = 9, step: int = 0
 ) -> Batch:
     """The batch of `recorded.record`, as that of a training step."""
-    return replace(record(vocabulary, kind, seed, rollouts).batch, step=step)
+    return replace(record(vocabulary, kind, seed, rollouts), step=step)
 
 
 def optimizer() -> OptimizerSection:
@@ -171,12 +182,12 @@ class VerlBench:
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
         steps = list(minibatches(whole, sent, self.algorithm.minibatches, [0, self.version]))
-        row_of = {int(place): row for row, place in enumerate(sent)}
-        order = lay_out([np.array([row_of[int(i)] for i in step]) for step in steps], 1, lambda rows, _: [rows])
+        by_place = {int(place): row for row, place in enumerate(sent)}
+        order = lay_out([np.array([by_place[int(i)] for i in step]) for step in steps], 1, lambda rows, _: [rows])
         if len(steps) == 1:
             order += range(len(order), len(order) + pads)
         pads = len(order) - len(sent)
-        keys = [row.key for row in rows_of(whole, sent, 1)] + [f"pad_{place}_0" for place in range(pads)]
+        keys = [row_of(whole, int(i), 1).key for i in sent] + [f"pad_{place}_0" for place in range(pads)]
         keys = [keys[row] for row in order]
         data = self.rows(whole, sent, order, others=others, vocabulary=vocabulary)
         data["old_log_probs"] = nested(self.infer(self.actor, data, "log_probs"))
@@ -186,25 +197,25 @@ class VerlBench:
             values = self.infer(self.critic, data, "values")
             data["values"] = nested(values)
             prepared = prepare(usable, samples, self.algorithm, gather(whole, values, keys))
-        for field, values_R in self.fields(prepared, steps).items():
+        for field, values_R in fields_of(prepared, steps).items():
             made = spread(whole, values_R, keys)
             for place, weight in (weights or {}).items():
                 made[place] = torch.full_like(made[place], weight if field.endswith("weights") else 1.0)
             data[field] = nested(made)
-        before = self.parameters(self.actor)
+
+        def train(worker: Any, epochs: int, weights_R: Tensor) -> tuple[dict[str, float], Tensor]:
+            weight = float(prepared.step_weights(weights_R, steps).sum()) / len(steps)
+            before = self.parameters(worker)
+            measured = self.train(worker, data, epochs, weight, len(steps), batch.step)
+            after = self.parameters(worker)
+            return measured, torch.cat([(after[name] - before[name]).flatten() for name in before if name != TIED])
+
         value_loss = critic_change = None
         if self.critic is not None:
-            critic_before = self.parameters(self.critic)
-            assert prepared.value is not None
-            weight = float(prepared.step_weights(prepared.value.weights_R, steps).sum()) / len(steps)
-            measured = self.train(self.critic, data, self.algorithm.critic_epochs, weight, len(steps), batch.step)
+            measured, critic_change = train(self.critic, self.algorithm.critic_epochs, prepared.value.weights_R)
             value_loss = measured["value_loss"]
-            after = self.parameters(self.critic)
-            critic_change = torch.cat([(after[each] - critic_before[each]).flatten() for each in after])
-        weight = float(prepared.step_weights(prepared.weights_R, steps).sum()) / len(steps)
-        measured = self.train(self.actor, data, self.algorithm.epochs, weight, len(steps), batch.step)
+        measured, change = train(self.actor, self.algorithm.epochs, prepared.weights_R)
         self.version += 1
-        after = self.parameters(self.actor)
         result = prepared.result(1, {})
         return Made(
             result.advantage_N,
@@ -212,7 +223,7 @@ class VerlBench:
             result.dropped,
             measured[TOTAL_LOSS],
             value_loss,
-            torch.cat([(after[name] - before[name]).flatten() for name in before if name != TIED]),
+            change,
             critic_change,
             tuple(place for place, row in enumerate(order) if row >= len(sent)),
         )
@@ -229,7 +240,7 @@ class VerlBench:
         from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        made = rows_of(whole, sent, 1)
+        made = [row_of(whole, int(i), 1) for i in sent]
         pad, _ = construct_minimal_padding_template(made[0].fields, made[0].tag, eos_token_id=0)
         fields = [dict(made[row].fields if row < len(made) else pad) for row in order]
         random = torch.Generator().manual_seed(5)
@@ -238,17 +249,6 @@ class VerlBench:
             tokens = torch.randint(vocabulary, tokens.shape, generator=random)
             fields[place] |= {"input_ids": tokens, "prompts": tokens[:prompt], "responses": tokens[prompt:]}
         return list_of_dict_to_tensordict(fields)
-
-    def fields(self, prepared: Prepared, steps: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:
-        """What `AglTrainer._compute_advantage` writes."""
-        found = {
-            "advantages": prepared.advantages_R,
-            "loss_weights": prepared.step_weights(prepared.weights_R, steps),
-        }
-        if prepared.value is not None:
-            found["returns"] = prepared.value.targets_R
-            found["value_weights"] = prepared.step_weights(prepared.value.weights_R, steps)
-        return found
 
     def infer(self, worker: Any, data: Any, output: str) -> Sequence[Tensor]:
         """By row, log-probabilities or values of its response."""
@@ -261,7 +261,7 @@ class VerlBench:
         return list(response_from_nested(found, data["response_mask"]).to("cpu", torch.float32).unbind())
 
     def train(
-        self, worker: Any, data: Any, epochs: int, weight: float, steps: int = 1, training_step: int = 0
+        self, worker: Any, data: Any, epochs: int, weight: float, steps: int, training_step: int
     ) -> dict[str, float]:
         """As many passes, each of as many optimizer steps; means over them."""
         from verl.utils import tensordict_utils as tu
@@ -270,7 +270,6 @@ class VerlBench:
         inputs = data.clone()
         tu.assign_non_tensor(
             inputs,
-            calculate_entropy=True,
             temperature=0.8,
             global_batch_size=len(data) // steps,
             mini_batch_size=len(data) // steps,
@@ -332,8 +331,3 @@ def _critic(config: Any) -> Any:
     )
     worker.reset()
     return worker
-
-
-def nested(tensors: Sequence[Tensor]) -> Tensor:
-    """One jagged tensor of rows."""
-    return torch.nested.as_nested_tensor([each.to(torch.float32) for each in tensors], layout=torch.jagged)
