@@ -33,7 +33,7 @@ _OF_THE_BASE = frozenset({"config.json", "generation_config.json", "model.safete
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a checkpoint says about itself."""
+    """A checkpoint's description of itself, `checkpoint.json`."""
 
     version: int
     workers: int
@@ -78,7 +78,7 @@ def finish(folder: Path, described: Described, spec: PolicySpec) -> None:
 
 
 def read(folder: Path, *, workers: int, critic: bool) -> Described:
-    """What is in a checkpoint; CheckpointError if this engine cannot go on from it."""
+    """A checkpoint's description; CheckpointError if this engine cannot go on from it."""
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

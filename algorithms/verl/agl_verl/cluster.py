@@ -35,10 +35,12 @@ def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], ve
     `verl_environment` is veRL's own runtime environment, to which `variables` of the environment are added. agl's
     packages have to be installed on every node.
     """
-    ours = dict(variables)
+    added = dict(variables)
     if cpu:
-        ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus(options))))
-    environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **ours}}
+        added["OMP_NUM_THREADS"] = os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus(options)))
+        )
+    environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **added}}
     if options.address is not None:
         _join(options.address, environment)
         _wait_for_the_queue(options.address)
@@ -115,7 +117,7 @@ class Watch:
         return len(self._nodes) > 1
 
     def wait(self) -> str:
-        """What was lost, in words; returns as soon as Ray knows."""
+        """Return as soon as Ray misses a part, with words for the loss."""
         pause = threading.Event()
         while True:
             pause.wait(_INTERVAL)
@@ -138,7 +140,7 @@ class Watch:
 
 
 def _ends_of(actors: Iterable[Any]) -> str:
-    """What Ray says of those of the actors that are gone, a line for each."""
+    """Ray's words for the ends of those actors that are gone, a line for each."""
     pings = [actor.__ray_ready__.remote() for actor in actors]
     ended, _ = ray.wait(pings, num_returns=len(pings), timeout=_SECONDS_TO_SAY_WHY)
     ends = []
@@ -152,8 +154,8 @@ def _ends_of(actors: Iterable[Any]) -> str:
 
 def _ours() -> set[tuple[str, str]]:
     """Namespaces and names of all actors of this run (every one that it waits for has a name)."""
-    ours = (ray.get_runtime_context().namespace, QUEUE_NAMESPACE)
-    return {(namespace, name) for namespace, name in _named() if namespace in ours}
+    namespaces = (ray.get_runtime_context().namespace, QUEUE_NAMESPACE)
+    return {(namespace, name) for namespace, name in _named() if namespace in namespaces}
 
 
 def _named() -> set[tuple[str, str]]:

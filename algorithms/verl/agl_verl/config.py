@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agl_algorithms.ppo import Ppo
 
 BuiltAlgorithm: TypeAlias = "PolicyGradient | NativeOptions"
-"""What can be asked for epochs, minibatches, and whether it needs a critic; one of veRL's own is its options."""
+"""Has epochs and minibatches, and says if it needs a critic; one of veRL's own is its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ChosenAlgorithm:
 
     @classmethod
     def of_run(cls, context: EngineContext) -> ChosenAlgorithm:
-        """What the run's one policy is trained with."""
+        """The algorithm of the run's one policy."""
         (spec,) = context.policies.values()
         return cls.of(spec.algorithm, spec.algorithm_options, context.plugin_files)
 
@@ -139,19 +139,24 @@ def gpus(options: VerlOptions) -> int:
 
 
 def lacking(options: VerlOptions, gpus_of_nodes: Sequence[int]) -> str | None:
-    """What nodes with so many GPUs each lack for a run, in words; None if nothing can be known beforehand.
+    """Say what nodes with so many GPUs each lack for a run; None if nothing can be known beforehand.
 
     >>> lacking(VerlOptions(gpus_per_node=2, serving_gpus=2, tensor_parallel=2), [3])
     '3 GPUs, but engine.verl asks for 1 nodes x 2 (gpus_per_node) + 1 replicas x 2 (tensor_parallel)'
     """
-    nodes, each, replicas = options.nodes, options.gpus_per_node, options.serving_gpus // options.tensor_parallel
+    replicas = options.serving_gpus // options.tensor_parallel
+
+    def places(gpus_together: int) -> int:
+        return sum(gpus_of_node // gpus_together for gpus_of_node in gpus_of_nodes)
+
     # A node's GPUs for training, and those of a replica, are of one node.
-    enough = sum(gpus_of_nodes) >= gpus(options) and sum(n // each for n in gpus_of_nodes) >= nodes
-    if enough and sum(n // options.tensor_parallel for n in gpus_of_nodes) >= replicas:
+    fit = places(options.gpus_per_node) >= options.nodes and places(options.tensor_parallel) >= replicas
+    if fit and sum(gpus_of_nodes) >= gpus(options):
         return None
     serving = f" + {replicas} replicas x {options.tensor_parallel} (tensor_parallel)" if replicas else ""
     has = " + ".join(map(str, gpus_of_nodes)) or "0"
-    return f"{has} GPUs, but engine.verl asks for {nodes} nodes x {each} (gpus_per_node){serving}"
+    training = f"{options.nodes} nodes x {options.gpus_per_node} (gpus_per_node)"
+    return f"{has} GPUs, but engine.verl asks for {training}{serving}"
 
 
 def model_engine(options: VerlOptions) -> str:
@@ -161,7 +166,7 @@ def model_engine(options: VerlOptions) -> str:
 
 
 def packs(options: VerlOptions, *, cpu: bool) -> bool:
-    """Whether rows are computed without pads; the attentions that cannot do it get rectangles."""
+    """True if rows are computed without pads; the attentions that cannot do it get rectangles."""
     return options.attention == "flash_attention_2" or (options.attention == "auto" and not cpu)
 
 
@@ -303,7 +308,7 @@ def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorith
 
 
 def _algorithm(algorithm: BuiltAlgorithm) -> dict[str, Any]:
-    """What veRL is to make ready; of its own algorithms also how they compute."""
+    """The parts that veRL has to make ready; of its own algorithms also how they compute."""
     if isinstance(algorithm, NativeOptions):
         return {
             "critic.enable": algorithm.needs_critic,
@@ -359,12 +364,12 @@ def refuse_decided(override: str, *, native: bool) -> None:
     if "=" not in override and not override.startswith("~"):
         raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
     for where, decided in [*DECIDED.items(), *(() if native else DECIDED_OF_ALGORITHMS.items())]:
-        if any(key == each or key.startswith(f"{each}.") for each in decided):
+        if any(f"{key}.".startswith(f"{section}.") for section in decided):
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
 
 def overrides(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> list[str]:
-    """What a run says to veRL, as on its command line: agl's settings, then the user's own overrides."""
+    """The run's overrides, as on veRL's command line: agl's settings, then the user's own."""
     for override in options.overrides:
         refuse_decided(override, native=isinstance(algorithm, NativeOptions))
     settings = mapped(options, context, algorithm, cpu)
@@ -391,13 +396,13 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
 
 def config_folder() -> Path:
     """Where veRL keeps its configuration."""
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+    verl = importlib.util.find_spec("verl")
+    if verl is None or verl.origin is None:
         raise EngineError(
             "veRL is not installed, which engine.name = 'verl' needs: pip install 'agl-verl[gpu]', or 'agl-verl[cpu]' "
             "on a machine without a GPU."
         )
-    return Path(found.origin).parent / "trainer" / "config"
+    return Path(verl.origin).parent / "trainer" / "config"
 
 
 _ADDED = (
@@ -421,7 +426,7 @@ def _hydra(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_hydra(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_hydra(part)}" for key, part in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_hydra, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

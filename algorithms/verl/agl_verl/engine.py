@@ -68,7 +68,7 @@ No names of settings: vLLM prints those with every start.
 
 
 def remedy_of(*texts: str) -> str | None:
-    """What to do about an error with these texts (its own, or lines of the log), if it is known."""
+    """Advice about an error with these texts (its own, or lines of the log), if there is any."""
     for text in texts:
         for sentences, remedy in REMEDIES.items():
             if any(re.search(sentence, text) for sentence in sentences):
@@ -101,19 +101,21 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         return self._options.start_timeout
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
-        """What to do about the errors of veRL, Ray and vLLM that people meet."""
+        """Advice about the errors of veRL, Ray and vLLM that people meet."""
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
     def describe(self) -> str:
-        """What veRL is told, and which resources it would take."""
+        """All that veRL is told, and the resources that it would take."""
         from agl_verl.config import ChosenAlgorithm, compose, overrides
         from agl_verl.environment import runs_on_cpu
 
         options, on_cpu = self._options, runs_on_cpu(self._options.device, self._options.address)
         algorithm = ChosenAlgorithm.of_run(self._context).build()
         compose(options, self._context, algorithm=algorithm, cpu=on_cpu)  # ConfigError for a key that it does not have.
-        told = overrides(options, self._context, algorithm=algorithm, cpu=on_cpu)
+        settings = overrides(options, self._context, algorithm=algorithm, cpu=on_cpu)
         units = "CPU worker processes" if on_cpu else "GPUs"
         use = f"train, and {options.serving_gpus} more serve" if options.serving_gpus else "train and serve by turns"
-        taken = f"{options.nodes} (nodes) x {options.gpus_per_node} {units}, which {use}"
-        return "\n".join([*told, f"# Above is what veRL is told, beyond its defaults. It would take {taken}.", ""])
+        resources = f"{options.nodes} (nodes) x {options.gpus_per_node} {units}, which {use}"
+        return "\n".join(
+            [*settings, f"# Above is what veRL is told, beyond its defaults. It would take {resources}.", ""]
+        )

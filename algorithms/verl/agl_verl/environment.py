@@ -1,4 +1,4 @@
-"""What a run's processes find: environment variables, and versions and packages, checked before anything starts."""
+"""The surroundings of a run: environment variables of its processes, and packages, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TESTED: Mapping[str, str] = {
 def variables(
     *, cpu: bool, api_key: str, deterministic: bool, cache_mib: int, modules: Collection[str] = ()
 ) -> dict[str, str]:
-    """What every process of the engine needs in its environment, whatever node it is on.
+    """The environment that every process of the engine needs, whatever node it is on.
 
     `modules` are imported by veRL, besides those that this process's environment names already.
     """
@@ -70,7 +70,7 @@ def variables(
 
 
 def is_known(name: str, version: str) -> bool:
-    """Whether a distribution's version is the tested one, or a later patch of it.
+    """True if a distribution's version is the tested one, or a later patch of it.
 
     Of veRL only the very version is known: parts of it are overridden that a patch may move, which nothing would say.
 
@@ -115,7 +115,7 @@ def check_flash_attention(attention: str, *, critic: bool) -> None:
 
 
 def runs_on_cpu(device: str, address: str | None) -> bool:
-    """Whether an engine runs without GPUs: asked to, or 'auto' where there is none and no cluster is joined."""
+    """True for an engine without GPUs: asked to be, or 'auto' where there is none and no cluster is joined."""
     if device != "auto":
         return device == "cpu"
     if address is not None:

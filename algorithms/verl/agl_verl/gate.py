@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/health", "/metrics"})
-"""What everyone may read: it says nothing of prompts and replies."""
+"""Routes that everyone may read: they say nothing of prompts and replies."""
 _REFUSED = 1008
 """A WebSocket's code for it: what goes over one could not be taken back, so none is opened."""
 
@@ -42,7 +42,7 @@ class Gate:
         self._open = asyncio.Event()
 
     def close(self) -> None:
-        """What is under way is disturbed; nothing enters."""
+        """Let nothing in; whatever is under way is disturbed."""
         self.closings += 1
         self._open.clear()
 

@@ -1,4 +1,4 @@
-"""What this package registers with agl: the engine with its settings, and the algorithm `verl`, which is veRL's own.
+"""The parts of this package for agl: the engine with its settings, and the algorithm `verl`, which is veRL's own.
 
 Importing it imports neither veRL, Ray, vLLM nor torch, so that a configuration can be checked without them.
 
@@ -127,7 +127,7 @@ UNUSABLE: Mapping[str, str] = {
 
 
 class NativeOptions(BaseModel):
-    """What is trained with an algorithm of veRL itself; how that computes is said by `engine.verl.overrides`."""
+    """An algorithm of veRL itself; how it computes is said by `engine.verl.overrides`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -134,7 +134,7 @@ class Driver:
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
-        """What failed half-way leaves nothing that could be used."""
+        """Refuse everything after a failure half-way: it leaves nothing that could be used."""
         if self._failed is not None:
             raise EngineError(f"The engine failed earlier ({self._failed}). Resume the run from its last checkpoint.")
         try:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples
 from agl_algorithms.ppo import Ppo
-from agl_algorithms.prepared import Prepared
-from agl_core.types import Batch
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # veRL imports this in every process.
+    from agl_algorithms.prepared import Prepared
+    from agl_core.types import Batch
     from agl_verl.config import ChosenAlgorithm
 
 PAD_PREFIX = "pad"
@@ -87,7 +87,7 @@ def place_of(key: str) -> int | None:
 
 
 def spread(batch: Batch, values_R: Tensor, keys: Sequence[str]) -> list[Tensor]:
-    """What belongs to each row's response tokens, row by row; of a pad row one zero: it weighs nothing."""
+    """Values of response tokens, row by row; of a pad row one zero: it weighs nothing."""
     offsets = batch.response_offsets
     places = map(place_of, keys)
     return [values_R.new_zeros(1) if i is None else values_R[offsets[i] : offsets[i + 1]] for i in places]
@@ -110,7 +110,7 @@ def nested(rows: Sequence[Tensor]) -> Tensor:
 
 
 def fields_of(prepared: Prepared, steps: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:
-    """What the losses read beside the rows, each [R]; `steps`: by optimizer step, its transitions."""
+    """The fields that losses read beside the rows, each [R]; `steps`: by optimizer step, its transitions."""
     fields = {
         "advantages": prepared.advantages_R,
         "loss_weights": prepared.step_weights(prepared.weights_R, steps),
@@ -183,7 +183,7 @@ def _of_responses(output: Tensor, data: Any) -> Tensor:
 
 
 def _samples(response_mask: Any, behaviour_R: Tensor) -> Samples:
-    """What a loss may know of the rows; what only advantages need is not here.
+    """The rows as a loss may know them, without what only advantages need.
 
     `response_mask`: nested, [B, lengths]; it also says how long each response is.
     """
@@ -226,7 +226,7 @@ _RENAMED = {"lr": "learning_rate", TOTAL_LOSS: "loss"}
 
 
 def named(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What the workers and veRL's trainer measured, numbers only.
+    """The measurements of workers and of veRL's trainer by agl's names, numbers only.
 
     `actor/policy_loss` is `policy_loss`, as under the torch engine; the critic's are `value_…` or `critic_…`; what veRL
     measures beyond that keeps its name, for instance `rollout_probs_diff_max` (by how much training's probabilities
@@ -235,7 +235,7 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
     >>> named({"actor/lr": 0.1, "critic/grad_norm": 2.0, "critic/value_loss": 3.0, "training/x": 1.0})
     {'learning_rate': 0.1, 'critic_grad_norm': 2.0, 'value_loss': 3.0, 'x': 1.0}
     """
-    found: dict[str, float] = {}
+    renamed: dict[str, float] = {}
     for name, value in metrics.items():
         if not np.isscalar(value) or isinstance(value, str):
             continue
@@ -245,5 +245,5 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
         rest = _RENAMED.get(rest, rest)
         if role == "critic" and not rest.startswith("value_"):
             rest = f"critic_{rest}"
-        found[rest if role in ("actor", "critic", "training") else name] = float(value)  # type: ignore[arg-type]
-    return found
+        renamed[rest if role in ("actor", "critic", "training") else name] = float(value)  # type: ignore[arg-type]
+    return renamed

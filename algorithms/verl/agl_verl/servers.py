@@ -19,7 +19,7 @@ TOOL_PARSERS = "vllm.tool_parsers"
 
 
 class VersionedReplies(GatedApp):
-    """What vLLM puts around its app, by name."""
+    """The gate as vLLM puts it around its app, by name."""
 
     def __init__(self, app: App) -> None:
         super().__init__(app, lambda scope: scope["app"].state.args.agl_gate, os.environ[KEY_VARIABLE])

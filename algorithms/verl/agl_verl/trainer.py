@@ -256,11 +256,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _read(self, batch: KVBatchMeta, field: str) -> Sequence[Tensor]:
         """One field of every row."""
-        found = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
-        return cast(Sequence[Tensor], found[field].unbind())
+        fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
+        return cast(Sequence[Tensor], fields[field].unbind())
 
     def _read_back(self, batch: KVBatchMeta) -> Prepared:
-        """What veRL's own algorithm made of the rows; a token's weight is its share of all tokens."""
+        """The advantages of veRL's own algorithm; a token's weight is its share of all tokens."""
         update = self._update
         usable, samples = update.usable, update.samples
         advantages_R = rows.gather(usable.batch, self._read(batch, "advantages"), batch.keys)

@@ -1,4 +1,4 @@
-"""What this package changes in veRL, in each process of the engine: veRL loads it by the entry point `verl.plugins`.
+"""Changes to veRL in each process of the engine: veRL loads this module by the entry point `verl.plugins`.
 
 In every process a critic's values start at zero, and cosine schedules follow the run's training steps. Without a GPU
 these parts of veRL and vLLM are mended too:

@@ -82,16 +82,10 @@ def test_every_place_that_reaches_into_verl_is_there() -> None:
 
 
 def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:
-    own = ("engine.verl.device=cuda", "engine.verl.serving_gpus=4", "engine.verl.tensor_parallel=2")
-    done = dry_run(tmp_path, *own)
+    done = dry_run(tmp_path, "engine.verl.device=cuda", "engine.verl.serving_gpus=4", "engine.verl.tensor_parallel=2")
     assert done.returncode == 0, done.stderr
     assert {"actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.hybrid_engine=false"} < {*done.stdout.splitlines()}
     assert "1 (nodes) x 1 GPUs, which train, and 4 more serve" in done.stdout
-    refused = dry_run(tmp_path, *own, "engine.verl.serving_gpus=3")
-    assert refused.returncode != 0
-    assert "tensor_parallel is 2, which does not divide the 3 GPUs (serving_gpus)" in " ".join(
-        (refused.stdout + refused.stderr).split()
-    )
 
 
 @pytest.mark.parametrize(
