@@ -32,11 +32,12 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     """
     from agl_core.cli.screen import Screen
     from agl_core.reading.runs import RUNS, find_run
-    from agl_view.serving import address_of, answer, listen
+    from agl_core.server.listening import bind
+    from agl_view.serving import address_of, answer
 
     folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
     token = secrets.token_urlsafe(24)
-    with listen("127.0.0.1", port) as listener:
+    with bind("127.0.0.1", port) as listener:
         address = address_of(listener, "/", token)
         Screen().print(f"view:  {address}")
         Screen().print("The token in it is for you alone. Ctrl-C ends this.")

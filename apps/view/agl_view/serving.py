@@ -18,27 +18,11 @@ from typing import IO
 import orjson
 import uvicorn
 
-from agl_core.errors import ConfigError
+from agl_core.server.listening import bind, url_of
 from agl_view.app import make_app
 from agl_view.templating import page_address
 
 _RESTART_SECONDS = 1.0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket for browsers; port 0 takes a free one. ConfigError if that cannot be."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"Port {port} of {host} is taken or not allowed for the pages of runs ({error.strerror}). Leave it out "
-            f"(--port, or server.view_port) to have a free one."
-        ) from error
-    return listener
 
 
 def answer(
@@ -61,9 +45,7 @@ def answer(
 
 def address_of(listener: socket.socket, path: str, token: str) -> str:
     """Where a browser on this machine opens a page."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}?token={token}"
+    return f"{url_of(*listener.getsockname()[:2])}{path}?token={token}"
 
 
 @asynccontextmanager
@@ -75,7 +57,7 @@ async def shown_beside(run: Path, host: str, port: int, operator_key: str | None
     opens the store's file a second time and closes it.
     """
     run = await asyncio.to_thread(run.resolve)
-    listener = listen(host, port)
+    listener = bind(host, port)
     token = secrets.token_urlsafe(24)
     settings = {"folder": str(run.parent), "token": token, "operator_key": operator_key}
     visited = asyncio.create_task(_answer_visitors(listener, settings))

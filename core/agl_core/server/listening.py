@@ -63,15 +63,10 @@ class Listening:
     """Has a port from the start on, and answers by `app` from `start` to `stop`. ServerError if the port is taken."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._socket = _bind(host, port)
+        self._socket = bind(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._state = ServerState()
         self._server: asyncio.Server | None = None
-
-    @property
-    def base_url(self) -> str:
-        return url_of(self._host, self.port)
 
     def close(self) -> None:
         """Let go of the port without having served."""
@@ -117,7 +112,8 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is a free one. ServerError if that cannot be."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -126,7 +122,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ServerError(
-            f"The Lightning Server cannot listen on {host}:{port} ({error.strerror}). "
+            f"agl cannot listen on {host}:{port} ({error.strerror}). "
             + (
                 "Another program, perhaps another run, has that port: use port 0 for a free one, or stop the other "
                 "program."
