@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from agl_core.apis.answered import HEADER_STAINLESS
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
-from agl_core.server.answered import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import CallTools, Fail, Hold, Received, Say, Step
 from agl_core.testing.server import LeasedAttempt, Stack, running_stack

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agl_core.apis.answered import HEADER_STAINLESS
 from agl_core.config.models import SamplingSection
 from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.answered import HEADER_STAINLESS
 from agl_core.server.upstream import RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream

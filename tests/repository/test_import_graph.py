@@ -18,6 +18,7 @@ FLOORS = [
     {"capture"},
     {"store"},
     {"learning"},
+    {"apis"},
     {"server"},
     {"client"},
     {"worker"},
@@ -154,6 +155,7 @@ def _is_light(module: str) -> bool:
     """Whether a module belongs to the core that an agent's environment has."""
     return module.startswith("agl_core") and not module.startswith(
         (
+            "agl_core.apis",
             "agl_core.server",
             "agl_core.training",
             "agl_core.reading",

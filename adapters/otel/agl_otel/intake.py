@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.server.errors import ApiError, as_answer, openai_error
+from agl_core.apis.errors import ApiError, as_answer, openai_error
 from agl_core.server.keys import ActiveAttempt
 from agl_core.server.listening import read_body
 from agl_core.store.interface import Store

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.trace import StatusCode, Tracer
 
+from agl_core.apis.errors import ApiError
 from agl_core.errors import StoreError
-from agl_core.server.errors import ApiError
 from agl_core.server.listening import MAX_AGENT_BODY
 from agl_core.types import AttemptKey, ToolStatus
 from agl_otel.intake import _decoded

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from agl_core import private
+from agl_core.apis.errors import no_upstream
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
-from agl_core.server.errors import no_upstream
 from agl_core.server.keys import ActiveAttempt
 from agl_core.server.upstream import Destination, UpstreamClient
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints

@@ -22,6 +22,7 @@ from starlette.datastructures import URL
 from starlette.requests import Request
 
 from agl_core import kinds
+from agl_core.apis.errors import ApiError
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.config.models import ServerSection
 from agl_core.config.sections import HUB_NAME
@@ -31,7 +32,6 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
 from agl_core.reading.runs import find_run, policy_names
 from agl_core.server import Keys, LightningServer
-from agl_core.server.errors import ApiError
 from agl_core.server.keys import ActiveAttempt, carries, is_loopback
 from agl_core.server.upstream import Relay
 from agl_core.store.interface import Store

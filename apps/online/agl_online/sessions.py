@@ -21,11 +21,11 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.routing import Route
 
+from agl_core.apis.errors import ApiError
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, StoreError, StoreRefusedError
 from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
-from agl_core.server.errors import ApiError
 from agl_core.server.keys import AttemptState, Keys, SourceFactory
 from agl_core.server.upstream import DestinationProvider, Relay, RunSettings
 from agl_core.store.interface import ErasableStore, Store

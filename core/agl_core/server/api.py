@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agl_core.apis.errors import ApiError, as_answer, openai_error, stopping
 from agl_core.config.models import PassthroughSection
-from agl_core.server.errors import ApiError, as_answer, openai_error, stopping
 from agl_core.server.gateway import DIALECTS, MODELS, PASSED_ON, TRACES, Gateway, find_route
 from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
 from agl_core.server.listening import read_body

@@ -23,21 +23,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
+from agl_core.apis.chat import ChatCompletions, Completions
+from agl_core.apis.dialect import Dialect, ModelRequest, rendered
+from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
+from agl_core.apis.messages import Messages
+from agl_core.apis.reply import Reply, read_reply
+from agl_core.apis.responses import Responses
 from agl_core.capture import unpack_variables
 from agl_core.config.models import SamplingSection
 from agl_core.config.sections import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
-from agl_core.server.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
-from agl_core.server.dialects.chat import ChatCompletions, Completions
-from agl_core.server.dialects.dialect import Dialect, ModelRequest, rendered
-from agl_core.server.dialects.messages import Messages
-from agl_core.server.dialects.responses import Responses
-from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
-from agl_core.server.reply import Reply, read_reply
 from agl_core.server.upstream import Destination, DestinationProvider
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from starlette.requests import Request
 from starlette.routing import Route
 
+from agl_core.apis.answered import Answered
+from agl_core.apis.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
 from agl_core.errors import ServerError
-from agl_core.server.answered import Answered
-from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
 from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, Source

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from agl_core.apis.errors import ApiError, openai_error
 from agl_core.errors import ServerError
-from agl_core.server.errors import ApiError, openai_error
 
 try:
     from uvloop import new_event_loop

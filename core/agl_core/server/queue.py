@@ -15,9 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from agl_core.apis.errors import ApiError, stopping
 from agl_core.errors import StoreError
 from agl_core.plugins import RunHooks
-from agl_core.server.errors import ApiError, stopping
 from agl_core.server.keys import ActiveAttempt, AttemptState, Keys, decided, is_tried_again, reported
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState

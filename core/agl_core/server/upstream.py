@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
+from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
-from agl_core.server.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
 from agl_core.types import AttemptKey, Json
 from agl_core.wire.headers import HEADER_ROLLOUT
 

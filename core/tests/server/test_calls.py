@@ -68,7 +68,7 @@ async def test_equal_requests_without_a_marker_are_two_calls(stack: Stack) -> No
 async def test_replies_are_kept_for_the_latest_calls(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(f"agl_core.server.answered.{limit}", value)
+    monkeypatch.setattr(f"agl_core.apis.answered.{limit}", value)
     key = await stack.lease()
     stack.upstream.script(*(Say(1000 * "x") for _ in range(10)))
 

@@ -10,10 +10,10 @@ from unittest.mock import ANY, Mock, call, create_autospec
 import pytest
 from memory_store import MemoryStore
 
+from agl_core.apis.errors import no_upstream
 from agl_core.errors import ServerError, StoreError
 from agl_core.plugins import Plugins, RunHooks
 from agl_core.server import Keys, RolloutQueue
-from agl_core.server.errors import no_upstream
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
 from agl_core.wire.workers import (

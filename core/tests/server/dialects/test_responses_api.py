@@ -158,7 +158,7 @@ async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None
 async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_core.server.answered.MAX_KEPT", 2)
+    monkeypatch.setattr("agl_core.apis.answered.MAX_KEPT", 2)
     client = stack.client(await stack.lease())
     for _ in range(4):
         stack.upstream.script(reply(PARALLEL))
@@ -328,7 +328,7 @@ async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
 
 async def test_what_is_kept_of_all_open_attempts_is_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt that was not used for longest loses it: that costs a call anew, or a clear refusal, and no call."""
-    monkeypatch.setattr("agl_core.server.answered.MAX_TOTAL_BYTES", 60_000)
+    monkeypatch.setattr("agl_core.apis.answered.MAX_TOTAL_BYTES", 60_000)
     text = 4000 * " "
     keys = [await stack.lease() for _ in range(8)]
     clients = [stack.client(key) for key in keys]

@@ -16,8 +16,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from agl_core.server.answered import Answered
-from agl_core.server.dialects.dialect import (
+from agl_core.apis.answered import Answered
+from agl_core.apis.dialect import (
     Dialect,
     ModelRequest,
     Translation,
@@ -27,7 +27,7 @@ from agl_core.server.dialects.dialect import (
     unsupported,
     wrong,
 )
-from agl_core.server.reply import Reply
+from agl_core.apis.reply import Reply
 from agl_core.types import Json
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from agl_core.server.answered import NOT_KEPT, Answered, Message
-from agl_core.server.dialects.dialect import (
+from agl_core.apis.answered import NOT_KEPT, Answered, Message
+from agl_core.apis.dialect import (
     Dialect,
     ModelRequest,
     Translation,
@@ -28,7 +28,7 @@ from agl_core.server.dialects.dialect import (
     without_none,
     wrong,
 )
-from agl_core.server.reply import Reply, called, reasoning_of
+from agl_core.apis.reply import Reply, called, reasoning_of
 from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"

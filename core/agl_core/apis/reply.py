@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agl_core.server.errors import ApiError
+from agl_core.apis.errors import ApiError
 from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 

@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from agl_core.server.answered import Answered, Message
-from agl_core.server.dialects.dialect import (
+from agl_core.apis.answered import Answered, Message
+from agl_core.apis.dialect import (
     Dialect,
     ModelRequest,
     Translation,
@@ -30,8 +30,8 @@ from agl_core.server.dialects.dialect import (
     without_none,
     wrong,
 )
-from agl_core.server.errors import ApiError
-from agl_core.server.reply import Reply, loads, reasoning_of
+from agl_core.apis.errors import ApiError
+from agl_core.apis.reply import Reply, loads, reasoning_of
 from agl_core.types import FinishReason, Json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -18,9 +18,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from agl_core.server.answered import Answered, Message
-from agl_core.server.errors import ApiError, openai_error
-from agl_core.server.reply import Reply, loads
+from agl_core.apis.answered import Answered, Message
+from agl_core.apis.errors import ApiError, openai_error
+from agl_core.apis.reply import Reply, loads
 from agl_core.types import Json, Sampling
 from agl_core.wire.headers import HEADER_IGNORED
 

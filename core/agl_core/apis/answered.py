@@ -16,16 +16,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import orjson
 from starlette.datastructures import Headers
 
-from agl_core.server.reply import RawReply, Reply, called, loads, reasoning_of
+from agl_core.apis.reply import RawReply, Reply, called, loads, reasoning_of
 from agl_core.types import Call, Json
-
-if TYPE_CHECKING:
-    from agl_core.server.listening import HttpConnection
 
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
@@ -43,6 +40,12 @@ NOT_KEPT = (
 )
 
 
+class Connection(Protocol):
+    """That of a client."""
+
+    is_gone: bool
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     """One call, everything its client sent to get the reply, and the reply."""
@@ -54,7 +57,7 @@ class Exchange:
     """What an earlier server recorded of it, without its client getting the reply."""
     call: Call | None = None
     """The call as it was recorded; None before, and if it does not count."""
-    waiting: list[HttpConnection] = field(default_factory=list)
+    waiting: list[Connection] = field(default_factory=list)
     """The connections that asked for it."""
     arrived: bool = False
     """Whether one of them got the reply."""

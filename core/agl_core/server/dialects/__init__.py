@@ -1,1 +1,0 @@
-"""The model APIs that agents speak, one module each, and what they share."""
