@@ -1,9 +1,13 @@
-"""Servers that tests of several packages run: a Lightning Server for clients that block, a vendor's model server."""
+"""What tests of several packages run: a server for clients that block, `agl worker`, a vendor's model server."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -13,6 +17,7 @@ from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.scripts import Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import Attempt, Rollout
 
 Upstream = TypeVar("Upstream", bound=ScriptedUpstream)
 
@@ -23,6 +28,26 @@ def stack_in_thread() -> Iterator[tuple[Stack, BlockingPortal]]:
     stack = running_stack(upstream_fields=lambda _: {"models": {"default": "served", "other": "served-too"}})
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(stack) as running:
         yield running, portal
+
+
+async def run_worker(stack: Stack, rollout: Rollout, folder: Path, *arguments: str, **variables: str) -> Attempt:
+    """What becomes of the rollout by `agl worker` as a user runs it, in this folder and with these variables."""
+    server = stack.server
+    await server.queue.enqueue([rollout])
+    worker = await asyncio.create_subprocess_exec(
+        *(Path(sys.executable).with_name("agl"), "worker", *arguments, "--server", server.base_url),
+        cwd=folder,
+        env={**os.environ, **variables},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    done = asyncio.create_task(server.queue.done([rollout.id]))
+    exited = asyncio.create_task(worker.communicate())
+    await asyncio.wait({done, exited}, return_when=asyncio.FIRST_COMPLETED)
+    server.queue.close()
+    _, complaints = await exited
+    assert worker.returncode == 0, complaints.decode()
+    [attempt] = await stack.store.attempts(rollout.id)
+    return attempt
 
 
 @contextlib.contextmanager

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-import agl_core
-
-
-@pytest.fixture(autouse=True)
-def attached() -> Iterator[None]:
-    attachment = agl_core.attach([])
-    yield
-    attachment.detach()
+pytestmark = pytest.mark.usefixtures("attached")
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])

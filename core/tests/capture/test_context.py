@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-import agl_core
 from agl_core.capture import (
     AttemptContext,
     Identity,
@@ -21,13 +17,6 @@ from agl_core.capture import (
     identify,
     running,
 )
-
-
-@pytest.fixture
-def attached() -> Iterator[None]:
-    attachment = agl_core.attach([])
-    yield
-    attachment.detach()
 
 
 def attempt(rollout: str = "r1") -> AttemptContext:

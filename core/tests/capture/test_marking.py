@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import openai
 import pytest
@@ -17,21 +16,16 @@ import agl_core
 from agl_core.capture import AttemptContext, Recording, current_identity, running
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
-from agl_core.testing.scripts import Fail, Hold, Say
+from agl_core.testing.scripts import Hold
 from agl_core.testing.server import running_stack
 from agl_core.types import Episode
+
+pytestmark = pytest.mark.usefixtures("attached")
 
 CITIES = {"Oslo": "4 °C", "Atlantis": ""}
 
 
-@pytest.fixture(autouse=True)
-def attached() -> Iterator[None]:
-    attachment = agl_core.attach([])
-    yield
-    attachment.detach()
-
-
-def told(episode: Episode) -> list[tuple[str | None, list[tuple[str, str]]]]:
+def tools_of_calls(episode: Episode) -> list[tuple[str | None, list[tuple[str, str]]]]:
     """Of each call: who made it, and which tools it led to."""
     return [(t.agent, [(o.tool, o.status.value) for o in t.tool_results]) for t in episode.transitions]
 
@@ -56,16 +50,7 @@ async def ask(client: openai.AsyncOpenAI, text: str) -> str:
     return reply.choices[0].message.content or ""
 
 
-async def direct(client: openai.AsyncOpenAI, text: str) -> str:
-    return await ask(client, text)
-
-
-async def in_a_task(client: openai.AsyncOpenAI, text: str) -> str:
-    return await asyncio.wait_for(asyncio.create_task(ask(client, text)), 30)
-
-
-@pytest.mark.parametrize("call", [direct, in_a_task])
-async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., Any]) -> None:
+async def test_concurrent_runs_of_one_agent_are_told_apart() -> None:
     shared = agl_core.agent("twin")
 
     async with running_stack() as stack:
@@ -74,7 +59,7 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
         async def solve(client: openai.AsyncOpenAI, city: str) -> None:
             async with shared:
                 for turn in range(3):
-                    await call(client, f"{city} {turn}")
+                    await ask(client, f"{city} {turn}")
                     async with agl_core.tool(f"{city} {turn}") as run:
                         await asyncio.sleep(0.001 * len(city))
                         run.result = CITIES[city]
@@ -111,7 +96,7 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
                 with contextlib.suppress(Exception):
                     look_up(city)
         episode = portal.call(attempt.close)
-    assert [tools for _, tools in told(episode)] == [
+    assert [tools for _, tools in tools_of_calls(episode)] == [
         [("look_up", "ok")],
         [("look_up", "empty")],
         *([], []),
@@ -138,7 +123,7 @@ async def test_what_cannot_be_told_is_not_guessed() -> None:
                 await both
                 look_up("Oslo")  # after two calls at once
         episode = await attempt.close()
-    assert [tools for _, tools in told(episode)] == [[], []]
+    assert [tools for _, tools in tools_of_calls(episode)] == [[], []]
     assert len(episode.unjoined) == 2
 
 
@@ -157,12 +142,16 @@ async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs
             look_up("Atlantis")
         await client.close()
         episode = await attempt.close()
-    assert told(episode) == [
+    assert tools_of_calls(episode) == [
         ("writer", [("look_up", "ok")]),
         ("checker", [("look_up", "ok")]),
         ("program", [("look_up", "empty")]),
     ]
-    assert [each.agent for t in episode.transitions for each in t.tool_results] == ["writer", "checker", "program"]
+    assert [tool_result.agent for t in episode.transitions for tool_result in t.tool_results] == [
+        "writer",
+        "checker",
+        "program",
+    ]
 
 
 async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
@@ -204,18 +193,6 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
         **dict.fromkeys(tools, "boss"),
         "critique": "critic",
     }
-
-
-async def test_a_retry_of_the_client_stays_in_its_step() -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        stack.upstream.script(Fail(500), Say("after all"))
-        with attempt.running():
-            async with stack.client(attempt.key, max_retries=2) as client, agl_core.agent("patient"):
-                assert await ask(client, "hello") == "after all"
-                look_up("Oslo")
-        episode = await attempt.close()
-    assert told(episode) == [("patient", [("look_up", "ok")])]
 
 
 def test_a_block_that_tells_no_result_is_no_empty_result_but_none_is() -> None:

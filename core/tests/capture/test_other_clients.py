@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +17,8 @@ import urllib3
 import agl_core
 from agl_core.testing.server import LeasedAttempt, Stack, running_stack
 from agl_core.wire.headers import HEADER_ROLLOUT
+
+pytestmark = pytest.mark.usefixtures("attached")
 
 BODY = json.dumps({"model": "default", "messages": [{"role": "user", "content": "hello"}]}).encode()
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer a-key-of-no-attempt"}
@@ -45,13 +47,6 @@ async def by_aiohttp_with_a_base(url: str) -> Any:
 
 SYNC: list[Callable[[str], Any]] = [by_requests, by_urllib3]
 ASYNC: list[Callable[[str], Awaitable[Any]]] = [by_aiohttp, by_aiohttp_with_a_base]
-
-
-@pytest.fixture(autouse=True)
-def attached() -> Iterator[None]:
-    attachment = agl_core.attach([])
-    yield
-    attachment.detach()
 
 
 @pytest.fixture

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import httpx2
 import pytest
 
-import agl_core
 from agl_core.capture import AttemptContext, Identity, Recording, identify, running
 from agl_core.capture.requests import Stamper, stamp_library
 from agl_core.capture.wrapping import Patches
+
+pytestmark = pytest.mark.usefixtures("attached")
 
 BASE = "http://127.0.0.1:8000"
 
@@ -33,13 +33,6 @@ class Wire:
 
     def stamps(self) -> list[dict[str, str]]:
         return [{k: v for k, v in r.headers.items() if k.startswith("x-agl")} for r in self.requests]
-
-
-@pytest.fixture(autouse=True)
-def attached() -> Iterator[None]:
-    attachment = agl_core.attach([])
-    yield
-    attachment.detach()
 
 
 @pytest.fixture(params=[httpx, httpx2], ids=["httpx", "httpx2"])
@@ -84,12 +77,6 @@ def test_only_below_the_path_of_the_base_url(wire: Wire) -> None:
         for path in ("agl/v1", "agl", "aglet/v1", "v1"):
             client.get(f"https://h:443/{path}")
     assert [bool(stamp) for stamp in wire.stamps()] == [True, True, False, False]
-
-
-def test_outside_an_attempt_nothing_is_stamped(wire: Wire) -> None:
-    with wire.library.Client(transport=wire.transport) as client, identify("solver"):
-        client.get(f"{BASE}/v1")
-    assert wire.stamps() == [{}]
 
 
 @pytest.mark.parametrize("name", ["研究员", "a\r\nx-evil: 1", "é", "100%", " spaced ", "x" * 5000])

@@ -108,10 +108,28 @@ class RecordedRun:
         return name
 
     def planned(self, step: int, member: str, **changes: Any) -> Rollout:
-        return planned(step, member, **changes)
+        task = Task("t1", "6 * 7", metadata={"answer": "42"})
+        made = Rollout(f"s{step}-g0-{member}", "calc", 0, f"s{step}-g0", task, Mode.TRAIN, step, int(member[1:]))
+        return replace(made, **changes)
 
     def trained(self, step: int, member: str) -> list[Record]:
-        return trained(step, member)
+        """One rollout of two calls with a tool between them, and what training made of it (credit rule: identical)."""
+        answer, status, right, tools = ENDS[member]
+        rollout = self.planned(step, member, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED)
+        key = rollout.id
+        function = {"name": "look", "arguments": "{}"}
+        asked = {"tool_calls": [{"id": f"{key}-t", "type": "function", "function": function}]}
+        return [
+            rollout,
+            Attempt(key, 0, "w", 0.0, 1.0, Ending.FINISHED, result=answer),
+            call(key, 0, {"role": "assistant", "content": None, **asked}, prompt=[1, 2, 3]),
+            # What the prompt of the second call says depends on what the tool did.
+            call(key, 1, {"role": "assistant", "content": answer}, prompt=[1, 2, 3, 4 if answer == "42" else 5]),
+            ToolResult(f"{key}-o", key, 0, "look", ToolStatus(status), f"{key}-t"),
+            Reward(key, 0, "right", right, "right"),
+            Reward(key, 0, "look", tools, "tools", call=f"{key}-c0"),
+            *(TrainingRecord(key, 0, f"{key}-c{n}", 0, step, right + tools, 0.0, 1.0) for n in (0, 1)),
+        ]
 
     def put(self, *records: Record, to: Path | None = None) -> None:
         async def putting() -> None:
@@ -146,34 +164,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     monkeypatch.chdir(tmp_path)
     recorded.put(
         Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 1.0}, "tools": {"weight": 1.0}}}),
-        *(record for member in ENDS for record in trained(1, member)),
+        *(record for member in ENDS for record in recorded.trained(1, member)),
     )
     return recorded
-
-
-def planned(step: int, member: str, **changes: Any) -> Rollout:
-    task = Task("t1", "6 * 7", metadata={"answer": "42"})
-    made = Rollout(f"s{step}-g0-{member}", "calc", 0, f"s{step}-g0", task, Mode.TRAIN, step, int(member[1:]))
-    return replace(made, **changes)
-
-
-def trained(step: int, member: str) -> list[Record]:
-    """One rollout of two calls with a tool between them, and what training made of it (credit rule: identical)."""
-    answer, status, right, tools = ENDS[member]
-    rollout = planned(step, member, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED)
-    key = rollout.id
-    asked = {"tool_calls": [{"id": f"{key}-t", "type": "function", "function": {"name": "look", "arguments": "{}"}}]}
-    return [
-        rollout,
-        Attempt(key, 0, "w", 0.0, 1.0, Ending.FINISHED, result=answer),
-        call(key, 0, {"role": "assistant", "content": None, **asked}, prompt=[1, 2, 3]),
-        # What the prompt of the second call says depends on what the tool did.
-        call(key, 1, {"role": "assistant", "content": answer}, prompt=[1, 2, 3, 4 if answer == "42" else 5]),
-        ToolResult(f"{key}-o", key, 0, "look", ToolStatus(status), f"{key}-t"),
-        Reward(key, 0, "right", right, "right"),
-        Reward(key, 0, "look", tools, "tools", call=f"{key}-c0"),
-        *(TrainingRecord(key, 0, f"{key}-c{n}", 0, step, right + tools, 0.0, 1.0) for n in (0, 1)),
-    ]
 
 
 def call(rollout: str, sequence: int, message: dict[str, Any], prompt: list[int]) -> Call:

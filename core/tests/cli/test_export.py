@@ -16,7 +16,7 @@ import pytest
 import agl_core
 from agl_core.errors import StoreError
 from agl_core.reading.export import Format
-from agl_core.types import Call, Ending, Mode, Rollout, RolloutState, Run, Task, Verdict
+from agl_core.types import Call, Ending, Mode, Rollout, RolloutState, Run, Task
 
 
 @pytest.fixture
@@ -71,10 +71,10 @@ def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transit
 
     exported(trained)
 
-    episodes = {each.rollout: each for each in agl_core.load_episodes(trained.folder / "out")}
+    episodes = {load_episode.rollout: load_episode for load_episode in agl_core.load_episodes(trained.folder / "out")}
     evaluated = episodes["e2"]
     assert (evaluated.task.split, evaluated.mode, len(evaluated.transitions)) == ("eval", Mode.EVAL_GREEDY, 2)
-    assert [t.key.call for each in episodes.values() for t in each.undelivered] == [call.id]
+    assert [t.key.call for episode in episodes.values() for t in episode.undelivered] == [call.id]
     assert sum(len(each.transitions) for each in episodes.values()) == 11
 
 
@@ -86,22 +86,13 @@ def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transit
         (["--split", "eval"], ["e2"]),
         (["--min-reward", "0.5"], ["s1-g0-m0", "s1-g0-m2", "s2-g0-m0"]),
         (["--agent", "solver", "--step", "1", "--max-reward", "0"], ["s1-g0-m1"]),
+        (["--verdict", "unhealthy"], ["s1-g0-m1", "s1-g0-m2", "s2-g0-m1"]),
     ],
 )
 def test_filters(trained: Any, filters: list[str], expected: list[str]) -> None:
     exported(trained, *filters)
 
     assert names(trained) == expected
-
-
-def test_the_filter_by_verdict_is_that_of_agl_rollouts(trained: Any) -> None:
-    by_verdict = []
-    for verdict in Verdict:
-        listed = json.loads(trained.agl("rollouts", "calc", "--verdict", verdict, "--json").output)
-        if exported(trained, "--verdict", verdict, out=verdict).exit_code == 0:
-            by_verdict.append(sorted(names(trained, verdict)))
-            assert by_verdict[-1] == sorted(each["id"] for each in listed)
-    assert len(by_verdict) > 1, "they differ"
 
 
 def test_of_one_agent_there_are_its_own_transitions_alone(trained: Any) -> None:

@@ -65,7 +65,7 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     run.write("try.toml", rewards={"numeric_match": {"field": "result"}})
     tried = ("reward", "try", "--yes", "try.toml", "--run", "imported", "--rollout", "imported-1", "--json")
     [rollout] = json.loads(run.agl(*tried).stdout)["rollouts"]
-    assert {(each["source"], each["before"], each["after"]) for each in rollout["rewards"]} == {
+    assert {(reward["source"], reward["before"], reward["after"]) for reward in rollout["rewards"]} == {
         ("imported", 1.0, None), ("numeric_match", None, 1.0),
     }  # fmt: skip
     assert run.agl("export", "imported", "--to", "preferences", "--out", "pairs.jsonl").exit_code == 0
@@ -194,7 +194,7 @@ def test_export_then_import_gives_the_same_episodes(tmp_path_factory: Any, episo
 
     imported = import_file(folder / "first.jsonl", "one", folder)
     asyncio.run(export_run(imported.run, Format.EPISODES, folder / "out"))
-    found = {each.rollout: to_json(each) for each in agl_core.load_episodes(folder / "out")}
+    found = {load_episode.rollout: to_json(load_episode) for load_episode in agl_core.load_episodes(folder / "out")}
     assert found == {episode.rollout: to_json(episode) for episode in episodes}
 
 

@@ -47,12 +47,6 @@ def foreign(run: Any) -> Any:
     return run
 
 
-def agl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [AGL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 @pytest.mark.parametrize("command", LOOKING)
 def test_no_code_of_the_run_runs(foreign: Any, command: str) -> None:
     foreign.agl(*command.replace("RUN", "runs/calc").split())
@@ -65,7 +59,7 @@ def test_trying_rewards_asks_first(foreign: Any) -> None:
     ran = foreign.folder / "runs" / "calc" / "it-ran"
     command = ("reward", "try", "runs/calc/config.toml")
 
-    refused = agl(*command)
+    refused = run_agl(*command, stdin=subprocess.DEVNULL)
 
     assert refused.returncode == 2
     assert f"of {ran.with_name('plugin.py')}, with your rights" in refused.stderr
@@ -76,14 +70,16 @@ def test_trying_rewards_asks_first(foreign: Any) -> None:
     assert ran.exists()
 
 
+def run_agl(*arguments: str, stdin: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([AGL, *arguments], stdin=stdin, capture_output=True, text=True, timeout=120, check=False)
+
+
 def answered(answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command with a terminal at which somebody types this."""
     terminal, its_end = pty.openpty()
     try:
         os.write(terminal, answer.encode())
-        return subprocess.run(
-            [AGL, *arguments], stdin=its_end, capture_output=True, text=True, timeout=120, check=False
-        )
+        return run_agl(*arguments, stdin=its_end)
     finally:
         os.close(terminal)
         os.close(its_end)

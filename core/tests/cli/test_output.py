@@ -124,7 +124,7 @@ def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     assert [(each["id"], each["ending"], each["superseded"]) for each in listed] == [("s1-g0-m2", "finished", False)]
     assert "s1-g0-m2" in [each["id"] for each in found]
     assert none == [[], []]
-    assert {each["name"]: each["value"] for each in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
+    assert {reward["name"]: reward["value"] for reward in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
     [attempt] = shown["attempts"]
     assert (shown["rollout"]["counted_attempt"], attempt["attempt"]["result"]) == (0, "42")
     assert attempt["episode"]["transitions"][1]["prompt_ids"] == [1, 2, 3, 4]

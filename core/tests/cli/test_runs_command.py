@@ -144,7 +144,7 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
     before = listed(run)[0]["size"]
     pruned = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--checkpoints", "1", "--json").stdout)
     assert [(each["calls"], each["up_to_step"]) for each in pruned] == [(10, 2)]
-    assert [Path(each).name for each in pruned[0]["checkpoints"]] == ["step-000001"]
+    assert [Path(checkpoint).name for checkpoint in pruned[0]["checkpoints"]] == ["step-000001"]
     assert [path.name for path in Checkpoints(run.store.parent / "checkpoints", 1).all()] == [
         "step-000002",
         "step-000003",

@@ -48,7 +48,7 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
 )
 def test_who_told_what_a_tool_did_and_by_which_rule(run: Any, told: dict[str, Any], expected: str) -> None:
     records = run.trained(2, "m0")
-    run.put(*(replace(each, **told) if isinstance(each, ToolResult) else each for each in records))
+    run.put(*(replace(record, **told) if isinstance(record, ToolResult) else record for record in records))
 
     status, _, source = expected.partition(" (")
     assert f"): {status}  " in shown(run, "s2-g0-m0")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from running_servers import run_worker
 from typer.testing import CliRunner
 
 from agl_core.cli import app
@@ -64,26 +63,11 @@ async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[
     (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
     async with running_stack() as stack:
         stack.upstream.script(Say("four"))
-        server = stack.server
-        await server.queue.enqueue([make.rollout("r", task=Task("t", {"question": "2 + 2?"}))])
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from agl_core.cli import main; main()", "worker"),
-            *arguments,
-            *("--server", server.base_url),
-            cwd=tmp_path,
-            env={**os.environ, WORKER_KEY: server.worker_key},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        done = asyncio.create_task(server.queue.done(["r"]))
-        exited = asyncio.create_task(worker.communicate())
-        await asyncio.wait({done, exited}, return_when=asyncio.FIRST_COMPLETED)
-        server.queue.close()
-        _, said = await exited
-        assert worker.returncode == 0, said.decode()
-        [rollout] = await done
-        [attempt] = await stack.store.attempts("r")
+        rollout = make.rollout("r", task=Task("t", {"question": "2 + 2?"}))
+        key = {WORKER_KEY: stack.server.worker_key}
+        attempt = await run_worker(stack, rollout, tmp_path, *arguments, **key)
         [call] = await stack.calls(attempt.key)
-    assert (rollout.ending, attempt.result) == (Ending.FINISHED, "four")
+    assert (attempt.ending, attempt.result) == (Ending.FINISHED, "four")
     assert call.request["messages"][0]["content"] == "2 + 2?"
 
 

@@ -95,7 +95,11 @@ def continues(calls: list[Call]) -> bool:
 async def tool_results(stack: Stack, key: AttemptKey) -> list[Any]:
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
     episode = await stack.episode(key)
-    return [(each.tool, each.result) for transition in episode.transitions for each in transition.tool_results]
+    return [
+        (tool_result.tool, tool_result.result)
+        for transition in episode.transitions
+        for tool_result in transition.tool_results
+    ]
 
 
 async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:

@@ -41,10 +41,12 @@ async def play(ask: Callable[[str, str], object], tool: str = "look_up") -> Seen
         rollout = await stack.store.rollout(attempt.key.rollout)
         [record] = await stack.store.attempts(rollout.id)
         told = build_episode(rollout, record, await attempt.calls())
-    agents = [each.agent for each in episode.transitions]
-    told_results = [(str(each.status), each.status_rule) for each in told.transitions[0].tool_results]
+    agents = [transition.agent for transition in episode.transitions]
+    told_results = [
+        (str(tool_result.status), tool_result.status_rule) for tool_result in told.transitions[0].tool_results
+    ]
     return Seen(agents, _statuses(episode), told_results)
 
 
 def _statuses(episode: Episode) -> list[str]:
-    return [str(each.status) for each in episode.transitions[0].tool_results]
+    return [str(tool_result.status) for tool_result in episode.transitions[0].tool_results]

@@ -62,7 +62,7 @@ async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path
         rollout, attempt = ended[number]
         assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
         rewards = await workplace.stack.store.rewards([attempt.key])
-        assert [each.value for each in rewards] == ([result] if isinstance(result, float | int) else [])
+        assert [reward.value for reward in rewards] == ([result] if isinstance(result, float | int) else [])
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 

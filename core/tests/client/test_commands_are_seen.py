@@ -162,8 +162,10 @@ async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, t
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert running.cancelled()
-    assert [(each.tool, str(each.status)) for each in recording.tool_results] == [("look_up", "empty")]
-    assert [(each.name, each.value) for each in recording.rewards] == [("style", 0.5)]
+    assert [(tool_result.tool, str(tool_result.status)) for tool_result in recording.tool_results] == [
+        ("look_up", "empty")
+    ]
+    assert [(reward.name, reward.value) for reward in recording.rewards] == [("style", 0.5)]
     await runner.close()
 
 

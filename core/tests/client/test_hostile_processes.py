@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
 from pathlib import Path
-from typing import Any
 
-import tomli_w
+from running_servers import run_worker
 
 from agl_core.testing import episodes as make
 from agl_core.testing.server import running_stack
@@ -27,8 +23,8 @@ async def solve(task, context):
     tool = await asyncio.create_subprocess_exec(
         sys.executable, task["tool"], context.rollout, task["sibling"], stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await tool.communicate()
-    return json.loads(told)
+    output, _ = await tool.communicate()
+    return json.loads(output)
 """
 
 TOOL = """
@@ -59,46 +55,22 @@ with httpx.Client(base_url=root, trust_env=False, timeout=60) as client:
 print(json.dumps([taken, environment]))
 """
 
-CONFIG: dict[str, Any] = {
-    "config_version": 1,
-    "agent": {"entry": "an_agent:solve"},
-    "tasks": {"train": {"source": "absent"}},
-    "policies": {"default": {"model": {"path": "./absent"}}},
-    "rewards": {"absent": {"weight": 1.0}},
-    "credit": {"name": "absent"},
-    "algorithm": {"name": "absent"},
-    "engine": {"name": "absent"},
-}
-
 
 async def test_what_an_async_agent_starts_finds_no_key_that_opens_anything(tmp_path: Path) -> None:
     """It inherits the environment of the worker, which was started with both keys."""
     (tmp_path / "an_agent.py").write_text(AGENT)
     (tmp_path / "a_tool.py").write_text(TOOL)
-    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
     async with running_stack() as stack:
-        server, keys, sibling = stack.server, stack.server.keys, await stack.lease()
+        keys, sibling = stack.server.keys, await stack.lease()
         task = Task("t", {"tool": str(tmp_path / "a_tool.py"), "sibling": sibling.rollout})
-        await server.queue.enqueue([make.rollout("own", task=task)])
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from agl_core.cli import main; main()"),
-            *("worker", "train.toml", "--server", server.base_url),
-            cwd=tmp_path,
-            env={**os.environ, WORKER_KEY: keys.worker, OPERATOR_KEY: keys.operator},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        done = asyncio.create_task(server.queue.done(["own"]))
-        exited = asyncio.create_task(worker.communicate())
-        await asyncio.wait({done, exited}, return_when=asyncio.FIRST_COMPLETED)
-        server.queue.close()
-        _, said = await exited
-        assert worker.returncode == 0, said.decode()
-        [attempt] = await stack.store.attempts("own")
+        inherited = {WORKER_KEY: keys.worker, OPERATOR_KEY: keys.operator}
+        own = make.rollout("own", task=task)
+        attempt = await run_worker(stack, own, tmp_path, "--entry", "an_agent:solve", **inherited)
         assert attempt.ending is Ending.FINISHED, attempt.error
         taken, environment = attempt.result
         assert taken == []
-        assert any(each.startswith("OPENAI_API_KEY=") for each in environment)
+        assert any(variable.startswith("OPENAI_API_KEY=") for variable in environment)
         attempts = (sibling, attempt.key)
         secrets = [keys.worker, keys.operator, keys.secret, *map(keys.of_lease, attempts), *map(stack.key, attempts)]
-        assert [each for each in environment if any(secret in each for secret in secrets)] == []
+        assert [variable for variable in environment if any(secret in variable for secret in secrets)] == []
         assert [await stack.calls(sibling), await stack.store.tool_results([sibling])] == [[], []]

@@ -21,10 +21,12 @@ from agl_core.errors import AgentError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Task, ToolStatus
+from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 from agl_core.wire.workers import LeaseRequest
 from agl_core.worker import ProcessPerAttempt
 
 HERE = Path(__file__).parent
+AGL = Path(sys.executable).with_name("agl")
 
 
 @pytest.fixture
@@ -50,10 +52,10 @@ def processes(place: Any, entry: str = "isolated_agents:solve", folder: Path = H
 def children() -> list[psutil.Process]:
     """The processes that this one has started and that live; those that end meanwhile may be left out."""
     found = []
-    for each in psutil.Process().children():
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
     return found
 
 
@@ -74,16 +76,21 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness_of_its_own(workplace: Any) -> None:
+async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness_of_its_own(
+    workplace: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no key but the attempt's."""
+    monkeypatch.setenv(WORKER_KEY, "a worker's")
+    monkeypatch.setenv(OPERATOR_KEY, "an operator's")
     ended = await run(workplace, [{"does": "tell"}] * 4)
     results = [attempt.result for _, attempt in ended]
     assert {rollout.ending for rollout, _ in ended} == {Ending.FINISHED}
     assert len({each["pid"] for each in results} | {os.getpid()}) == 5
-    assert [each["seen"] for each in results] == [1] * 4
+    assert [(each["seen"], each["keys"]) for each in results] == [(1, [])] * 4
     assert len({number for each in results for number in each["random"]}) == 8
     for _, attempt in ended:  # Of a client that was made at import.
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
-    folders = {each["folder"] for each in results}
+    folders = {result["folder"] for result in results}
     assert (len(folders), [each["files"] for each in results]) == (4, [[]] * 4)
     await until(lambda: not any(map(os.path.exists, folders)))
 
@@ -115,7 +122,7 @@ async def test_a_crash_is_data_reports_arrive_before_it_and_others_go_on(workpla
     for attempt, result in ((ended[0][1], {}), (ended[-2][1], {"result": 0.25})):
         [reported] = await store.tool_results([attempt.key])
         assert (reported.tool, reported.tool_call_id, reported.status) == ("lookup", "call_1", ToolStatus.ERROR)
-        assert {each.name: each.value for each in await store.rewards([attempt.key])} == {"style": 0.5, **result}
+        assert {reward.name: reward.value for reward in await store.rewards([attempt.key])} == {"style": 0.5, **result}
 
 
 @pytest.mark.timing
@@ -197,33 +204,20 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
     await until(lambda: file.exists() and file.read_text() == "running")
     file.write_text("end")
     await until(lambda: file.read_text() == "deaf")
-    [agent] = [each for forker in children() if forker not in others for each in forker.children()]
+    [agent] = [child for forker in children() if forker not in others for child in forker.children()]
     running.cancel()
     assert (await running).result == "late"
     assert not agent.is_running()
     await runner.close()
 
 
-WORKER = """
-import asyncio, sys
-from pathlib import Path
-from agl_core.wire.client import LightningClient
-from agl_core.worker import ProcessPerAttempt, Worker
-
-async def main(url, key, folder):
-    async with LightningClient(url, key) as client:
-        runner = ProcessPerAttempt("isolated_agents:solve", Path(folder), base_url=url)
-        await Worker(client, runner, concurrency=2).run()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
 @contextlib.contextmanager
 def worker_apart(place: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A worker in a process of its own, which is killed at last."""
     server = place.stack.server
-    with subprocess.Popen([sys.executable, "-c", WORKER, server.base_url, server.worker_key, str(HERE)]) as worker:
+    command = ["worker", "--server", server.base_url, "--entry", "isolated_agents:solve", "--concurrency", "2"]
+    environment = {**os.environ, WORKER_KEY: server.worker_key}
+    with subprocess.Popen([AGL, *command], cwd=HERE, env=environment, stderr=subprocess.DEVNULL) as worker:
         try:
             yield worker
         finally:
@@ -265,7 +259,10 @@ async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: An
         done = [rollout for name in files for rollout in await queue.done([name])]
     for rollout in done:
         attempts = await store.attempts(rollout.id)
-        assert [(each.ending, each.result) for each in attempts] == [(Ending.LOST, None), (Ending.FINISHED, "in time")]
+        assert [(attempt.ending, attempt.result) for attempt in attempts] == [
+            (Ending.LOST, None),
+            (Ending.FINISHED, "in time"),
+        ]
         assert rollout.counted_attempt == 1
 
 
@@ -275,7 +272,7 @@ async def test_a_start_that_is_given_up_says_nothing_and_leaves_no_process(
 ) -> None:
     """As when a run that is finished is resumed: its worker is closed before it had anything to do."""
     runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url="http://127.0.0.1:9")
-    before = {each.pid for each in children()}
+    before = {child.pid for child in children()}
     starting = asyncio.create_task(runner.start())
     for _ in range(moments):
         await asyncio.sleep(0)

@@ -79,7 +79,7 @@ async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: 
     assert [each.id for each in large] == [f"o{number}" for number in range(200)]
     assert all(each.result.startswith(f"{number} x") for number, each in enumerate(large))
     assert all(each.result.endswith(" more characters)") for each in large)
-    assert [each.value for each in await workplace.stack.store.rewards([attempt.key])] == [0.5]
+    assert [reward.value for reward in await workplace.stack.store.rewards([attempt.key])] == [0.5]
     assert any("the largest values were cut" in problem for problem in worker.worker.problems)
 
 

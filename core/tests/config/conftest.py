@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -28,12 +29,6 @@ MINIMAL: dict[str, Any] = {
 
 
 @pytest.fixture
-def minimal() -> dict[str, Any]:
-    """A configuration to change."""
-    return copy.deepcopy(MINIMAL)
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where the configuration stands, with the weights it names."""
     (tmp_path / "weights").mkdir()
@@ -42,11 +37,30 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loaded(folder: Path) -> Callable[..., LoadedConfig]:
-    """Writes a configuration to `train.toml` and loads it."""
+    """Writes a configuration to `train.toml` and loads it: the minimal one with changes, by dotted keys, or a text.
 
-    def write_and_load(config: dict[str, Any] | str, *overrides: str, seed: int | None = None) -> LoadedConfig:
+    A key whose value is None is taken out.
+    """
+
+    def write_and_load(
+        changes: Mapping[str, Any] | str = MappingProxyType({}), *overrides: str, seed: int | None = None
+    ) -> LoadedConfig:
         file = folder / "train.toml"
-        file.write_text(config if isinstance(config, str) else tomli_w.dumps(config))
+        file.write_text(changes if isinstance(changes, str) else tomli_w.dumps(changed(changes)))
         return load(file, overrides, seed)
 
     return write_and_load
+
+
+def changed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(MINIMAL)
+    for dotted, value in changes.items():
+        *parents, key = dotted.split(".")
+        table = config
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        if value is None:
+            del table[key]
+        else:
+            table[key] = value
+    return config

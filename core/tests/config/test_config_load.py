@@ -19,23 +19,17 @@ from agl_core.plugins import Plugins
 from agl_core.types import Ending
 
 Load = Callable[..., LoadedConfig]
+PLUGIN_FILE = Path(__file__).with_name("fakes.py")
 
 
-def change(config: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
-    *parents, key = dotted.split(".")
-    table = config
-    for parent in parents:
-        table = table.setdefault(parent, {})
-    table[key] = value
-    return config
-
-
-def test_the_chosen_components_come_with_validated_options(loaded: Load, minimal: dict[str, Any]) -> None:
-    change(minimal, "algorithm.comparing", {"beta": 0})
-    change(minimal, "rewards.short", {"rule": "brevity", "weight": 2, "limit": 7})
-    change(minimal, "trackers.shouting", {"loud": True})
-
-    run = loaded(minimal)
+def test_the_chosen_components_come_with_validated_options(loaded: Load) -> None:
+    run = loaded(
+        {
+            "algorithm.comparing": {"beta": 0},
+            "rewards.short": {"rule": "brevity", "weight": 2, "limit": 7},
+            "trackers.shouting": {"loud": True},
+        }
+    )
 
     plan = run.policies["default"]
     assert (plan.algorithm.component.name, plan.credit.component.name) == ("comparing", "whole")
@@ -48,13 +42,11 @@ def test_the_chosen_components_come_with_validated_options(loaded: Load, minimal
     assert run.store.component.name == "forgetting"
 
 
-def test_a_table_that_stands_alone_is_the_choice(loaded: Load, minimal: dict[str, Any]) -> None:
+def test_a_table_that_stands_alone_is_the_choice(loaded: Load) -> None:
     """So that one setting of a plugin can be set from the command line."""
-    minimal["algorithm"] = {"comparing": {"beta": 0.5}}
-    del minimal["engine"]
-    change(minimal, "policies.default.credit", {"whole": {}})
+    changes = {"algorithm": {"comparing": {"beta": 0.5}}, "engine": None, "policies.default.credit": {"whole": {}}}
 
-    run = loaded(minimal, "engine.pretending.threads=2")
+    run = loaded(changes, "engine.pretending.threads=2")
 
     plan = run.policies["default"]
     assert (plan.algorithm.component.name, plan.credit.component.name) == ("comparing", "whole")
@@ -63,13 +55,12 @@ def test_a_table_that_stands_alone_is_the_choice(loaded: Load, minimal: dict[str
 
 
 def test_paths_are_resolved_against_the_file(
-    folder: Path, minimal: dict[str, Any], loaded: Load, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+    folder: Path, loaded: Load, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     (folder / "mine.py").write_text("")
-    minimal["plugins"].append("mine.py")
 
-    run = loaded(minimal)
+    run = loaded({"plugins": [str(PLUGIN_FILE), "mine.py"]})
 
     assert run.folder == folder.resolve()
     assert run.weights("default") == str(folder / "weights")
@@ -77,13 +68,12 @@ def test_paths_are_resolved_against_the_file(
 
 
 def test_paths_among_the_settings_of_plugins_are_resolved_too(
-    folder: Path, minimal: dict[str, Any], loaded: Load, monkeypatch: pytest.MonkeyPatch
+    folder: Path, loaded: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     settings = {"maybe": "~/two.bin", "many": ["a", "/b", "../c"], "named": {"d": "e/f"}}
-    change(minimal, "rewards.filing", settings)
 
-    run = loaded(minimal)
+    run = loaded({"rewards.filing": settings})
 
     options = run.rewards["filing"].options.model_dump()
     assert options == {
@@ -98,25 +88,26 @@ def test_paths_among_the_settings_of_plugins_are_resolved_too(
     assert run.config.rewards["filing"].settings["many"] == settings["many"], "the file's own words are stored"
 
 
-def test_a_policy_may_have_its_own_algorithm_and_credit(minimal: dict[str, Any], loaded: Load) -> None:
-    change(minimal, "policies.critic", {"model": {"path": "weights"}})
-    change(minimal, "policies.critic.algorithm", {"name": "comparing", "comparing": {"beta": 0.5}})
-    change(minimal, "policies.critic.credit", {"name": "mixing"})
+def test_a_policy_may_have_its_own_algorithm_and_credit(loaded: Load) -> None:
+    algorithm = {"name": "comparing", "comparing": {"beta": 0.5}}
+    critic = {"model": {"path": "weights"}, "algorithm": algorithm, "credit": {"name": "mixing"}}
 
-    run = loaded(minimal, "policies.critic.algorithm.comparing.epsilon=0.1", 'policies.critic.agents=["crit*"]')
+    run = loaded(
+        {"policies.critic": critic},
+        "policies.critic.algorithm.comparing.epsilon=0.1",
+        'policies.critic.agents=["crit*"]',
+    )
 
-    critic, default = run.policies["critic"], run.policies["default"]
-    assert critic.algorithm.options.model_dump() == {"beta": 0.5, "epsilon": 0.1}
+    plan, default = run.policies["critic"], run.policies["default"]
+    assert plan.algorithm.options.model_dump() == {"beta": 0.5, "epsilon": 0.1}
     assert default.algorithm.options.model_dump() == {"beta": 0.04, "epsilon": 0.2}
-    assert (critic.credit.component.name, default.credit.component.name) == ("mixing", "whole")
+    assert (plan.credit.component.name, default.credit.component.name) == ("mixing", "whole")
     assert run.config.policies["critic"].agents == ("crit*",)
     assert run.config.policies["default"].algorithm is None
 
 
-def test_endings_that_are_not_named_keep_their_default(minimal: dict[str, Any], loaded: Load) -> None:
-    change(minimal, "train.endings", {"crashed": -1.0})
-
-    endings = loaded(minimal).config.train.endings
+def test_endings_that_are_not_named_keep_their_default(loaded: Load) -> None:
+    endings = loaded({"train.endings": {"crashed": -1.0}}).config.train.endings
 
     assert endings[Ending.CRASHED] == -1.0
     assert endings[Ending.FINISHED] == "score"
@@ -136,19 +127,15 @@ def test_endings_that_are_not_named_keep_their_default(minimal: dict[str, Any], 
         ('train.agents=["a", "b*"]', ("train", "agents", ("a", "b*"))),
     ],
 )
-def test_set_overrides_one_key(
-    minimal: dict[str, Any], loaded: Load, override: str, expected: tuple[str, str | None, Any]
-) -> None:
+def test_set_overrides_one_key(loaded: Load, override: str, expected: tuple[str, str | None, Any]) -> None:
     section, key, value = expected
-    found = getattr(loaded(minimal, override).config, section)
+    setting = getattr(loaded({}, override).config, section)
 
-    assert (found if key is None else getattr(found, key)) == value
+    assert (setting if key is None else getattr(setting, key)) == value
 
 
-def test_the_later_override_wins_and_seed_beats_the_file(minimal: dict[str, Any], loaded: Load) -> None:
-    change(minimal, "seed", 1)
-
-    run = loaded(minimal, "train.steps=5", "train.steps=6", seed=7)
+def test_the_later_override_wins_and_seed_beats_the_file(loaded: Load) -> None:
+    run = loaded({"seed": 1}, "train.steps=5", "train.steps=6", seed=7)
 
     assert (run.config.train.steps, run.config.seed) == (6, 7)
 
@@ -173,10 +160,9 @@ def test_names_in_a_key_need_no_quotes() -> None:
         ("train.steps=0", "[train] steps: must be greater than or equal to 1, not 0. (It comes from --set.)"),
     ],
 )
-def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override: str, said: str) -> None:
-    minimal["name"] = "run"
+def test_a_bad_override_says_so(loaded: Load, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        loaded(minimal, override)
+        loaded({"name": "run"}, override)
     assert said in str(error.value)
 
 
@@ -221,25 +207,21 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place_and_remedy(
-    minimal: dict[str, Any], loaded: Load, folder: Path, key: str, value: Any, said: str
+    loaded: Load, folder: Path, key: str, value: Any, said: str
 ) -> None:
-    if key == "policies.second":
-        minimal["policies"]["default"]["agents"] = ["wr*"]
+    agents = {"policies.default.agents": ["wr*"]} if key == "policies.second" else {}
 
     with pytest.raises(ConfigError) as error:
-        loaded(change(minimal, key, value))
+        loaded({**agents, key: value})
 
     assert said in str(error.value)
     assert str(error.value).startswith(f"{folder / 'train.toml'}: ")
     assert "\n" not in str(error.value)
 
 
-def test_all_problems_are_told_together(minimal: dict[str, Any], loaded: Load) -> None:
-    for key, value in {"algorithm.name": "x", "engine.pretending": {"y": 1}, "rewards.z": {}}.items():
-        change(minimal, key, value)
-
+def test_all_problems_are_told_together(loaded: Load) -> None:
     with pytest.raises(ConfigError) as error:
-        loaded(minimal)
+        loaded({"algorithm.name": "x", "engine.pretending": {"y": 1}, "rewards.z": {}})
 
     message = str(error.value)
     assert message.splitlines()[0].endswith("has 3 problems:")
@@ -247,11 +229,8 @@ def test_all_problems_are_told_together(minimal: dict[str, Any], loaded: Load) -
         assert f"\n  {place}: " in message
 
 
-def test_tables_of_plugins_that_are_not_chosen_may_stay(minimal: dict[str, Any], loaded: Load) -> None:
-    change(minimal, "algorithm.comparing", {"beta": 0.5})
-    change(minimal, "algorithm.name", "easy")
-
-    run = loaded(minimal)
+def test_tables_of_plugins_that_are_not_chosen_may_stay(loaded: Load) -> None:
+    run = loaded({"algorithm": {"name": "easy", "comparing": {"beta": 0.5}}})
 
     assert run.policies["default"].algorithm.component.name == "easy"
     assert run.config.algorithm.tables["comparing"]["beta"] == 0.5
@@ -266,34 +245,31 @@ def test_a_missing_file_and_bad_toml(loaded: Load, folder: Path) -> None:
         load(folder)
 
 
-def test_tensorboard_stays_beside_a_tracker_that_is_named(minimal: dict[str, Any], loaded: Load) -> None:
-    change(minimal, "trackers.shouting", {"loud": True})
-    assert loaded(minimal).trackers.keys() == {"tensorboard", "shouting"}
-    change(minimal, "trackers.tensorboard", False)
-    without = loaded(minimal)
+def test_tensorboard_stays_beside_a_tracker_that_is_named(loaded: Load) -> None:
+    shouting = {"trackers.shouting": {"loud": True}}
+    assert loaded(shouting).trackers.keys() == {"tensorboard", "shouting"}
+    without = loaded({**shouting, "trackers.tensorboard": False})
     assert without.trackers.keys() == {"shouting"}
     assert without.config.trackers["tensorboard"] is False, "it is stored, so that a resumed run has none either"
 
 
-def test_the_default_tracker_may_be_missing_but_not_a_named_one(
-    minimal: dict[str, Any], loaded: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_tracker_may_be_missing_but_not_a_named_one(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
     installed = importlib.metadata.entry_points(group="agl")
     only_core = [entry for entry in installed if entry.name == "core"]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: only_core)
 
-    assert loaded(minimal).trackers == {}
-    assert loaded(minimal).config.trackers == {}
+    assert loaded().trackers == {}
+    assert loaded().config.trackers == {}
     with pytest.raises(ConfigError, match=r"\[trackers\] tensorboard: there is no tracker 'tensorboard'"):
-        loaded(change(minimal, "trackers.tensorboard", {}))
+        loaded({"trackers.tensorboard": {}})
 
 
 def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
-    minimal: dict[str, Any], loaded: Load, tmp_path_factory: pytest.TempPathFactory
+    loaded: Load, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    run = loaded(minimal, "engine.pretending.token=hunter2", "engine.pretending.cache.key=hunter3")
+    run = loaded({}, "engine.pretending.token=hunter2", "engine.pretending.cache.key=hunter3")
 
     assert run.engine.options.token.get_secret_value() == "hunter2"  # type: ignore[attr-defined]
     run_dir = tmp_path_factory.mktemp("run")
@@ -305,21 +281,21 @@ def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
     assert "***" not in stored
 
 
-def test_an_empty_async_table_is_enough_to_go_on_without_waiting(minimal: dict[str, Any], loaded: Load) -> None:
-    assert loaded(minimal).config.asynchronous.max_staleness == 0
-    assert loaded(minimal, "async={}").config.asynchronous.max_staleness == 4
+def test_an_empty_async_table_is_enough_to_go_on_without_waiting(loaded: Load) -> None:
+    assert loaded().config.asynchronous.max_staleness == 0
+    assert loaded({}, "async={}").config.asynchronous.max_staleness == 4
 
 
-def test_tables_of_plugins_are_checked(loaded: Callable[..., LoadedConfig], minimal: Any, folder: Path) -> None:
-    assert loaded({**minimal, "garden": {}}).sections["garden"].options.rows == 3
+def test_tables_of_plugins_are_checked(loaded: Load, folder: Path) -> None:
+    assert loaded({"garden": {}}).sections["garden"].options.rows == 3
     for garden, says in (
         ({"row": 3}, "[garden] row: section 'garden'"),
         ({"rows": 0}, "[garden] rows: must"),
         (3, "garden: must be a table"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
-            loaded({**minimal, "garden": garden})
-    loaded({**minimal, "garden": {"rows": 4}})
+            loaded({"garden": garden})
+    loaded({"garden": {"rows": 4}})
     policies = load(folder / "train.toml", needs=(), plugins=Plugins.load())
     assert policies.config.tables_of_plugins == {}, "that plugin file is not imported, and its settings may be secrets"
 
@@ -340,12 +316,11 @@ CHANGED = {
 
 
 def test_what_is_stored_is_what_was_loaded(
-    loaded: Load, minimal: dict[str, Any], folder: Path, tmp_path_factory: pytest.TempPathFactory
+    loaded: Load, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (folder / "inside" / "weights").mkdir(parents=True)
-    del minimal["agent"]
 
-    first = loaded(minimal, *CHANGED)
+    first = loaded({"agent": None}, *CHANGED)
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     store_config(first.config, elsewhere)
     second = load(elsewhere / CONFIG_FILE)
@@ -358,8 +333,8 @@ def test_what_is_stored_is_what_was_loaded(
     assert plain["policies"]["default"]["algorithm"]["comparing"] == {"beta": 0.0, "epsilon": 0.2}
 
 
-def test_it_says_every_setting_of_the_chosen_plugins(loaded: Load, minimal: dict[str, Any], tmp_path: Path) -> None:
-    store_config(loaded(minimal).config, tmp_path)
+def test_it_says_every_setting_of_the_chosen_plugins(loaded: Load, tmp_path: Path) -> None:
+    store_config(loaded().config, tmp_path)
     lines = (tmp_path / CONFIG_FILE).read_text().splitlines()
     assert {"beta = 0.04", "epsilon = 0.2", "slots = 4", "limit = 10", "group_size = 8"} <= set(lines)
 

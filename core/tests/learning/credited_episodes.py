@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
 from agl_core.types import Episode, Reward, ToolStatus, Transition
 
 REWARDS = st.floats(-2, 2, width=32)
@@ -39,7 +39,7 @@ EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
 GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
 
 
-def episode(make: Any, member: int, steps: Sequence[Step], terminal: float) -> Episode:
+def episode(member: int, steps: Sequence[Step], terminal: float) -> Episode:
     """The episode of these steps."""
     name = f"r{member}"
     calls = [
@@ -69,5 +69,5 @@ def rewarded(transition: Transition, value: float) -> Transition:
     return replace(transition, rewards=(Reward(key.rollout, 0, "step", value, "test", key.call, key.choice),))
 
 
-def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
-    return [episode(make, i, steps, terminal) for i, (steps, terminal) in enumerate(members)]
+def group(members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
+    return [episode(i, steps, terminal) for i, (steps, terminal) in enumerate(members)]

@@ -15,12 +15,15 @@ from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
 from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
 from agl_core.learning.batch import filter_trainable, subset, unusable
+from agl_core.testing import engines
+from agl_core.testing import episodes as make
+from agl_core.testing.engines import Row
 from agl_core.types import Batch, CreditKind, DropReason, Episode, TransitionKey
 
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
 
 
-def episode(make: Any, name: str, lengths: list[int], terminal: float, **changes: Any) -> Episode:
+def episode(name: str, lengths: list[int], terminal: float, **changes: Any) -> Episode:
     calls = [
         make.call(i, make.choice(tokens=n), rollout=name, agent="solver" if i % 2 == 0 else "critic")
         for i, n in enumerate(lengths)
@@ -30,13 +33,11 @@ def episode(make: Any, name: str, lengths: list[int], terminal: float, **changes
 
 
 @given(data=st.data())
-def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, data: st.DataObject) -> None:
+def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(data: st.DataObject) -> None:
     sizes = st.lists(st.integers(0, 5), min_size=0, max_size=4)
     groups = [
         [
-            episode(
-                make, f"g{g}m{m}", lengths, float(g - m), dropped=data.draw(st.sampled_from([None, DropReason.ENDING]))
-            )
+            episode(f"g{g}m{m}", lengths, float(g - m), dropped=data.draw(st.sampled_from([None, DropReason.ENDING])))
             for m, lengths in enumerate(members)
         ]
         for g, members in enumerate(
@@ -63,10 +64,10 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, da
             assert transition.agent == "solver"
 
 
-def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
+def test_rollouts_and_groups_are_numbered_for_the_statistics() -> None:
     groups = [
-        [episode(make, "a", [2, 2, 2], 1.0), episode(make, "b", [2], 0.0)],
-        [episode(make, "c", [1], 1.0), episode(make, "d", [1], 0.0)],
+        [episode("a", [2, 2, 2], 1.0), episode("b", [2], 0.0)],
+        [episode("c", [1], 1.0), episode("d", [1], 0.0)],
     ]
     batch = make_batches(groups, BatchPlan(IDENTICAL), step=7).batches["default"]
     assert batch.step == 7
@@ -75,7 +76,7 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
     assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
 
 
-def test_a_masked_token_may_have_any_log_probability(make: Any) -> None:
+def test_a_masked_token_may_have_any_log_probability() -> None:
     """It is none of the policy's, so nothing that is recorded of it counts."""
     logprobs, mask = np.array([-1.0, np.nan, -np.inf], np.float32), np.array([True, False, False])
     calls = [make.call(0, make.choice(logprobs=logprobs, mask=mask)), make.call(1)]
@@ -85,12 +86,12 @@ def test_a_masked_token_may_have_any_log_probability(make: Any) -> None:
     assert prepared.batches["default"].mask_R.tolist() == [True, False, False, True, True, True]
 
 
-def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) -> None:
-    lost = [episode(make, "x", [2], 1.0, dropped=DropReason.ENDING), episode(make, "y", [2], 0.0)]
+def test_a_groups_weight_is_that_of_its_transitions_in_every_batch() -> None:
+    lost = [episode("x", [2], 1.0, dropped=DropReason.ENDING), episode("y", [2], 0.0)]
     groups = [
         lost,
-        [conversation(make, "a", 1.0), conversation(make, "b", 0.0)],
-        [episode(make, "c", [1], 1.0), episode(make, "d", [1, 1], 0.0)],
+        [conversation("a", 1.0), conversation("b", 0.0)],
+        [episode("c", [1], 1.0), episode("d", [1, 1], 0.0)],
     ]
     credit = {name: PolicyCredit("identical", identical, CreditKind.RETURN) for name in ("author", "judge", "default")}
 
@@ -104,14 +105,7 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) ->
     assert make_batches(groups, BatchPlan(credit)).batches["judge"].weight_N.tolist() == [1.0] * 4
 
 
-def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
-    groups = [[episode(make, "a", [2], 1.0), episode(make, "b", [2], 0.0, dropped=DropReason.ENDING)]]
-    prepared = make_batches(groups, BatchPlan(IDENTICAL, min_group_size=2))
-    assert prepared.batches == {}
-    assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
-
-
-def conversation(make: Any, name: str, terminal: float) -> Episode:
+def conversation(name: str, terminal: float) -> Episode:
     """A writer, a critic and an editor by turns; writer and editor have one policy, the critic its own."""
     agents = ["writer", "critic", "editor", "critic"]
     policies = ["author", "judge", "author", "judge"]
@@ -128,8 +122,8 @@ def numbered(episodes: Sequence[Episode]) -> list[list[float]]:
     return [[100.0 * total + i for i in range(len(episode.transitions))] for episode in episodes]
 
 
-def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group(make: Any) -> None:
-    groups = [[conversation(make, "a", 1.0), conversation(make, "b", 0.0)]]
+def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group() -> None:
+    groups = [[conversation("a", 1.0), conversation("b", 0.0)]]
     credit = {
         "author": PolicyCredit("identical", identical, CreditKind.RETURN),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
@@ -142,12 +136,12 @@ def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group(make: Any)
     assert batches["judge"].turn_N.tolist() == [1, 3, 1, 3]
 
 
-def test_a_policy_may_take_rewards_and_another_returns(make: Any) -> None:
+def test_a_policy_may_take_rewards_and_another_returns() -> None:
     credit = {
         "author": PolicyCredit("numbered", numbered, CreditKind.REWARD),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    prepared = make_batches([[conversation(make, "a", 1.0)]], BatchPlan(credit))
+    prepared = make_batches([[conversation("a", 1.0)]], BatchPlan(credit))
     author, judge = prepared.batches["author"], prepared.batches["judge"]
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
     # What the judge earns comes to the author's call before it, and not the other way round.
@@ -155,8 +149,8 @@ def test_a_policy_may_take_rewards_and_another_returns(make: Any) -> None:
     assert judge.values_N.tolist() == [401.0, 403.0]
 
 
-def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_recorded(make: Any) -> None:
-    groups = [[conversation(make, "a", 1.0)]]
+def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_recorded() -> None:
+    groups = [[conversation("a", 1.0)]]
     credit = {
         "author": PolicyCredit("identical", identical, CreditKind.RETURN),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
@@ -176,31 +170,20 @@ def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_re
         (lambda group: [[1.0]], r"gave \[1\] values for episodes of \[2\]"),
     ],
 )
-def test_a_credit_rule_that_fails_is_named(make: Any, rule: Any, problem: str) -> None:
+def test_a_credit_rule_that_fails_is_named(rule: Any, problem: str) -> None:
     with pytest.raises(PluginError, match=f"'broken' {problem}"):
-        PolicyCredit("broken", rule, CreditKind.RETURN).values([episode(make, "a", [1, 1], 1.0)])
+        PolicyCredit("broken", rule, CreditKind.RETURN).values([episode("a", [1, 1], 1.0)])
 
 
 def batch_of(*lengths: tuple[int, int]) -> Batch:
-    """Transitions of one rollout with these prompt and response lengths, all tokens different."""
-    count = len(lengths)
-    total, responses = sum(map(sum, lengths)), sum(response for _, response in lengths)
-    return Batch(
-        tokens_T=np.arange(total, dtype=np.int32),
-        offsets=np.cumsum([0, *(prompt + response for prompt, response in lengths)]).astype(np.int64),
-        prompt_lengths_N=np.array([prompt for prompt, _ in lengths], np.int64),
-        response_offsets=np.cumsum([0, *(response for _, response in lengths)]).astype(np.int64),
-        behaviour_logprobs_R=-np.arange(1, responses + 1, dtype=np.float32),
-        mask_R=np.ones(responses, np.bool_),
-        temperature_N=np.ones(count, np.float32),
-        values_N=np.arange(count) + 0.5,
-        kind=CreditKind.RETURN,
-        group_N=np.zeros(count, np.int64),
-        rollout_N=np.zeros(count, np.int64),
-        turn_N=np.arange(count, dtype=np.int64),
-        version_N=np.arange(count, dtype=np.int64),
-        keys=tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
-    )
+    """Transitions of one rollout with these prompt and response lengths, all tokens and log-probabilities different."""
+    tokens, logprobs, rows = iter(range(1000)), iter(range(-1, -1000, -1)), []
+    for place, (prompt, response) in enumerate(lengths):
+        ids = [next(tokens) for _ in range(prompt + response)]
+        rows.append(Row(ids[:prompt], ids[prompt:], [next(logprobs) for _ in range(response)], place + 0.5))
+    turns = np.arange(len(rows))
+    keys = tuple(TransitionKey("r", 0, f"c{turn}", 0) for turn in turns)
+    return replace(engines.batch_of(rows), rollout_N=np.zeros_like(turns), turn_N=turns, keys=keys)
 
 
 def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:

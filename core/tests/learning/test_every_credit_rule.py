@@ -15,6 +15,7 @@ from agl_core import kinds
 from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
 from agl_core.plugins import Plugins
 from agl_core.protocols import CreditRule
+from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, Episode, TransitionKey
 
 from .credited_episodes import GROUPS, REWARDS, STEPS, Step, episode, group
@@ -35,19 +36,11 @@ class Tried:
     rule: CreditRule
     kind: CreditKind
 
-    @property
-    def is_myopic(self) -> bool:
-        """Whether what later calls earned is on purpose not in a call's worth."""
-        only_the_end = self.name.startswith("air") and "return" not in self.name
-        return only_the_end or (
-            self.kind is CreditKind.RETURN and self.name in ("immediate", "discounted {'gamma': 0.0}")
-        )
-
     def __str__(self) -> str:
         return f"{self.name} as {self.kind}"
 
 
-def tried() -> list[Tried]:
+def shipped() -> list[Tried]:
     """Each rule of the installed agl packages, with each of its settings, for each kind of its values."""
     return [
         Tried(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kind)
@@ -58,20 +51,20 @@ def tried() -> list[Tried]:
     ]
 
 
-RULES = tried()
-rules = pytest.mark.parametrize("each", RULES, ids=str)
+RULES = shipped()
+rules = pytest.mark.parametrize("tried", RULES, ids=str)
 
 
-def trained_on(each: Tried, episodes: Sequence[Episode], *agents: str) -> dict[TransitionKey, float]:
+def trained_on(tried: Tried, episodes: Sequence[Episode], *agents: str) -> dict[TransitionKey, float]:
     """The values in the batch of a run that trains these agents."""
-    plan = BatchPlan({"default": PolicyCredit(each.name, each.rule, each.kind)}, agents)
+    plan = BatchPlan({"default": PolicyCredit(tried.name, tried.rule, tried.kind)}, agents)
     batches = make_batches([episodes], plan).batches.values()
     return {key: float(value) for b in batches for key, value in zip(b.keys, b.values_N, strict=True)}
 
 
-def values_of(each: Tried, episodes: Sequence[Episode]) -> dict[TransitionKey, float]:
+def values_of(tried: Tried, episodes: Sequence[Episode]) -> dict[TransitionKey, float]:
     """The rule's own values, by transition."""
-    credited = each.rule(episodes)
+    credited = tried.rule(episodes)
     return {
         t.key: value
         for one, values in zip(episodes, credited, strict=True)
@@ -84,29 +77,29 @@ def near(values: Any) -> Any:
 
 
 def test_every_rule_that_is_shipped_is_tried() -> None:
-    names = {each.name for each in RULES}
+    names = {tried.name for tried in RULES}
     assert {"identical", "immediate", "discounted", "stepwise"} <= names
     if importlib.util.find_spec("agl_rewards"):
         assert {"air", "air {'alpha': 0.7}", "air {'reward': 'return'}"} <= names
-    assert {each.kind for each in RULES if each.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
+    assert {tried.kind for tried in RULES if tried.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
 
 
 @rules
 @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
-def test_one_call_episodes_are_single_turn_learning(make: Any, each: Tried, terminals: list[float]) -> None:
-    assert each.rule(group(make, [([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
+def test_one_call_episodes_are_single_turn_learning(tried: Tried, terminals: list[float]) -> None:
+    assert tried.rule(group([([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
 
 
 @rules
 @given(members=GROUPS, data=st.data())
 def test_more_choices_that_earn_as_much_change_nothing(
-    make: Any, each: Tried, members: list[tuple[list[Step], float]], data: st.DataObject
+    tried: Tried, members: list[tuple[list[Step], float]], data: st.DataObject
 ) -> None:
-    episodes = group(make, members)
+    episodes = group(members)
     times = [[data.draw(st.integers(1, 3)) for _ in one.transitions] for one in episodes]
     repeated = [repeat(one, of_episode) for one, of_episode in zip(episodes, times, strict=True)]
-    expected = {(key.rollout, key.call): value for key, value in values_of(each, episodes).items()}
-    for key, value in values_of(each, repeated).items():
+    expected = {(key.rollout, key.call): value for key, value in values_of(tried, episodes).items()}
+    for key, value in values_of(tried, repeated).items():
         assert value == near(expected[key.rollout, key.call])
 
 
@@ -121,50 +114,36 @@ def repeat(one: Episode, times: Sequence[int]) -> Episode:
 
 
 @rules
-def test_nothing_has_no_values(make: Any, each: Tried) -> None:
+def test_nothing_has_no_values(tried: Tried) -> None:
     nothing = replace(build_episode(make.rollout(), make.attempt(), []), terminal=1.0)
-    assert each.rule([]) == []
-    assert each.rule([nothing]) == [[]]
+    assert tried.rule([]) == []
+    assert tried.rule([nothing]) == [[]]
     unrewarded = build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])
-    assert each.rule([unrewarded]) == [[0.0, 0.0]]
+    assert tried.rule([unrewarded]) == [[0.0, 0.0]]
 
 
 @rules
 @given(members=GROUPS)
 def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
-    make: Any, each: Tried, members: list[tuple[list[Step], float]]
+    tried: Tried, members: list[tuple[list[Step], float]]
 ) -> None:
-    episodes = group(make, members)
+    episodes = group(members)
     agents = {t.key: t.agent for e in episodes for t in e.transitions}
-    found = trained_on(each, episodes, "solver")
+    found = trained_on(tried, episodes, "solver")
     assert found.keys() == {key for key, agent in agents.items() if agent == "solver"}
-    if each.kind is CreditKind.RETURN:
-        expected = values_of(each, episodes)
+    if tried.kind is CreditKind.RETURN:
+        expected = values_of(tried, episodes)
         assert found == near({key: expected[key] for key in found})
 
 
 @rules
-@given(before=st.lists(STEPS, max_size=3), last=STEPS, earned=REWARDS)
-def test_what_an_untrained_agent_earns_reaches_the_trained_calls_before_it(
-    make: Any, each: Tried, before: list[Step], last: Step, earned: float
-) -> None:
-    steps = [replace(last, agent="solver"), *before, replace(last, agent="critic", state=9, reward=earned)]
-    richer = [*steps[:-1], replace(steps[-1], reward=earned + 1.0)]
-    for agents in (["solver"], ["*"]):
-        poor, rich = (worth_of_the_first(each, episode(make, 0, of, 0.5), *agents) for of in (steps, richer))
-        assert rich == near(poor) if each.is_myopic else rich > poor
-
-
-@rules
 @given(steps=st.lists(STEPS, min_size=1, max_size=6), terminal=REWARDS)
-def test_a_call_is_worth_the_same_whoever_else_is_trained(
-    make: Any, each: Tried, steps: list[Step], terminal: float
-) -> None:
-    one = episode(make, 0, [replace(steps[0], agent="solver"), *steps[1:]], terminal)
-    assert worth_of_the_first(each, one, "solver") == near(worth_of_the_first(each, one, "*"))
+def test_a_call_is_worth_the_same_whoever_else_is_trained(tried: Tried, steps: list[Step], terminal: float) -> None:
+    one = episode(0, [replace(steps[0], agent="solver"), *steps[1:]], terminal)
+    assert worth_of_the_first(tried, one, "solver") == near(worth_of_the_first(tried, one, "*"))
 
 
-def worth_of_the_first(each: Tried, one: Episode, *agents: str) -> float:
+def worth_of_the_first(tried: Tried, one: Episode, *agents: str) -> float:
     """What the first call is worth to the algorithm, which adds rewards up and takes returns as they are."""
-    values = trained_on(each, [one], *agents)
-    return sum(values.values()) if each.kind is CreditKind.REWARD else values[one.transitions[0].key]
+    values = trained_on(tried, [one], *agents)
+    return sum(values.values()) if tried.kind is CreditKind.REWARD else values[one.transitions[0].key]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
 from agl_core.types import Call, Episode, ToolResult
 
 ID = "call_0"
@@ -27,7 +28,7 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def episode(make: Any, calls: list[Call], *told: ToolResult) -> Episode:
+def episode(calls: list[Call], *told: ToolResult) -> Episode:
     return build_episode(make.rollout(), make.attempt(), calls, told)
 
 
@@ -38,8 +39,8 @@ def results(episode: Episode) -> list[list[Any]]:
 class Conversation:
     """An agent's messages; each call repeats all that came before it."""
 
-    def __init__(self, make: Any, name: str, **call: Any) -> None:
-        self._make, self._name, self._call = make, name, call
+    def __init__(self, name: str, **call: Any) -> None:
+        self._name, self._call = name, call
         self.messages = [user(f"I am {name}.")]
         self._turns = 0
 
@@ -47,51 +48,51 @@ class Conversation:
         """A call that asks for a tool, and what that gives."""
         made = asks(f'{{"of": "{self._name}", "turn": {self._turns}}}')
         result = f"{self._name} {self._turns}"
-        choice = self._make.choice(tool_calls=[ID])
+        choice = make.choice(tool_calls=[ID])
         choice.message["tool_calls"] = made["tool_calls"]
-        call = self._make.call(sequence, choice, request={"messages": list(self.messages)}, **self._call)
+        call = make.call(sequence, choice, request={"messages": list(self.messages)}, **self._call)
         self.messages += [made, answer(result)]
         self._turns += 1
         return call, result
 
     def end(self, sequence: int) -> Call:
-        call: Call = self._make.call(sequence, request={"messages": list(self.messages)}, **self._call)
+        call: Call = make.call(sequence, request={"messages": list(self.messages)}, **self._call)
         return call
 
 
 @given(speakers=st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
-def test_the_conversation_shows_which_call_an_answer_is_of(make: Any, speakers: list[str]) -> None:
-    conversations = {name: Conversation(make, name) for name in speakers}
+def test_the_conversation_shows_which_call_an_answer_is_of(speakers: list[str]) -> None:
+    conversations = {name: Conversation(name) for name in speakers}
     asked = [conversations[name].ask(number) for number, name in enumerate(speakers)]
     last = [each.end(len(speakers) + number) for number, each in enumerate(conversations.values())]
-    found = results(episode(make, [*(call for call, _ in asked), *last]))
+    found = results(episode([*(call for call, _ in asked), *last]))
     assert found == [[result] for _, result in asked] + [[]] * len(last)
 
 
-def test_an_answer_to_one_conversation_is_none_to_another_that_waits(make: Any) -> None:
-    a, b = Conversation(make, "a"), Conversation(make, "b")
+def test_an_answer_to_one_conversation_is_none_to_another_that_waits() -> None:
+    a, b = Conversation("a"), Conversation("b")
     calls = [a.ask(0)[0], b.ask(1)[0], b.ask(2)[0], b.end(3)]
-    assert results(episode(make, calls)) == [[], ["b 0"], ["b 1"], []]
+    assert results(episode(calls)) == [[], ["b 0"], ["b 1"], []]
 
 
-def test_where_a_request_does_not_show_what_asked_the_latest_call_is_answered(make: Any) -> None:
+def test_where_a_request_does_not_show_what_asked_the_latest_call_is_answered() -> None:
     one, two = (make.call(n, make.choice(tool_calls=[ID])) for n in (0, 1))
     later = [make.call(n, request={"messages": [user("?"), answer("found")]}) for n in (2, 3)]
-    assert results(episode(make, [one, two, *later])) == [[], ["found"], [], []]
+    assert results(episode([one, two, *later])) == [[], ["found"], [], []]
 
 
-def test_what_is_reported_of_one_call_leaves_the_other_to_the_conversation(make: Any) -> None:
-    a = Conversation(make, "a", parent_span="first"), Conversation(make, "b", parent_span="second")
+def test_what_is_reported_of_one_call_leaves_the_other_to_the_conversation() -> None:
+    a = Conversation("a", parent_span="first"), Conversation("b", parent_span="second")
     calls = [a[0].ask(0)[0], a[1].ask(1)[0], a[0].end(2), a[1].end(3)]
     told = make.tool_result("o", ID, result="seen", parent_span="first", adapter="langchain")
-    assert results(episode(make, calls, told))[:2] == [["seen"], ["b 0"]]
+    assert results(episode(calls, told))[:2] == [["seen"], ["b 0"]]
 
 
 @pytest.mark.parametrize("by", ["parent_span", "agent"])
-def test_a_report_belongs_to_the_call_of_its_span_else_of_its_agent(make: Any, by: str) -> None:
+def test_a_report_belongs_to_the_call_of_its_span_else_of_its_agent(by: str) -> None:
     calls = [make.call(n, make.choice(tool_calls=[ID]), **{by: name}) for n, name in enumerate("ab")]
     told = [make.tool_result(name, ID, result=name, **{by: name}) for name in "ba"]
-    assert results(episode(make, calls, *told)) == [["a"], ["b"]]
+    assert results(episode(calls, *told)) == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize(
@@ -103,14 +104,14 @@ def test_a_report_belongs_to_the_call_of_its_span_else_of_its_agent(make: Any, b
     ],
 )
 def test_reports_that_say_no_more_are_of_the_latest_calls_in_their_order(
-    make: Any, reported: list[str], expected: list[list[str]]
+    reported: list[str], expected: list[list[str]]
 ) -> None:
     calls = [make.call(n, make.choice(tool_calls=[ID])) for n in range(3)]
     told = [make.tool_result(result, ID, result=result) for result in reported]
-    assert results(episode(make, calls, *told)) == expected
+    assert results(episode(calls, *told)) == expected
 
 
-def test_a_report_is_of_the_call_that_the_conversation_shows_to_be_answered(make: Any) -> None:
-    a = Conversation(make, "a")
+def test_a_report_is_of_the_call_that_the_conversation_shows_to_be_answered() -> None:
+    a = Conversation("a")
     calls = [a.ask(0)[0], a.ask(1)[0]]  # the agent was stopped before it ran the second tool
-    assert results(episode(make, calls, make.tool_result("o", ID, result="seen"))) == [["seen"], []]
+    assert results(episode(calls, make.tool_result("o", ID, result="seen"))) == [["seen"], []]

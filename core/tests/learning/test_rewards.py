@@ -16,13 +16,14 @@ from agl_core.builtin.credit import identical
 from agl_core.learning import ScoringRule, build_episode, score, score_all, score_groups
 from agl_core.learning.rewards import reported
 from agl_core.protocols import GroupRewardRule, RewardValue
+from agl_core.testing import episodes as make
 from agl_core.types import DropReason, Ending, Episode, Reward, TransitionKey
 
 SCORE = dict.fromkeys(Ending, "score")
 
 
 @pytest.fixture
-def episode(make: Any) -> Episode:
+def episode() -> Episode:
     return build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])
 
 

@@ -149,7 +149,7 @@ async def test_an_exception_is_told_and_so_is_a_function_that_is_not_there() -> 
 
 async def test_many_at_a_time_each_get_their_own_value() -> None:
     texts = [f"{number} * 2" for number in range(20)]
-    assert await asyncio.gather(*(run_sandboxed(evaluated, each) for each in texts)) == list(range(0, 40, 2))
+    assert await asyncio.gather(*(run_sandboxed(evaluated, text) for text in texts)) == list(range(0, 40, 2))
 
 
 def test_another_is_started_when_the_process_was_killed() -> None:

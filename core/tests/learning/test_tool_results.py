@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
 from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
 
@@ -16,7 +17,7 @@ def answer(tool_call_id: str, content: Any = "22 °C", **more: Any) -> dict[str,
     return {"role": "tool", "tool_call_id": tool_call_id, "content": content, **more}
 
 
-def asking(make: Any, ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult, ...] = ()) -> Episode:
+def asking(ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult, ...] = ()) -> Episode:
     """A call that asks for tools, and the next one, whose request holds these messages."""
     calls = [
         make.call(0, make.choice(tool_calls=ids), agent="solver", parent_span="s"),
@@ -29,8 +30,8 @@ def statuses(episode: Episode) -> list[str]:
     return [str(o.status) for o in episode.transitions[0].tool_results]
 
 
-def test_the_next_request_tells_what_the_tools_did(make: Any) -> None:
-    episode = asking(make, ["a", "b", "c", "unanswered"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
+def test_the_next_request_tells_what_the_tools_did() -> None:
+    episode = asking(["a", "b", "c", "unanswered"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
     assert statuses(episode) == ["ok", "error", "empty"]
     first, second, _ = episode.transitions[0].tool_results
     assert (first.source, first.adapter) == (Source.CONVERSATION, None)
@@ -46,7 +47,7 @@ def test_the_next_request_tells_what_the_tools_did(make: Any) -> None:
     assert episode.unjoined == ()
 
 
-def test_an_answer_is_counted_once_though_every_later_request_repeats_it(make: Any) -> None:
+def test_an_answer_is_counted_once_though_every_later_request_repeats_it() -> None:
     later = {"messages": [answer("a"), answer("a", "Error: changed since")]}
     earlier = {"messages": [answer("a", "Error: nobody asked for it"), answer("x")]}
     first = make.call(0, make.choice(tool_calls=["a"]), request=earlier)
@@ -55,20 +56,20 @@ def test_an_answer_is_counted_once_though_every_later_request_repeats_it(make: A
     assert (statuses(episode), episode.unjoined) == (["ok"], ())
 
 
-def test_what_an_adapter_reported_wins(make: Any) -> None:
+def test_what_an_adapter_reported_wins() -> None:
     reported = make.tool_result("o", "a", status=ToolStatus.TIMEOUT)
-    episode = asking(make, ["a", "b"], answer("a"), answer("b"), reported=(reported,))
+    episode = asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
     assert statuses(episode) == ["timeout", "ok"]
     assert episode.transitions[0].tool_results[0] == replace(reported, arguments={}, agent="solver")
 
 
-def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response(make: Any) -> None:
+def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response() -> None:
     reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.ERROR)
-    episode = asking(make, ["a", "b"], answer("a"), answer("b"), reported=(reported,))
+    episode = asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
     assert statuses(episode) == ["error"]
     # But it denies no failure that the model was shown.
     reported = replace(reported, status=ToolStatus.OK)
-    episode = asking(make, ["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
+    episode = asking(["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
     assert sorted(statuses(episode)) == ["error", "ok"]
 
 
@@ -82,13 +83,11 @@ def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response(make: A
     ],
 )
 def test_a_span_without_a_result_leaves_it_to_the_conversation(
-    make: Any, said: str | None, status: str, result: Any, error: Any, rule: str
+    said: str | None, status: str, result: Any, error: Any, rule: str
 ) -> None:
-    span = told(make, "1:2", "a", "otel", source=Source.SPAN, status_rule="unknown", started=3.0)
+    span = told("1:2", "a", "otel", source=Source.SPAN, status_rule="unknown", started=3.0)
     (found,) = (
-        asking(make, ["a"], *([] if said is None else [answer("a", said)]), reported=(span,))
-        .transitions[0]
-        .tool_results
+        asking(["a"], *([] if said is None else [answer("a", said)]), reported=(span,)).transitions[0].tool_results
     )
     assert (str(found.status), found.result, found.error, found.status_rule) == (status, result, error, rule)
     assert (found.id, found.adapter, found.source, found.started, found.arguments) == (
@@ -101,9 +100,9 @@ def test_a_span_without_a_result_leaves_it_to_the_conversation(
 
 
 @pytest.mark.parametrize("rule", ["raised", "reported-error", "empty", "reported-success", None])
-def test_what_a_report_found_is_not_taken_back_by_the_conversation(make: Any, rule: str | None) -> None:
-    reported = told(make, "1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
-    (found,) = asking(make, ["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
+def test_what_a_report_found_is_not_taken_back_by_the_conversation(rule: str | None) -> None:
+    reported = told("1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
+    (found,) = asking(["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
     assert (found.status, found.status_rule) == (ToolStatus.EMPTY, rule)
 
 
@@ -111,7 +110,7 @@ def test_what_a_report_found_is_not_taken_back_by_the_conversation(make: Any, ru
 @pytest.mark.parametrize("named", ["a", None])
 @pytest.mark.parametrize("rule", ["reported-success", "ok", "empty", None])
 def test_no_report_denies_a_failure_that_the_model_was_shown(
-    make: Any, source: Source, named: str | None, rule: str | None
+    source: Source, named: str | None, rule: str | None
 ) -> None:
     """Whether it names the tool call or only fits it; the contradiction is marked, counted and cautioned about."""
     (asked,) = make.choice(tool_calls=["a"]).message["tool_calls"]
@@ -119,7 +118,7 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     reported = ToolResult(
         **told, rollout="r", attempt=0, arguments={}, result="42", source=source, adapter="mine", status_rule=rule
     )
-    episode = asking(make, ["a"], answer("a", "Error: no city"), reported=(reported,))
+    episode = asking(["a"], answer("a", "Error: no city"), reported=(reported,))
     (found,) = episode.transitions[0].tool_results
     assert (found.status, found.status_rule, found.source) == (ToolStatus.ERROR, "contradicted", Source.CONVERSATION)
     assert (found.result, found.error) == (None, "Error: no city")
@@ -128,16 +127,16 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     assert seen.startswith("2 of 2 tool results")
 
 
-def test_a_report_that_found_nothing_keeps_its_result(make: Any) -> None:
+def test_a_report_that_found_nothing_keeps_its_result() -> None:
     """A span has the structured result, and the message that it was empty."""
-    span = told(make, "1:2", "a", "otel", status_rule="ok", result={"blocks": []})
-    (found,) = asking(make, ["a"], answer("a", ""), reported=(span,)).transitions[0].tool_results
+    span = told("1:2", "a", "otel", status_rule="ok", result={"blocks": []})
+    (found,) = asking(["a"], answer("a", ""), reported=(span,)).transitions[0].tool_results
     assert (found.status, found.result, found.status_rule) == (ToolStatus.EMPTY, {"blocks": []}, "empty")
-    (found,) = asking(make, ["a"], answer("a", "no city"), reported=(span,)).transitions[0].tool_results
+    (found,) = asking(["a"], answer("a", "no city"), reported=(span,)).transitions[0].tool_results
     assert (found.status, found.result, found.status_rule) == (ToolStatus.OK, {"blocks": []}, "ok")
 
 
-def looking(make: Any, *places: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
+def looking(*places: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
     """A call for each place that asks to look there (None: for nothing), in steps of one agent."""
     calls = []
     for number, place in enumerate(places):
@@ -148,69 +147,69 @@ def looking(make: Any, *places: str | None, agent: str | None = "solver", span: 
     return calls
 
 
-def looked(make: Any, name: str, place: str | None, **more: Any) -> ToolResult:
+def looked(name: str, place: str | None, **more: Any) -> ToolResult:
     arguments = None if place is None else {"place": place}
-    return told(make, name, None, "otel", **{"arguments": arguments, "parent_span": "a tool's own", **more})
+    return told(name, None, "otel", **{"arguments": arguments, "parent_span": "a tool's own", **more})
 
 
-def of(make: Any, calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]], list[str]]:
+def of(calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]], list[str]]:
     """What is joined (place of the call, report, tool call id), and what is not."""
     episode = build_episode(make.rollout(), make.attempt(), calls, reported)
     joined = [(t.turn, o.id, o.tool_call_id) for t in episode.transitions for o in t.tool_results]
     return joined, [o.id for o in episode.unjoined]
 
 
-def test_a_tool_result_without_an_id_answers_the_one_tool_call_that_it_fits(make: Any) -> None:
-    calls = looking(make, "north", "south", "north")
-    assert of(make, calls, looked(make, "1", "south", agent="solver")) == ([(1, "1", "c1")], [])
+def test_a_tool_result_without_an_id_answers_the_one_tool_call_that_it_fits() -> None:
+    calls = looking("north", "south", "north")
+    assert of(calls, looked("1", "south", agent="solver")) == ([(1, "1", "c1")], [])
     # Two tool calls that it fits, two that fit one tool call, another tool, other arguments, another agent: none.
-    assert of(make, calls, looked(make, "1", "north")) == ([], ["1"])
-    assert of(make, calls, looked(make, "1", "south"), looked(make, "2", "south")) == ([], ["1", "2"])
-    assert of(make, calls, looked(make, "1", "south", tool="dig")) == ([], ["1"])
-    assert of(make, calls, looked(make, "1", "west")) == ([], ["1"])
-    assert of(make, calls, looked(make, "1", None)) == ([], ["1"])
-    assert of(make, calls, looked(make, "1", "south", agent="critic")) == ([], ["1"])
+    assert of(calls, looked("1", "north")) == ([], ["1"])
+    assert of(calls, looked("1", "south"), looked("2", "south")) == ([], ["1", "2"])
+    assert of(calls, looked("1", "south", tool="dig")) == ([], ["1"])
+    assert of(calls, looked("1", "west")) == ([], ["1"])
+    assert of(calls, looked("1", None)) == ([], ["1"])
+    assert of(calls, looked("1", "south", agent="critic")) == ([], ["1"])
 
 
-def test_the_enclosing_span_decides_which_of_equal_tool_calls(make: Any) -> None:
-    calls = looking(make, "north", "south", "north")
-    both = [looked(make, "1", "north", parent_span="step-2"), looked(make, "2", "north", parent_span="step-0")]
-    assert of(make, calls, *both) == ([(0, "2", "c0"), (2, "1", "c2")], [])
-    assert of(make, calls, looked(make, "1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
+def test_the_enclosing_span_decides_which_of_equal_tool_calls() -> None:
+    calls = looking("north", "south", "north")
+    both = [looked("1", "north", parent_span="step-2"), looked("2", "north", parent_span="step-0")]
+    assert of(calls, *both) == ([(0, "2", "c0"), (2, "1", "c2")], [])
+    assert of(calls, looked("1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
 
 
-def test_after_a_call_of_an_unknown_agent_only_tool_and_arguments_decide(make: Any) -> None:
-    calls = [*looking(make, "north", "south"), make.call(2, agent=None, parent_span=None, stamped=False)]
-    assert of(make, calls, looked(make, "1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
-    assert of(make, calls, looked(make, "1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
-    assert of(make, calls, looked(make, "1", None, parent_span="step-1")) == ([], ["1"])
-    assert of(make, calls, looked(make, "1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
-    assert of(make, calls, looked(make, "1", "west", parent_span="step-1")) == ([], ["1"])
+def test_after_a_call_of_an_unknown_agent_only_tool_and_arguments_decide() -> None:
+    calls = [*looking("north", "south"), make.call(2, agent=None, parent_span=None, stamped=False)]
+    assert of(calls, looked("1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert of(calls, looked("1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert of(calls, looked("1", None, parent_span="step-1")) == ([], ["1"])
+    assert of(calls, looked("1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
+    assert of(calls, looked("1", "west", parent_span="step-1")) == ([], ["1"])
 
 
 @pytest.mark.parametrize("uncounted", ["late", "undelivered"])
-def test_a_report_under_a_call_that_does_not_count_joins_nothing(make: Any, uncounted: str) -> None:
-    calls = [*looking(make, "north"), make.call(1, parent_span="step-1", **{uncounted: True})]
-    assert of(make, calls, looked(make, "1", "north", parent_span="step-1")) == ([], ["1"])
-    assert of(make, calls, replace(looked(make, "1", "north"), tool_call_id="of no call")) == ([], ["1"])
+def test_a_report_under_a_call_that_does_not_count_joins_nothing(uncounted: str) -> None:
+    calls = [*looking("north"), make.call(1, parent_span="step-1", **{uncounted: True})]
+    assert of(calls, looked("1", "north", parent_span="step-1")) == ([], ["1"])
+    assert of(calls, replace(looked("1", "north"), tool_call_id="of no call")) == ([], ["1"])
 
 
-def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open(make: Any) -> None:
-    calls = looking(make, "north", "north")
-    by_id = told(make, "9", "c0", "langchain")
-    assert of(make, calls, by_id, looked(make, "1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
+def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open() -> None:
+    calls = looking("north", "north")
+    by_id = told("9", "c0", "langchain")
+    assert of(calls, by_id, looked("1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
 
 
-def test_a_failing_span_that_joins_nothing_marks_what_it_may_contradict(make: Any) -> None:
+def test_a_failing_span_that_joins_nothing_marks_what_it_may_contradict() -> None:
     def rules(*spans: ToolResult, contents: tuple[str, str] = ("no city", "22")) -> list[str | None]:
         messages = [answer(f"c{number}", content) for number, content in enumerate(contents)]
-        calls = [*looking(make, "north", "north"), make.call(2, request={"messages": messages})]
+        calls = [*looking("north", "north"), make.call(2, request={"messages": messages})]
         episode = build_episode(make.rollout(), make.attempt(), calls, spans)
-        assert [o.id for o in episode.unjoined] == [each.id for each in spans]
+        assert [o.id for o in episode.unjoined] == [span.id for span in spans]
         return [o.status_rule for transition in episode.transitions for o in transition.tool_results]
 
-    failed = looked(make, "1", "north", status=ToolStatus.ERROR)
-    assert rules() == rules(looked(make, "1", "north")) == ["ok", "ok"]
+    failed = looked("1", "north", status=ToolStatus.ERROR)
+    assert rules() == rules(looked("1", "north")) == ["ok", "ok"]
     assert rules(failed) == ["contradicted", "contradicted"]
     assert rules(failed, contents=("Error: no city", "22")) == ["error", "ok"]
     assert rules(failed, replace(failed, id="2"), contents=("Error: no city", "22")) == ["error", "contradicted"]
@@ -220,66 +219,64 @@ def test_a_failing_span_that_joins_nothing_marks_what_it_may_contradict(make: An
 @pytest.mark.parametrize(
     "messages", [None, "text", [None, 3], [{"role": "tool"}], [{"role": "tool", "tool_call_id": []}]]
 )
-def test_a_request_that_is_no_conversation_tells_nothing(make: Any, messages: Any) -> None:
+def test_a_request_that_is_no_conversation_tells_nothing(messages: Any) -> None:
     calls = [make.call(0, make.choice(tool_calls=["a"])), make.call(1, request={"messages": messages})]
     assert statuses(build_episode(make.rollout(), make.attempt(), calls)) == []
 
 
-def joined(make: Any, ids: list[str], *told: ToolResult) -> list[str]:
+def joined(ids: list[str], *told: ToolResult) -> list[str]:
     """The ids of what is joined with a call that asked for these tools."""
-    return [tool_result.id for tool_result in asking(make, ids, reported=told).transitions[0].tool_results]
+    return [tool_result.id for tool_result in asking(ids, reported=told).transitions[0].tool_results]
 
 
-def told(make: Any, name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
+def told(name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
     tool_result: ToolResult = make.tool_result(name, tool_call_id, adapter=adapter, **more)
     return tool_result
 
 
-def test_an_adapter_goes_before_spans_and_these_before_messages(make: Any) -> None:
-    span = told(make, "1:2", "t1", "otel", started=1.0, source=Source.SPAN)
-    adapter = told(make, "1", "t1", "langchain", started=2.0)
-    assert joined(make, ["t1"], span, adapter) == joined(make, ["t1"], adapter, span) == ["1"]
-    assert joined(make, ["t1"], span) == ["1:2"]
-    episode = asking(make, ["t1", "t2"], answer("t1"), answer("t2"), reported=(span,))
+def test_an_adapter_goes_before_spans_and_these_before_messages() -> None:
+    span = told("1:2", "t1", "otel", started=1.0, source=Source.SPAN)
+    adapter = told("1", "t1", "langchain", started=2.0)
+    assert joined(["t1"], span, adapter) == joined(["t1"], adapter, span) == ["1"]
+    assert joined(["t1"], span) == ["1:2"]
+    episode = asking(["t1", "t2"], answer("t1"), answer("t2"), reported=(span,))
     assert [o.source for o in episode.transitions[0].tool_results] == [Source.SPAN, Source.CONVERSATION]
 
 
-def test_of_two_adapters_the_one_that_ran_the_other_counts(make: Any) -> None:
-    outer, inner = told(make, "1", "t1", "autogen", started=1.0), told(make, "2", "t1", "aaa", started=1.5)
-    assert joined(make, ["t1"], outer, inner) == joined(make, ["t1"], inner, outer) == ["1"]
-    untimed = told(make, "2", "t1", "aaa")
-    assert joined(make, ["t1"], outer, untimed) == joined(make, ["t1"], untimed, outer) == ["1"]
+def test_of_two_adapters_the_one_that_ran_the_other_counts() -> None:
+    outer, inner = told("1", "t1", "autogen", started=1.0), told("2", "t1", "aaa", started=1.5)
+    assert joined(["t1"], outer, inner) == joined(["t1"], inner, outer) == ["1"]
+    untimed = told("2", "t1", "aaa")
+    assert joined(["t1"], outer, untimed) == joined(["t1"], untimed, outer) == ["1"]
 
 
-def test_reports_are_in_the_order_of_the_tool_calls_and_of_no_call_that_did_not_ask(make: Any) -> None:
-    told_ = [
-        told(make, id, tool_call_id, None) for id, tool_call_id in (("3", "c"), ("1", "a"), ("2", "b"), ("4", "x"))
-    ]
-    assert joined(make, ["a", "b", "c"], *told_) == ["1", "2", "3"]
-    assert [o.id for o in asking(make, ["a", "b", "c"], reported=tuple(told_)).unjoined] == ["4"]
+def test_reports_are_in_the_order_of_the_tool_calls_and_of_no_call_that_did_not_ask() -> None:
+    told_ = [told(id, tool_call_id, None) for id, tool_call_id in (("3", "c"), ("1", "a"), ("2", "b"), ("4", "x"))]
+    assert joined(["a", "b", "c"], *told_) == ["1", "2", "3"]
+    assert [o.id for o in asking(["a", "b", "c"], reported=tuple(told_)).unjoined] == ["4"]
     calls = [make.call(0, parent_span="s1"), make.call(1, parent_span="s2"), make.call(2, parent_span="s2")]
     under = [make.tool_result("sure", parent_span="s1"), make.tool_result("ambiguous", parent_span="s2")]
-    assert of(make, calls, *under) == ([(0, "sure", None)], ["ambiguous"])
+    assert of(calls, *under) == ([(0, "sure", None)], ["ambiguous"])
 
 
-def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter(make: Any) -> None:
-    runs = [told(make, f"{n}", "t1", "langchain", started=float(n)) for n in (1, 2)]
-    assert joined(make, ["t1"], *runs, told(make, "1:2", "t1", "otel", started=0.0)) == ["1", "2"]
-    assert joined(make, ["t1"], make.tool_result("1", "t1"), make.tool_result("2", "t1")) == ["1", "2"]
+def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter() -> None:
+    runs = [told(f"{n}", "t1", "langchain", started=float(n)) for n in (1, 2)]
+    assert joined(["t1"], *runs, told("1:2", "t1", "otel", started=0.0)) == ["1", "2"]
+    assert joined(["t1"], make.tool_result("1", "t1"), make.tool_result("2", "t1")) == ["1", "2"]
 
 
-def test_what_nobody_asked_for_is_told_once_too(make: Any) -> None:
+def test_what_nobody_asked_for_is_told_once_too() -> None:
     given_ = (
-        told(make, "1", "gone", "langchain"),
-        told(make, "1:2", "gone", "otel"),
-        told(make, "1:3", None, "otel"),
+        told("1", "gone", "langchain"),
+        told("1:2", "gone", "otel"),
+        told("1:3", None, "otel"),
     )
-    assert [o.id for o in asking(make, ["t1"], reported=given_).unjoined] == ["1", "1:3"]
+    assert [o.id for o in asking(["t1"], reported=given_).unjoined] == ["1", "1:3"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_process(make: Any, order: int) -> None:
-    own = told(make, "1:2", "t1", "otel", status=ToolStatus.ERROR)
+def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_process(order: int) -> None:
+    own = told("1:2", "t1", "otel", status=ToolStatus.ERROR)
     over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
-    episode = asking(make, ["t1"], reported=(own, over_otlp)[::order])
+    episode = asking(["t1"], reported=(own, over_otlp)[::order])
     assert episode.transitions[0].tool_results == (replace(own, arguments={}, agent="solver"),)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
 from agl_core.types import Ending, Episode
 
 
@@ -20,7 +21,7 @@ def shape(episode: Episode) -> list[tuple[Any, ...]]:
     ] + [tuple(sorted(o.id for o in episode.unjoined))]
 
 
-def test_two_agents_interleaved_keep_order_and_count_their_own_turns(make: Any) -> None:
+def test_two_agents_interleaved_keep_order_and_count_their_own_turns() -> None:
     names = ["writer", "critic", "writer", "writer", "critic"]
     calls = [make.call(i, agent=name) for i, name in enumerate(names)]
     calls[2] = make.call(2, make.choice(0), make.choice(1), agent="writer")
@@ -35,7 +36,7 @@ def test_two_agents_interleaved_keep_order_and_count_their_own_turns(make: Any) 
     ]
 
 
-def test_only_what_counts_is_in_the_episode_and_each_once(make: Any) -> None:
+def test_only_what_counts_is_in_the_episode_and_each_once() -> None:
     first = make.call(0)
     twins = [make.call(2), make.call(3)]  # equal, but no retries
     others = [make.call(4, late=True), make.call(5, attempt=1), make.call(6, undelivered=True)]
@@ -46,7 +47,7 @@ def test_only_what_counts_is_in_the_episode_and_each_once(make: Any) -> None:
     assert episode.ending is Ending.TIMED_OUT
 
 
-def test_what_a_call_says_of_its_sampling_is_kept(make: Any) -> None:
+def test_what_a_call_says_of_its_sampling_is_kept() -> None:
     call = make.call(0, make.choice(response_ids=None, logprobs=None), prompt_ids=None)
     calls = [call] + [
         replace(make.call(n), effective=replace(call.effective, temperature=temperature))
@@ -58,7 +59,7 @@ def test_what_a_call_says_of_its_sampling_is_kept(make: Any) -> None:
 
 
 @given(data=st.data())
-def test_the_order_of_records_does_not_matter(make: Any, data: st.DataObject) -> None:
+def test_the_order_of_records_does_not_matter(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
     names = data.draw(st.lists(st.sampled_from(["a", "b", None]), min_size=count, max_size=count))
     tools = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))

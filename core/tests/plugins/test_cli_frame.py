@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
-from agl_core.cli import COMMANDS, app
+from agl_core.cli import app
 from agl_core.errors import StoreError
 
 PLUGIN = '''
@@ -164,9 +164,3 @@ def test_how_a_command_ends(
     result = agl("fails")
 
     assert (result.returncode, result.stderr) == (status, said)
-
-
-def test_the_list_of_commands_says_what_each_commands_own_help_says() -> None:
-    for name, command in COMMANDS.items():
-        loaded = command.load(name)
-        assert (loaded.help or "").split()[:3] == command.help.split()[:3], name

@@ -1,7 +1,9 @@
-"""Any record that there can be, for hypothesis: each field as its type says."""
+"""Any record that there can be, for hypothesis: each field as its type says; calls by their ids; exact comparison."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
@@ -11,7 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 from hypothesis import strategies as st
 
-from agl_core.types import Json, Sampling
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.types import AttemptKey, Call, Json, Sampling
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)
 """Lone surrogates and NUL included: models and exceptions produce them."""
@@ -72,3 +76,29 @@ def _arrays(dtype: np.dtype[Any]) -> st.SearchStrategy[Any]:
     if dtype == np.bool_:
         return data.map(lambda bits: np.frombuffer(bits, np.uint8) > 99)
     return data.map(lambda bits: np.frombuffer(bits, dtype))
+
+
+def make_call(id: str, rollout: str = "r", **changes: Any) -> Call:
+    fields = {"request": {"model": "default", "messages": [{"role": "user", "content": id}]}, **changes}
+    return make.call(rollout=rollout, id=id, **fields)
+
+
+async def calls_of(store: SqliteStore, *rollouts: str) -> dict[str, Call]:
+    return {call.id: call for call in await store.calls([AttemptKey(rollout, 0) for rollout in rollouts])}
+
+
+def exactly(value: Any) -> str:
+    """The same for equal records only: types of arrays and numbers, signs of zeros, order of keys."""
+    return json.dumps(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), value.tolist()]
+    if dataclasses.is_dataclass(value):
+        return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in dataclasses.fields(value))]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

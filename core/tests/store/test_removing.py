@@ -28,10 +28,12 @@ from agl_core.types import (
     TrainingRecord,
 )
 
+from .any_records import exactly, make_call
+
 SHARED = {"role": "system", "content": "You answer the questions of customers."}
 
 
-def asking(make_call: Any, id: str, rollout: str, text: str, **changes: Any) -> Any:
+def asking(id: str, rollout: str, text: str, **changes: Any) -> Any:
     request = {"model": "default", "messages": [SHARED, {"role": "user", "content": text}]}
     return make_call(id, rollout, request=request, **changes)
 
@@ -41,13 +43,13 @@ def raw(path: Path) -> bytes:
     return b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
 
 
-async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path, make_call: Any, exactly: Any) -> None:
-    kept = asking(make_call, "b", "kept", "where is my order?")
+async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path) -> None:
+    kept = asking("b", "kept", "where is my order?")
     async with SqliteStore(path) as store:
         await store.put(
             *(make.rollout(id) for id in ("gone", "kept")),
             *(make.attempt(id, error=f"the error of {id}") for id in ("gone", "kept")),
-            asking(make_call, "a", "gone", "my name is Rumpelstilzchen"),
+            asking("a", "gone", "my name is Rumpelstilzchen"),
             kept,
             ToolResult("x", "gone", 0, "look", ToolStatus.OK, result="a secret result"),
             Reward("gone", 0, "a-secret-name", 1.0, "rule"),
@@ -72,11 +74,11 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path, make
 
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_reader_is_waited_for_before_an_erased_text_is_out_of_the_log(
-    path: Path, make_call: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leaves: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leaves: bool
 ) -> None:
     monkeypatch.setattr(connections, "BUSY_SECONDS", 30.0 if leaves else 0.3)
     async with SqliteStore(path) as store:
-        await store.put(make.rollout("gone"), asking(make_call, "a", "gone", "my name is Rumpelstilzchen"))
+        await store.put(make.rollout("gone"), asking("a", "gone", "my name is Rumpelstilzchen"))
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM records").fetchone()
@@ -92,12 +94,12 @@ async def test_a_reader_is_waited_for_before_an_erased_text_is_out_of_the_log(
     assert b"Rumpelstilzchen" not in raw(path)
 
 
-async def test_what_is_written_while_others_are_erased_is_whole(path: Path, make_call: Any, exactly: Any) -> None:
+async def test_what_is_written_while_others_are_erased_is_whole(path: Path) -> None:
     """Calls share their first messages with what is being removed, and blocks of tokens too."""
     ids = np.arange(600, dtype=np.int32)
 
     def call(number: int) -> Any:
-        return asking(make_call, f"c{number}", f"r{number}", "the same for all", prompt_ids=ids)
+        return asking(f"c{number}", f"r{number}", "the same for all", prompt_ids=ids)
 
     async with SqliteStore(path) as store:
         await store.put(make.rollout("r0"), call(0))
@@ -130,7 +132,7 @@ TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "add", "argume
 
 
 @pytest.fixture
-async def calls(path: Path, make_call: Any) -> dict[str, Any]:
+async def calls(path: Path) -> dict[str, Any]:
     """Of a rollout of each step with one call, and of one of the first step that is not done."""
     generator = np.random.default_rng(0)
     calls = {"late": make_call("late", "late")}
@@ -140,7 +142,6 @@ async def calls(path: Path, make_call: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": f"secret {step}", "tool_calls": [TOOL_CALL]}
         ids, logprobs = generator.integers(0, 2**31, 500, np.int32), generator.standard_normal(500, np.float32)
         calls[name] = asking(
-            make_call,
             f"c{step}",
             name,
             f"secret {step} " * 100,
@@ -163,9 +164,7 @@ def everything(path: Path) -> dict[str, list[Any]]:
         return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in names}
 
 
-async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(
-    path: Path, calls: dict[str, Any], exactly: Any, make_call: Any
-) -> None:
+async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(path: Path, calls: dict[str, Any]) -> None:
     before, size = everything(path), len(raw(path))
     async with SqliteStore(path) as store:
         with pytest.raises(StoreError, match="is being written"):

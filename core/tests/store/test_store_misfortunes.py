@@ -26,6 +26,8 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Call
 
+from .any_records import calls_of, make_call
+
 CHILD = Path(__file__).with_name("store_child.py")
 PATIENCE = 30.0
 TASKS = 16
@@ -158,7 +160,7 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_disk_that_takes_no_more(path: Path, make_call: Any, calls_of: Any) -> None:
+async def test_a_disk_that_takes_no_more(path: Path) -> None:
     async with SqliteStore(path) as store:
         await store.put(make_call("before"))
         large = make_call("large", prompt_ids=np.arange(200_000, dtype=np.int32))
@@ -177,7 +179,7 @@ async def test_a_key_alone_is_refused_and_is_no_damage(path: Path) -> None:
                 await read(key)  # type: ignore[arg-type]
 
 
-async def test_damage_is_named(path: Path, make_call: Any) -> None:
+async def test_damage_is_named(path: Path) -> None:
     damaged = r"store\.sqlite is damaged.*\.recover.*backup"
     async with SqliteStore(path) as store:
         await store.put(make.rollout("r"), *(make_call(f"c{number}", f"r{number}") for number in range(2000)))
@@ -277,7 +279,7 @@ def rename_folder(path: Path) -> None:
 @pytest.mark.parametrize("which", ["store", "log"])
 @pytest.mark.parametrize("fault", [Path.unlink, move, replace, rename_folder])
 async def test_nothing_is_acknowledged_once_the_files_are_gone(
-    path: Path, make_call: Any, which: str, fault: Callable[[Path], None]
+    path: Path, which: str, fault: Callable[[Path], None]
 ) -> None:
     lost = rf"The store {path} can no longer be written: .*{path.name}.*backup"
     async with SqliteStore(path) as store:
@@ -294,7 +296,7 @@ def size(path: Path) -> int:
     return path.stat().st_size
 
 
-async def test_the_log_does_not_grow_without_end(path: Path, make_call: Any) -> None:
+async def test_the_log_does_not_grow_without_end(path: Path) -> None:
     async with SqliteStore(path) as store:
         for number in range(30):
             await store.put(make_call(f"c{number}", prompt_ids=np.arange(500_000, dtype=np.int32) + number))

@@ -41,7 +41,7 @@ from agl_core.types import (
     TrainingRecord,
 )
 
-from .any_records import records
+from .any_records import calls_of, exactly, make_call, records
 
 KEY = AttemptKey("r", 0)
 
@@ -68,7 +68,7 @@ READ: dict[type, tuple[Callable[[Any], Any], Callable[[SqliteStore, list[Any]], 
 
 @settings(max_examples=2 * settings.default.max_examples)
 @given(st.sampled_from(list(READ)).flatmap(lambda type_: st.lists(records(type_), min_size=1, max_size=3)))
-def test_any_records_come_back_exactly_though_they_are_written_twice(exactly: Any, stored: list[Any]) -> None:
+def test_any_records_come_back_exactly_though_they_are_written_twice(stored: list[Any]) -> None:
     key, read = READ[type(stored[0])]
     stored = list({key(record): record for record in stored}.values())
 
@@ -82,7 +82,7 @@ def test_any_records_come_back_exactly_though_they_are_written_twice(exactly: An
     assert exactly(asyncio.run(round_trip())) == exactly(stored)
 
 
-async def test_values_that_other_types_hold(store: Store, make_call: Any, calls_of: Any) -> None:
+async def test_values_that_other_types_hold(store: Store) -> None:
     """Not-finite log-probabilities keep their bits, JSON's NaN is null, and numpy's scalars are numbers."""
     values = np.array([np.nan, np.inf, -np.inf, -0.0], np.float32)
     choice = Choice(0, {}, FinishReason.LENGTH, np.arange(4, dtype=np.int32), values)
@@ -111,9 +111,7 @@ async def test_values_that_other_types_hold(store: Store, make_call: Any, calls_
         ("prompt_ids", np.array([1, 2], np.int64)),
     ],
 )
-async def test_arrays_of_another_type_are_refused_not_rounded(
-    store: Store, make_call: Any, field: str, array: Any
-) -> None:
+async def test_arrays_of_another_type_are_refused_not_rounded(store: Store, field: str, array: Any) -> None:
     of_call = {field: array} if field == "prompt_ids" else {}
     choice = Choice(0, {}, FinishReason.STOP, **{} if of_call else {field: array})
     with pytest.raises(StoreError, match=rf"Call \(rollout 'r'.*id 'c'.*{field}: it must be a numpy array of"):
@@ -144,7 +142,7 @@ async def test_arrays_of_another_type_are_refused_not_rounded(
         "no record",
     ],
 )
-async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(store: Store, make_call: Any, bad: Any) -> None:
+async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(store: Store, bad: Any) -> None:
     record: Any = {"rollout": "bad"} if bad is None else replace(make.attempt("bad"), **bad)
     good = [store.put(make.attempt("r", number), make_call(f"c{number}")) for number in range(20)]
     together = store.put(make.attempt("r", 100), make_call("companion"), record, make.attempt("r", 101))
@@ -159,7 +157,7 @@ async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(store: Sto
     assert "companion" in {call.id for call in await store.calls([KEY])}
 
 
-async def test_a_record_replaces_the_one_with_its_key_and_keeps_its_place(store: Store, make_call: Any) -> None:
+async def test_a_record_replaces_the_one_with_its_key_and_keeps_its_place(store: Store) -> None:
     await store.put(make.rollout("b"), make.rollout("a"))
     done = make.rollout("b", state=RolloutState.DONE, counted_attempt=0)
     await store.put(make.rollout("b", state=RolloutState.RUNNING), done)
@@ -196,7 +194,7 @@ async def test_an_annotation_under_one_id_is_recorded_once(store: SqliteStore) -
     assert await store.annotations([KEY]) == [first, second]
 
 
-async def test_a_long_episode_takes_linear_space(path: Path, make_call: Any, exactly: Any) -> None:
+async def test_a_long_episode_takes_linear_space(path: Path) -> None:
     """Also where the process that wrote the first half is another one."""
     turns, words, ids = 30, 2_000, 500
     messages: list[Any] = []
@@ -232,9 +230,7 @@ def commits_in_log(path: Path) -> int:
     return sum(1 for frame in frames if frame[8:16] == salt and struct.unpack(">I", frame[4:8])[0] > 0)
 
 
-async def test_concurrent_puts_are_committed_together_and_seen_by_reads(
-    store: SqliteStore, path: Path, make_call: Any, calls_of: Any
-) -> None:
+async def test_concurrent_puts_are_committed_together_and_seen_by_reads(store: SqliteStore, path: Path) -> None:
     before = commits_in_log(path)
     await asyncio.gather(*(store.put(make_call(f"c{number}")) for number in range(300)))
     assert 1 <= commits_in_log(path) - before <= 3
@@ -250,9 +246,7 @@ async def test_concurrent_puts_are_committed_together_and_seen_by_reads(
     assert await store.attempts("r") == many
 
 
-async def test_a_cancelled_put_disturbs_no_other_and_close_finishes_what_was_accepted(
-    path: Path, make_call: Any, calls_of: Any
-) -> None:
+async def test_a_cancelled_put_disturbs_no_other_and_close_finishes_what_was_accepted(path: Path) -> None:
     store = SqliteStore(path)
     await store.open()
     puts = [asyncio.create_task(store.put(make_call(f"c{number}"))) for number in range(10)]
@@ -267,7 +261,7 @@ async def test_a_cancelled_put_disturbs_no_other_and_close_finishes_what_was_acc
             await reader.put(make_call("c"))
 
 
-async def test_a_store_that_is_not_open_says_so(tmp_path: Path, make_call: Any) -> None:
+async def test_a_store_that_is_not_open_says_so(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.sqlite")
     for _ in range(2):
         for method in (store.put(make_call("c")), store.runs()):
@@ -321,7 +315,7 @@ async def test_a_rollout_by_the_start_of_its_id(store: Store, path: Path) -> Non
             await store.rollout(missing)
 
 
-async def test_attempts_and_calls_come_as_asked_then_in_order(store: Store, make_call: Any) -> None:
+async def test_attempts_and_calls_come_as_asked_then_in_order(store: Store) -> None:
     await store.put(make.attempt("r", 1), make.attempt("other", 0), make.attempt("r", 0))
     assert await store.attempts("r", "none") == [make.attempt("r", 0), make.attempt("r", 1)]
     rollouts = [f"r{number}" for number in range(1500)]
@@ -334,7 +328,7 @@ async def test_attempts_and_calls_come_as_asked_then_in_order(store: Store, make
     assert await store.calls([AttemptKey("r5", 1)]) == await store.calls([]) == []
 
 
-async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call: Any) -> None:
+async def test_no_query_by_key_scans_a_table(store: Store, path: Path) -> None:
     await store.put(make.rollout("r"), make_call("c", "r"))
     attempts = [AttemptKey("r", 0), AttemptKey("s", 1)]
     statements: list[str] = []

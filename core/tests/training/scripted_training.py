@@ -40,6 +40,14 @@ from agl_core.types import (
     Transition,
 )
 
+MINIMAL: Mapping[str, Any] = {
+    "config_version": 1,
+    "agent": {"entry": "an_agent:solve"},
+    "tasks": {"train": {"source": "numbers"}},
+    "policies": {"default": {"model": {"path": "."}}},
+}
+"""The smallest configuration of a run."""
+
 
 class Numbers:
     """Tasks without end."""
@@ -238,15 +246,7 @@ def make_bench(
     evaluation = {"eval": {"every": settings.pop("eval_every")}} if "eval_every" in settings else {}
     train = {"steps": 4, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, **settings}
     config = RunConfig.model_validate(
-        {
-            "config_version": 1,
-            "agent": {"entry": "an_agent:solve"},
-            "tasks": {"train": {"source": "numbers"}},
-            "policies": {"default": {"model": {"path": "."}}},
-            "train": train,
-            **({"async": asynchronous} if asynchronous else {}),
-            **evaluation,
-        }
+        {**MINIMAL, "train": train, **({"async": asynchronous} if asynchronous else {}), **evaluation}
     )
     returns = frozenset({CreditKind.RETURN})
     credit = Chosen(Component(kinds.CREDIT, "scripted", lambda options: identical, "", yields=returns), NoOptions())

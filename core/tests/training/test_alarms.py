@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -15,7 +14,7 @@ from agl_core.training.alarms import CHECKS, Numbers, Watch
 from agl_core.training.metrics import MetricsLog
 from agl_core.types import AlarmName
 
-from .scripted_training import Lines, make_bench
+from .scripted_training import MINIMAL, Lines, make_bench
 
 SOUND: Numbers = {
     "reward/mean": 0.5,
@@ -60,7 +59,7 @@ BAD: Mapping[AlarmName, Numbers] = {
 
 
 def watched(watch: Watch, *steps: Numbers) -> list[AlarmName]:
-    return [alarm.name for each in steps for alarm in watch.look(each)]
+    return [alarm.name for step in steps for alarm in watch.look(step)]
 
 
 def after_sound(bad: Numbers, count: int = 6) -> list[Numbers]:
@@ -100,7 +99,7 @@ def test_sound_numbers_none_and_one_bad_step_raise_nothing() -> None:
 
 def test_rewards_below_zero_collapse_too() -> None:
     def run(*rewards: float) -> list[AlarmName]:
-        return watched(Watch(), *[{"reward/mean": each, "reward/std": 0.5, "rollouts": 64.0} for each in rewards])
+        return watched(Watch(), *[{"reward/mean": reward, "reward/std": 0.5, "rollouts": 64.0} for reward in rewards])
 
     assert run(-10, -9, -6, -3, -2, -2, -2, -2, -9, -9, -9) == [AlarmName.REWARD_COLLAPSE]
     assert run(-10, -9, -6, -3, -2, -2, -2, -2, -3, -3, -3) == []
@@ -128,14 +127,6 @@ def test_a_resumed_run_goes_on_from_its_numbers_and_does_not_repeat_itself(tmp_p
     assert watched(Watch(steps=[*log.forget_after(8)]), bad, bad, bad) == [AlarmName.TRUNCATED]
 
 
-CONFIG: Mapping[str, Any] = {
-    "config_version": 1,
-    "agent": {"entry": "an_agent:solve"},
-    "tasks": {"train": {"source": "numbers"}},
-    "policies": {"default": {"model": {"path": "."}}},
-}
-
-
 async def test_a_run_says_them_and_writes_them(tmp_path: Path) -> None:
     bench, lines = make_bench(tmp_path, steps=6), Lines()
     bench.collector.reward = lambda rollout: 1.0
@@ -161,6 +152,6 @@ def test_thresholds_are_checked() -> None:
         ({"no_reward": 0.5}, "has no threshold: it can only be switched off"),
     ):
         with pytest.raises(ValueError, match=message):
-            RunConfig.model_validate({**CONFIG, "alarms": wrong})
-    found: Sequence[AlarmName] = list(RunConfig.model_validate({**CONFIG, "alarms": {"stall": 5}}).alarms)
+            RunConfig.model_validate({**MINIMAL, "alarms": wrong})
+    found: Sequence[AlarmName] = list(RunConfig.model_validate({**MINIMAL, "alarms": {"stall": 5}}).alarms)
     assert found == [AlarmName.STALL]

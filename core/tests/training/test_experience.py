@@ -209,17 +209,15 @@ def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("versions", "now", "expected"),
+    ("versions", "now", "age"),
     [((5,), 5, 0), ((5, 3, 4), 5, 2), ((None, 4), 5, 1), ((None,), 5, 0), ((), 5, 0), ((0,), 9, 9)],
 )
-def test_an_episode_is_as_old_as_its_oldest_transition(versions: Sequence[int | None], now: int, expected: int) -> None:
-    assert staleness(episode(versions=versions), {"default": now}) == expected
-
-
-def test_each_transition_is_counted_in_the_versions_of_the_policy_that_answered_it() -> None:
-    mixed = replace(episode(), transitions=(transition("r", 0, 7, "writer"), transition("r", 1, 2, "critic")))
-    assert [staleness(mixed, {"writer": 8, "critic": version}) for version in (2, 5)] == [1, 3]
-    assert staleness(mixed, {"writer": 8}) == 1
+def test_an_episode_is_as_old_as_its_oldest_transition(versions: Sequence[int | None], now: int, age: int) -> None:
+    assert staleness(episode(versions=versions), {"default": now}) == age
+    critic = transition("r", 9, 6, "critic")
+    mixed = replace(episode(versions=versions), transitions=(*episode(versions=versions).transitions, critic))
+    assert staleness(mixed, {"default": now, "critic": 6 + 2}) == max(age, 2), "each by its own policy's versions"
+    assert staleness(mixed, {"default": now}) == age
 
 
 def test_those_left_of_a_group_are_compared_unless_they_are_too_few() -> None:

@@ -59,6 +59,14 @@ async def update(engine: ScriptedEngine, progress: Any = None) -> Any:
     return await engine.update("default", BATCH, "grpo", {}, progress)
 
 
+async def begin_update(engine: ScriptedEngine) -> asyncio.Task[Any]:
+    """An update that has begun and waits."""
+    begun = asyncio.Event()
+    updating = asyncio.create_task(update(engine, lambda _: begun.set()))
+    await begun.wait()
+    return updating
+
+
 @pytest.mark.parametrize("of_the_run", [None, "ACTIVE"])
 async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosses_exactly(
     context: EngineContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_run: str | None
@@ -100,9 +108,8 @@ async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosse
 async def test_an_update_is_asked_about_meanwhile_and_runs_on_when_its_caller_gives_up(
     engine: Any, context: EngineContext
 ) -> None:
-    made, begun = await engine(update="wait"), asyncio.Event()
-    updating = asyncio.create_task(update(made, lambda _: begun.set()))
-    await begun.wait()
+    made = await engine(update="wait")
+    updating = await begin_update(made)
     assert (await made.stats())["tokens_decoded"] == 5
     assert await made.versions() == {"default": 4}
     updating.cancel()
@@ -175,9 +182,8 @@ async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(
 
 
 async def test_a_killed_process_is_explained_by_its_exit_code(engine: Any) -> None:
-    made, begun = await engine(update="wait"), asyncio.Event()
-    updating = asyncio.create_task(update(made, lambda _: begun.set()))
-    await begun.wait()
+    made = await engine(update="wait")
+    updating = await begin_update(made)
     os.kill(made.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"exit code -9\)\. Add memory\. Resume"):
         await updating

@@ -19,7 +19,7 @@ from agl_core.training.evaluation import Evaluated
 from agl_core.training.server import begin_restart, local_server
 from agl_core.types import Batch, TrainingRecord
 
-from .scripted_training import Bench, CountingEngine, Lines, make_bench
+from .scripted_training import MINIMAL, Bench, CountingEngine, Lines, make_bench
 
 
 def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -158,13 +158,7 @@ async def test_every_part_of_the_state_goes_on_where_it_was(
 async def test_an_empty_store_is_not_served_where_a_run_was_begun(tmp_path: Path) -> None:
     file, run = tmp_path / "train.toml", tmp_path / "run"
     run.mkdir()
-    config = {
-        "config_version": 1,
-        "agent": {"entry": "my_agent:solve"},
-        "tasks": {"train": {"source": "absent"}},
-        "policies": {"default": {"model": {"path": "org/absent"}}},
-    }
-    file.write_text(tomli_w.dumps(config))
+    file.write_text(tomli_w.dumps(MINIMAL))
     loaded, store = load(file, needs=SERVED), run / "store.sqlite"
     async with local_server(loaded, run):
         pass

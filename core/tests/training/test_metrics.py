@@ -48,7 +48,9 @@ def test_rewards_are_of_all_rollouts_and_one_without_counts_as_nothing() -> None
 
 
 def test_a_group_whose_rewards_differ_by_rounding_alone_has_no_contrast() -> None:
-    groups = [[episode(terminal=each) for each in rewards] for rewards in ((0.3, 0.1 + 0.2), (0.3, 0.31), (0.0, 0.0))]
+    groups = [
+        [episode(terminal=reward) for reward in rewards] for rewards in ((0.3, 0.1 + 0.2), (0.3, 0.31), (0.0, 0.0))
+    ]
     assert contrast_metrics(groups) == {"groups/no_contrast": pytest.approx(2 / 3)}
 
 

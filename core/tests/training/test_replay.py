@@ -48,7 +48,7 @@ def replays(buffer: Prioritised, **context: int) -> dict[str, DrawnGroup]:
     """What is drawn beside one new group."""
     new, *others = buffer.draw(1, asking(**context)) or ()
     assert (names([new]), new.weight) == (["new"], 1.0)
-    return {each.episodes[0].group: each for each in others}
+    return {other.episodes[0].group: other for other in others}
 
 
 def test_priorities_worked_by_hand() -> None:

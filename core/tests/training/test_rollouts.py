@@ -139,6 +139,12 @@ def collecting(
     return Collector(store, queue, [ScoringRule("half", rule)], endings, Plugins().hook, check)  # type: ignore[arg-type]
 
 
+async def collect(collector: Collector, *groups: list[Rollout]) -> list[Episode]:
+    """The episodes of these groups, as a step or an evaluation gets them."""
+    with Observer().phase("rollouts", 1) as phase:
+        return list((await collector.collect(groups, phase)).episodes)
+
+
 async def recorded(store: MemoryStore, *ids: str) -> list[Rollout]:
     rollouts = [make.rollout(id) for id in ids]
     await store.put(*rollouts, *(Attempt(id, 0, "w", 0.0, 1.0, Ending.FINISHED) for id in ids))
@@ -150,13 +156,11 @@ async def test_training_rollouts_that_end_during_an_evaluation_wait_for_training
     collector = collecting(queue, store)
     trained, evaluated = await recorded(store, "t0", "t1"), await recorded(store, "e0", "e1")
     await queue.enqueue(trained)
-    with Observer().phase("evaluation", 1) as phase:
-        evaluation = asyncio.create_task(collector.collect([[each] for each in evaluated], phase))
-        await settle()
-        queue.finish("t0", "e1", "t1", "e0")
-        collected = await evaluation
+    evaluation = asyncio.create_task(collect(collector, *([each] for each in evaluated)))
+    await settle()
+    queue.finish("t0", "e1", "t1", "e0")
 
-    assert [each.rollout for each in collected.episodes] == ["e0", "e1"]
+    assert [episode.rollout for episode in await evaluation] == ["e0", "e1"]
     found = await collector.finished({"t0", "t1"})
     assert [(each.rollout.id, each.episode.terminal) for each in found] == [("t0", 0.5), ("t1", 0.5)]
 
@@ -237,14 +241,13 @@ async def test_rollouts_that_time_out_while_no_engine_answers_are_kept_waiting()
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b")
-    with Observer().phase("rollouts", 1) as phase:
-        collection = asyncio.create_task(collecting(queue, store).collect([rollouts], phase))
-        await settle()
-        queue.finish("a")
-        await settle()
-        collection.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await collection
+    collection = asyncio.create_task(collect(collecting(queue, store), rollouts))
+    await settle()
+    queue.finish("a")
+    await settle()
+    collection.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collection
     assert queue.cancelled == ["b"]
 
 
@@ -258,13 +261,12 @@ async def test_a_rule_that_fails_on_every_rollout_ends_the_run_and_on_some_drops
     rollouts = await recorded(store, "a", "b")
     for failing in ({"a"}, {"a", "b"}):
         queue.finish("a", "b")
-        with Observer().phase("rollouts", 1) as phase:
-            collection = collecting(queue, store, fragile).collect([[replace(each) for each in rollouts]], phase)
-            if len(failing) == 2:
-                with pytest.raises(PluginError, match="no such answer"):
-                    await collection
-            else:
-                assert [each.terminal for each in (await collection).episodes] == [None, 1.0]
+        collection = collect(collecting(queue, store, fragile), [replace(rollout) for rollout in rollouts])
+        if len(failing) == 2:
+            with pytest.raises(PluginError, match="no such answer"):
+                await collection
+        else:
+            assert [episode.terminal for episode in await collection] == [None, 1.0]
 
 
 async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_are_stored() -> None:
@@ -276,16 +278,14 @@ async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_ar
 
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b")
-    with Observer().phase("rollouts", 1) as phase:
-        collection = asyncio.create_task(collecting(queue, store, GroupRewardRule(compare)).collect([rollouts], phase))
-        await settle()
-        queue.finish("b")
-        await settle()
-        assert seen == []
-        queue.finish("a")
-        collected = await collection
+    collection = asyncio.create_task(collect(collecting(queue, store, GroupRewardRule(compare)), rollouts))
+    await settle()
+    queue.finish("b")
+    await settle()
+    assert seen == []
+    queue.finish("a")
 
+    assert [episode.terminal for episode in await collection] == [0.0, 1.0]
     assert seen == [["a", "b"]]
-    assert [episode.terminal for episode in collected.episodes] == [0.0, 1.0]
     stored = await store.rewards([AttemptKey("a", 0), AttemptKey("b", 0)])
     assert [(r.rollout, r.value, r.source) for r in stored] == [("a", 0.0, "half"), ("b", 1.0, "half")]
