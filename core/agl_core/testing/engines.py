@@ -333,19 +333,10 @@ async def check_it_starts_once_and_stops_for_good(case: EngineCase) -> None:
 
 
 EngineCheck: TypeAlias = Callable[[EngineCase], Awaitable[None]]
-ENGINE_CHECKS: tuple[EngineCheck, ...] = (
-    check_replies_carry_ids_logprobs_and_their_version,
-    check_model_calls_need_the_key,
-    check_an_update_makes_the_next_version_which_is_served,
-    check_the_algorithm_is_the_users_own,
-    check_what_cannot_be_trained_on_is_dropped_with_its_reason,
-    check_a_batch_with_nothing_to_train_on_makes_a_version_too,
-    check_a_checkpoint_restores_weights_optimizer_and_version,
-    check_an_update_runs_on_when_its_caller_gives_up,
-    check_a_mistake_is_an_error_and_the_engine_goes_on,
-    check_tokens_are_counted,
-    check_it_starts_once_and_stops_for_good,
+ENGINE_CHECKS: tuple[EngineCheck, ...] = tuple(
+    check for name, check in list(globals().items()) if name.startswith("check_")
 )
+"""All checks of this module, in their order."""
 
 
 @contextmanager

@@ -80,10 +80,6 @@ class Stack:
         self._clients.append(made)
         return made
 
-    async def close_clients(self) -> None:
-        for each in self._clients:
-            await each.close()
-
     async def calls(self, key: AttemptKey) -> list[Call]:
         calls: list[Call] = await self.store.calls([key])
         return calls
@@ -149,9 +145,10 @@ async def running_stack(
         listen = ServerSection.model_validate(_taken(options, ServerSection.model_fields))
         upstream, hook = options.pop("upstream", served), options.pop("hook", Plugins().hook)
         async with LightningServer(store, upstream, settings, hook, listen=listen, **options) as server:
-            made = Stack(server, store, scripted)
-            yield made
-            await made.close_clients()
+            stack = Stack(server, store, scripted)
+            yield stack
+            for client in stack._clients:
+                await client.close()
 
 
 def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
