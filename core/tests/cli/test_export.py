@@ -71,7 +71,7 @@ def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transit
 
     exported(trained)
 
-    episodes = {load_episode.rollout: load_episode for load_episode in agl_core.load_episodes(trained.folder / "out")}
+    episodes = {episode.rollout: episode for episode in agl_core.load_episodes(trained.folder / "out")}
     evaluated = episodes["e2"]
     assert (evaluated.task.split, evaluated.mode, len(evaluated.transitions)) == ("eval", Mode.EVAL_GREEDY, 2)
     assert [t.key.call for episode in episodes.values() for t in episode.undelivered] == [call.id]

@@ -49,12 +49,12 @@ def runs(run: Any) -> set[str]:
 def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     worse = {**CONVERSATION, "messages": [*CONVERSATION["messages"][:2], {"role": "assistant", "content": "7"}]}
 
-    said = run.agl("import", write(run, CONVERSATION, {**worse, "reward": 0.0})).stdout
+    output = run.agl("import", write(run, CONVERSATION, {**worse, "reward": 0.0})).stdout
 
-    assert "imported: 2 rollouts, 3 calls" in said
+    assert "imported: 2 rollouts, 3 calls" in output
     given = [each | ({"weight": 0} if at == 2 else {}) for at, each in enumerate(CONVERSATION["messages"])]
-    said = run.agl("import", write(run, {**CONVERSATION, "messages": given})).stdout
-    assert "imported-2: 1 rollouts, 1 calls" in said, "a message of no weight is no call"
+    output = run.agl("import", write(run, {**CONVERSATION, "messages": given})).stdout
+    assert "imported-2: 1 rollouts, 1 calls" in output, "a message of no weight is no call"
     [first, second] = json.loads(run.agl("rollouts", "imported", "--json").stdout)
     assert (first["task"]["input"], first["task"]["metadata"]) == ("2 + 3?", {"result": "5"})
     assert (first["group"], second["group"], second["member"]) == ("sum", "sum", 1)
@@ -92,18 +92,18 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_imported(run: Any, line: Any, what: str) -> None:
-    found = run.agl("import", write(run, CONVERSATION, "", line, CONVERSATION))
+    result = run.agl("import", write(run, CONVERSATION, "", line, CONVERSATION))
 
-    assert isinstance(found.exception, EpisodesError)
-    assert "line 3: " in str(found.exception)
-    assert what in str(found.exception)
+    assert isinstance(result.exception, EpisodesError)
+    assert "line 3: " in str(result.exception)
+    assert what in str(result.exception)
     assert runs(run) == {"calc"}
 
 
 def test_what_is_no_file_of_conversations(run: Any) -> None:
     assert "has no line" in str(run.agl("import", write(run)).exception)
-    said = str(run.agl("import", write(run, *["{"] * 50)).exception)
-    assert ("line 20: " in said, "and 30 more" in said) == (True, True)
+    output = str(run.agl("import", write(run, *["{"] * 50)).exception)
+    assert ("line 20: " in output, "and 30 more" in output) == (True, True)
     for no_file in ("nowhere.jsonl", "weights"):
         assert "is no file" in str(run.agl("import", no_file).exception)
     (run.folder / "binary").write_bytes(bytes(range(256)))
@@ -170,7 +170,7 @@ def any_episodes(draw: st.DrawFn) -> Episode:
                 prefix_broken=draw(st.booleans()),
             )
         )
-    made = agl_core.learning.build_episode(
+    built = agl_core.learning.build_episode(
         make.rollout(rollout, step=draw(st.integers(0, 3)), group=draw(st.sampled_from(["g1", "g2"]))),
         make.attempt(rollout, result=draw(st.none() | text)),
         calls,
@@ -180,10 +180,12 @@ def any_episodes(draw: st.DrawFn) -> Episode:
         replace(t, rewards=(Reward(rollout, 0, "of_call", draw(st.floats(-1, 1)), "rule", t.key.call, t.key.choice),))
         if draw(st.booleans())
         else t
-        for t in made.transitions
+        for t in built.transitions
     )
     value = draw(st.floats(-9, 9))
-    return replace(made, transitions=transitions, rewards=(Reward(rollout, 0, "right", value, "rule"),), terminal=value)
+    return replace(
+        built, transitions=transitions, rewards=(Reward(rollout, 0, "right", value, "rule"),), terminal=value
+    )
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -194,14 +196,14 @@ def test_export_then_import_gives_the_same_episodes(tmp_path_factory: Any, episo
 
     imported = import_file(folder / "first.jsonl", "one", folder)
     asyncio.run(export_run(imported.run, Format.EPISODES, folder / "out"))
-    found = {load_episode.rollout: to_json(load_episode) for load_episode in agl_core.load_episodes(folder / "out")}
-    assert found == {episode.rollout: to_json(episode) for episode in episodes}
+    result = {episode.rollout: to_json(episode) for episode in agl_core.load_episodes(folder / "out")}
+    assert result == {episode.rollout: to_json(episode) for episode in episodes}
 
 
 def test_an_episode_with_a_part_of_another_is_refused(run: Any) -> None:
     strange = make.episode(replace(make.transition(), key=TransitionKey("another", 0, "c", 0)))
     results: tuple[ToolResult, ...] = (make.tool_result("o", rollout="another"),)
     for each in (strange, replace(make.episode(), unjoined=results)):
-        found = run.agl("import", write(run, to_json(each)))
-        assert "has a part of 'another'" in str(found.exception)
+        result = run.agl("import", write(run, to_json(each)))
+        assert "has a part of 'another'" in str(result.exception)
     assert "is that of line 1 too" in str(run.agl("import", write(run, *[to_json(make.episode())] * 2)).exception)

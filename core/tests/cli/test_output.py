@@ -43,8 +43,8 @@ def on_a_terminal(code: str, folder: Path, *arguments: str, width: int = 80) -> 
     os.close(theirs)
     output = b""
     with contextlib.suppress(OSError):  # So it ends when the other end is closed.
-        while found := os.read(ours, 65536):
-            output += found
+        while piece := os.read(ours, 65536):
+            output += piece
     os.close(ours)
     assert process.wait(60) == 0, output
     assert b"Traceback" not in output
@@ -115,14 +115,14 @@ def test_on_a_terminal_bars_go_and_what_the_run_says_stays(tmp_path: Path) -> No
 def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     listed = json.loads(piped("rollouts", "runs/calc", "--limit=1", "--json"))
     filters = ["--tool=look", "--tool-status=error", "--min-reward=0", "--text=42", "--policy=default"]
-    found = json.loads(piped("rollouts", "runs/calc", *filters, "--json"))
+    filtered = json.loads(piped("rollouts", "runs/calc", *filters, "--json"))
     none = [json.loads(piped("rollouts", "runs/calc", f"--{each}=nope", "--json")) for each in ("agent", "dropped")]
     shown = json.loads(piped("show", "runs/calc", "s1-g0-m0", "--json"))
     tried = json.loads(piped("reward", "try", "--yes", "train.toml", "--set=rewards.right.bonus=2.0", "--json"))
     components = json.loads(piped("plugins", "--json"))
 
     assert [(each["id"], each["ending"], each["superseded"]) for each in listed] == [("s1-g0-m2", "finished", False)]
-    assert "s1-g0-m2" in [each["id"] for each in found]
+    assert "s1-g0-m2" in [rollout["id"] for rollout in filtered]
     assert none == [[], []]
     assert {reward["name"]: reward["value"] for reward in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
     [attempt] = shown["attempts"]
@@ -142,6 +142,6 @@ def test_json_is_strict_and_nothing_that_a_terminal_obeys(run: Any) -> None:
     printed = piped("rollouts", "runs/calc", "--limit=1", "--json")
 
     assert [c for c in printed if not c.isprintable() and c != "\n"] == []
-    [found] = json.loads(printed, parse_constant=pytest.fail)
-    assert found["task"]["input"] == hostile
-    assert "nan" in [each["value"] for each in found["rewards"]]
+    [rollout] = json.loads(printed, parse_constant=pytest.fail)
+    assert rollout["task"]["input"] == hostile
+    assert "nan" in [each["value"] for each in rollout["rewards"]]

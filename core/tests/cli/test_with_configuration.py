@@ -166,9 +166,9 @@ def log(running: Bench) -> list[str]:
 
 
 def test_doctor_finds_nothing_wrong(running: Bench) -> None:
-    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = found.stdout.splitlines()
+    result = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
     assert "ok    configuration: train.toml is valid" in lines
     assert "ok    tasks: the first of each set (train) can be made" in lines
     assert "ok    engine, policy 'default': exact ids and log-probabilities are returned" in lines
@@ -185,9 +185,9 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
 
 def test_doctor_finds_an_engine_that_returns_no_ids(running: Bench, doctor: Doctor) -> None:
     running.upstream.returns_ids = False
-    found = doctor("train.toml")
-    assert found.returncode == 1, found.stdout + found.stderr
-    assert "FAIL  engine, policy 'default': its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
+    result = doctor("train.toml")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "FAIL  engine, policy 'default': its replies lack prompt_token_ids, token_ids, logprobs" in result.stdout
     assert log(running) == ["started", "stopped"]
 
 
@@ -204,9 +204,9 @@ def test_doctor_finds_what_keeps_a_run_from_its_start(
 ) -> None:
     for name, text in changes.items():
         running.script(name, text)
-    found = doctor("train.toml")
-    [broken] = [line for line in found.stdout.splitlines() if line.startswith("FAIL")]
-    assert (found.returncode, told in broken) == (1, True), found.stdout
+    result = doctor("train.toml")
+    [broken] = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
+    assert (result.returncode, told in broken) == (1, True), result.stdout
     assert not (running.folder / "starts.txt").exists()
 
 
@@ -228,21 +228,21 @@ def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, do
     change, (ended, told) = BROKEN[case]
     running.script("agent.py", AGENT.replace(*change))
 
-    found = doctor("train.toml")
+    result = doctor("train.toml")
 
-    assert found.returncode == 1, found.stdout + found.stderr
-    looked = [line for line in found.stdout.splitlines() if "  rollout: task " in line]
+    assert result.returncode == 1, result.stdout + result.stderr
+    looked = [line for line in result.stdout.splitlines() if "  rollout: task " in line]
     assert [ended in line for line in looked] == [True] * 3, "it may have been the policy's doing"
     assert looked[-1].startswith("FAIL  rollout: ")
-    assert told in found.stdout
+    assert told in result.stdout
 
 
 def test_doctor_notes_what_does_not_fit_into_memory(running: Bench, doctor: Doctor) -> None:
     held_out = '\n[tasks.eval]\nsource = "jsonl"\npath = "tasks.jsonl"\n\n[eval]\nevery = 1\n'
     running.script("train.toml", CONFIG + textwrap.indent(held_out, "    "))
-    found = doctor("train.toml")
-    assert found.returncode == 0, found.stdout + found.stderr
-    (noted,) = (line for line in found.stdout.splitlines() if line.startswith("note  resources: "))
+    result = doctor("train.toml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (noted,) = (line for line in result.stdout.splitlines() if line.startswith("note  resources: "))
     assert "202 rollouts in evaluations" in noted  # one task, before training and after each of 100 steps, in two modes
 
 
@@ -269,16 +269,16 @@ def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Be
 
 def test_what_only_limits_is_a_note(running: Bench) -> None:
     running.upstream.returns_ids = False
-    found = running.agl("doctor", "--upstream", running.upstream.url)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert f"ok    model server: {running.upstream.url} answers, with served" in found.stdout
-    assert "note  token ids: its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
+    result = running.agl("doctor", "--upstream", running.upstream.url)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"ok    model server: {running.upstream.url} answers, with served" in result.stdout
+    assert "note  token ids: its replies lack prompt_token_ids, token_ids, logprobs" in result.stdout
 
 
 def test_what_is_broken_is_an_error_with_a_remedy(agl: Agl) -> None:
-    found = agl("doctor", "no-such.toml")
-    assert found.returncode == 1
-    assert "FAIL  configuration: The configuration no-such.toml does not exist" in found.stdout
+    result = agl("doctor", "no-such.toml")
+    assert result.returncode == 1
+    assert "FAIL  configuration: The configuration no-such.toml does not exist" in result.stdout
     listed = json.loads(agl("doctor", "no-such.toml", "--json").stdout)
     assert [each["subject"] for each in listed if each["mark"] == "FAIL"] == ["configuration"]
 
@@ -294,16 +294,16 @@ def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Ag
     (tmp_path / "metrics.jsonl").write_text(
         f'{{"step": 1, "kind": "train", "alarm/truncated": 1.0, "alarms": [{alarm}]}}\n'
     )
-    status, said = doctor()
-    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → Raise it.\n" in said) == (
+    status, output = doctor()
+    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → Raise it.\n" in output) == (
         0,
         True,
     )
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
-    status, said = doctor()
-    assert (status, "FAIL  metrics: line 2 of " in said) == (1, True)
-    assert "truncated, step 1: " in said, "it holds no more"
+    status, output = doctor()
+    assert (status, "FAIL  metrics: line 2 of " in output) == (1, True)
+    assert "truncated, step 1: " in output, "it holds no more"
 
 
 @pytest.fixture
@@ -350,10 +350,10 @@ def test_a_folder_that_cannot_be_made_is_named(
     refused: Callable[..., str], working_folder: Path, command: list[str]
 ) -> None:
     (working_folder / "runs").write_text("a file")
-    said = refused(*command)
-    assert "The run's folder" in said
-    assert "cannot be made or written (Not a directory: " in said
-    assert "--set runs=FOLDER" in said
+    output = refused(*command)
+    assert "The run's folder" in output
+    assert "cannot be made or written (Not a directory: " in output
+    assert "--set runs=FOLDER" in output
 
 
 READ_ONLY = 'mount --bind . . && mount -o remount,bind,ro . && cd .. && cd mine && exec "$@"'

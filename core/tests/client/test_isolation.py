@@ -51,12 +51,12 @@ def processes(place: Any, entry: str = "isolated_agents:solve", folder: Path = H
 
 def children() -> list[psutil.Process]:
     """The processes that this one has started and that live; those that end meanwhile may be left out."""
-    found = []
+    living = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
+                living.append(child)
+    return living
 
 
 async def run(place: Any, tasks: list[Any], runner: Any = None) -> list[Any]:

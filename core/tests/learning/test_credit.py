@@ -84,10 +84,10 @@ class TestStepwise:
         baseline = fmean(episode_return(e) for e in episodes)
         for by_rollout in met.values():
             if len(by_rollout) > 1:
-                assert fmean(fmean(found) for found in by_rollout.values()) == near(baseline)
+                assert fmean(fmean(values_there) for values_there in by_rollout.values()) == near(baseline)
             else:
-                [(i, found)] = by_rollout.items()
-                assert found == [episode_return(episodes[i])] * len(found)
+                [(i, values_there)] = by_rollout.items()
+                assert values_there == [episode_return(episodes[i])] * len(values_there)
 
     @given(members=GROUPS)
     def test_differences_at_a_shared_state_are_differences_of_what_came_after(

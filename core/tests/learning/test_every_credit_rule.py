@@ -129,11 +129,11 @@ def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
 ) -> None:
     episodes = group(members)
     agents = {t.key: t.agent for e in episodes for t in e.transitions}
-    found = trained_on(tried, episodes, "solver")
-    assert found.keys() == {key for key, agent in agents.items() if agent == "solver"}
+    trained = trained_on(tried, episodes, "solver")
+    assert trained.keys() == {key for key, agent in agents.items() if agent == "solver"}
     if tried.kind is CreditKind.RETURN:
         expected = values_of(tried, episodes)
-        assert found == near({key: expected[key] for key in found})
+        assert trained == near({key: expected[key] for key in trained})
 
 
 @rules

@@ -24,7 +24,7 @@ from agl_core.types import (
 )
 
 
-def said(text: str, **changes: Any) -> Choice:
+def reply(text: str, **changes: Any) -> Choice:
     return make.choice(message={"role": "assistant", "content": text}, **changes)
 
 
@@ -44,37 +44,37 @@ FAILED = make.tool_result("1", "c1", status=ToolStatus.ERROR)
 
 
 def test_a_rollout_that_went_as_it_should() -> None:
-    found = health_of(built(ASKS, said("42"), results=(make.tool_result("1", "c1"),)))
-    assert found == RolloutHealth()
-    assert (found.verdict, found.text) == (Verdict.HEALTHY, "healthy")
+    health = health_of(built(ASKS, reply("42"), results=(make.tool_result("1", "c1"),)))
+    assert health == RolloutHealth()
+    assert (health.verdict, health.text) == (Verdict.HEALTHY, "healthy")
 
 
 @pytest.mark.parametrize(
     ("episode", "symptom"),
     [
-        (built(said("hi"), ending=Ending.TIMED_OUT), Symptom.ENDING),
-        (built(said("the end is miss", finish_reason=FinishReason.LENGTH)), Symptom.TRUNCATED),
-        (built(said("<tool>{", parse_error="no JSON")), Symptom.PARSE_ERROR),
-        (built(said("I see. " + "I think so too. " * 9)), Symptom.REPETITION),
-        (built(said("!" * 80)), Symptom.REPETITION),
-        (built(said("\ufffd\ufffd\x00 a")), Symptom.GIBBERISH),
-        (built(said("qf z", tokens=9, logprobs=np.full(9, -5.0, np.float32))), Symptom.GIBBERISH),
-        (built(said(" \n")), Symptom.EMPTY_ANSWER),
-        (built(ASKS, said("I failed."), results=(FAILED,)), Symptom.TOOLS_FAILED),
-        (built(said("hi"), prefix_broken=True), Symptom.PREFIX_BROKEN),
-        (built(said("hi"), prompt_ids=np.arange(3), request=asks("one two three four")), Symptom.PROMPT_CUT),
-        (built(said("hi"), prompt_ids=np.arange(3), request=asks("x" * 512)), Symptom.PROMPT_CUT),
+        (built(reply("hi"), ending=Ending.TIMED_OUT), Symptom.ENDING),
+        (built(reply("the end is miss", finish_reason=FinishReason.LENGTH)), Symptom.TRUNCATED),
+        (built(reply("<tool>{", parse_error="no JSON")), Symptom.PARSE_ERROR),
+        (built(reply("I see. " + "I think so too. " * 9)), Symptom.REPETITION),
+        (built(reply("!" * 80)), Symptom.REPETITION),
+        (built(reply("\ufffd\ufffd\x00 a")), Symptom.GIBBERISH),
+        (built(reply("qf z", tokens=9, logprobs=np.full(9, -5.0, np.float32))), Symptom.GIBBERISH),
+        (built(reply(" \n")), Symptom.EMPTY_ANSWER),
+        (built(ASKS, reply("I failed."), results=(FAILED,)), Symptom.TOOLS_FAILED),
+        (built(reply("hi"), prefix_broken=True), Symptom.PREFIX_BROKEN),
+        (built(reply("hi"), prompt_ids=np.arange(3), request=asks("one two three four")), Symptom.PROMPT_CUT),
+        (built(reply("hi"), prompt_ids=np.arange(3), request=asks("x" * 512)), Symptom.PROMPT_CUT),
     ],
 )  # fmt: skip
 def test_symptoms(episode: Episode, symptom: Symptom) -> None:
-    found = health_of(episode)
-    assert (found.verdict, found.symptoms) == (Verdict.UNHEALTHY, (symptom,))
-    assert symptom.value.replace("_", " ") in found.text
+    health = health_of(episode)
+    assert (health.verdict, health.symptoms) == (Verdict.UNHEALTHY, (symptom,))
+    assert symptom.value.replace("_", " ") in health.text
 
 
 @pytest.mark.parametrize("text", ["one two three", " " * 300, "x" * 511, "\n\n a\t b "])
 def test_a_prompt_that_may_be_whole_is_not_marked(text: str) -> None:
-    assert health_of(built(said("hi"), prompt_ids=np.arange(3), request=asks(text))) == RolloutHealth()
+    assert health_of(built(reply("hi"), prompt_ids=np.arange(3), request=asks(text))) == RolloutHealth()
 
 
 @pytest.mark.parametrize(
@@ -97,31 +97,31 @@ def test_structured_output_by_a_tool_is_an_answer_and_not_a_tool_without_a_resul
 
 
 def test_a_reward_rule_that_raised() -> None:
-    assert health_of(replace(built(said("hi")), dropped=DropReason.REWARD_FAILED)).symptoms == (Symptom.REWARD_FAILED,)
+    assert health_of(replace(built(reply("hi")), dropped=DropReason.REWARD_FAILED)).symptoms == (Symptom.REWARD_FAILED,)
 
 
 @pytest.mark.parametrize(
     ("episode", "evidence"),
     [
-        (replace(built(said("hi")), bypassed={"https://api.openai.com/v1/responses": 1}), Evidence.CALLS),
-        (built(said("hi", response_ids=None)), Evidence.TOKEN_IDS),
-        (built(said("hi", logprobs=None)), Evidence.TOKEN_IDS),
-        (built(said("hi"), prompt_ids=None), Evidence.TOKEN_IDS),
-        (built(ASKS, said("42")), Evidence.TOOL_RESULTS),
+        (replace(built(reply("hi")), bypassed={"https://api.openai.com/v1/responses": 1}), Evidence.CALLS),
+        (built(reply("hi", response_ids=None)), Evidence.TOKEN_IDS),
+        (built(reply("hi", logprobs=None)), Evidence.TOKEN_IDS),
+        (built(reply("hi"), prompt_ids=None), Evidence.TOKEN_IDS),
+        (built(ASKS, reply("42")), Evidence.TOOL_RESULTS),
     ],
 )
 def test_missing_evidence(episode: Episode, evidence: Evidence) -> None:
-    found = health_of(episode)
-    assert (found.verdict, found.missing) == (Verdict.UNOBSERVED, (evidence,))
+    health = health_of(episode)
+    assert (health.verdict, health.missing) == (Verdict.UNOBSERVED, (evidence,))
 
 
 def test_agents_without_names_count_only_where_there_are_several() -> None:
     def calls(*agents: tuple[str | None, str]) -> tuple[Evidence, ...]:
-        made = [
-            make.call(n, said("hi"), agent=agent, request={"messages": [{"role": "system", "content": prompt}]})
+        recorded = [
+            make.call(n, reply("hi"), agent=agent, request={"messages": [{"role": "system", "content": prompt}]})
             for n, (agent, prompt) in enumerate(agents)
         ]
-        return health_of(build_episode(make.rollout(), make.attempt(), made)).missing
+        return health_of(build_episode(make.rollout(), make.attempt(), recorded)).missing
 
     assert calls((None, "You add."), (None, "You add.")) == ()
     assert calls(("writer", "You write."), ("editor", "You edit.")) == ()
@@ -130,11 +130,11 @@ def test_agents_without_names_count_only_where_there_are_several() -> None:
 
 
 def test_a_symptom_counts_though_evidence_is_missing_and_a_failed_tool_among_others_is_no_symptom() -> None:
-    assert health_of(built(said("", response_ids=None))).verdict is Verdict.UNHEALTHY
+    assert health_of(built(reply("", response_ids=None))).verdict is Verdict.UNHEALTHY
     both = make.choice(tool_calls=["c1", "c2"])
-    assert health_of(built(both, said("42"), results=(FAILED, make.tool_result("2", "c2")))) == RolloutHealth()
+    assert health_of(built(both, reply("42"), results=(FAILED, make.tool_result("2", "c2")))) == RolloutHealth()
 
 
 def test_of_a_pruned_rollout_the_texts_are_missing() -> None:
-    assert health_of(built(said("", response_ids=None)), pruned=True).missing == (Evidence.TEXTS,)
-    assert health_of(built(said(""), ending=Ending.LOST), pruned=True).verdict is Verdict.UNHEALTHY
+    assert health_of(built(reply("", response_ids=None)), pruned=True).missing == (Evidence.TEXTS,)
+    assert health_of(built(reply(""), ending=Ending.LOST), pruned=True).verdict is Verdict.UNHEALTHY

@@ -46,12 +46,12 @@ class Conversation:
 
     def ask(self, sequence: int) -> tuple[Call, str]:
         """A call that asks for a tool, and what that gives."""
-        made = asks(f'{{"of": "{self._name}", "turn": {self._turns}}}')
+        message = asks(f'{{"of": "{self._name}", "turn": {self._turns}}}')
         result = f"{self._name} {self._turns}"
         choice = make.choice(tool_calls=[ID])
-        choice.message["tool_calls"] = made["tool_calls"]
+        choice.message["tool_calls"] = message["tool_calls"]
         call = make.call(sequence, choice, request={"messages": list(self.messages)}, **self._call)
-        self.messages += [made, answer(result)]
+        self.messages += [message, answer(result)]
         self._turns += 1
         return call, result
 
@@ -65,8 +65,8 @@ def test_the_conversation_shows_which_call_an_answer_is_of(speakers: list[str]) 
     conversations = {name: Conversation(name) for name in speakers}
     asked = [conversations[name].ask(number) for number, name in enumerate(speakers)]
     last = [each.end(len(speakers) + number) for number, each in enumerate(conversations.values())]
-    found = results(episode([*(call for call, _ in asked), *last]))
-    assert found == [[result] for _, result in asked] + [[]] * len(last)
+    joined = results(episode([*(call for call, _ in asked), *last]))
+    assert joined == [[result] for _, result in asked] + [[]] * len(last)
 
 
 def test_an_answer_to_one_conversation_is_none_to_another_that_waits() -> None:

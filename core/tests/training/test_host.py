@@ -51,8 +51,8 @@ async def engine(context: EngineContext) -> Any:
         return made[-1]
 
     yield start
-    for each in made:
-        await each.stop()
+    for engine in made:
+        await engine.stop()
 
 
 async def update(engine: ScriptedEngine, progress: Any = None) -> Any:

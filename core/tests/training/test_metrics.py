@@ -41,10 +41,10 @@ def told(id: str, status: ToolStatus = ToolStatus.OK) -> ToolResult:
 
 def test_rewards_are_of_all_rollouts_and_one_without_counts_as_nothing() -> None:
     crashed = episode("b", (), dropped=DropReason.ENDING, ending=Ending.CRASHED)
-    found = episode_metrics([episode("a", terminal=1.0), replace(crashed, terminal=None), episode("c", terminal=0.5)])
-    assert (found["rollouts"], found["reward/mean"]) == (3, 0.5)
-    assert found["reward/std"] == pytest.approx((1 / 6) ** 0.5)
-    assert (found["ending/finished"], found["ending/crashed"]) == (2, 1)
+    metrics = episode_metrics([episode("a", terminal=1.0), replace(crashed, terminal=None), episode("c", terminal=0.5)])
+    assert (metrics["rollouts"], metrics["reward/mean"]) == (3, 0.5)
+    assert metrics["reward/std"] == pytest.approx((1 / 6) ** 0.5)
+    assert (metrics["ending/finished"], metrics["ending/crashed"]) == (2, 1)
 
 
 def test_a_group_whose_rewards_differ_by_rounding_alone_has_no_contrast() -> None:
@@ -57,8 +57,8 @@ def test_a_group_whose_rewards_differ_by_rounding_alone_has_no_contrast() -> Non
 def test_a_rules_reward_is_its_sum_over_the_rollouts() -> None:
     """Rewards of single calls add up; a rollout without one counts as 0."""
     parts = [Reward("a", 0, "tools", value, "tools", call) for value, call in ((0.25, "a-c0"), (-1.0, "a-c1"))]
-    found = episode_metrics([replace(episode("a"), rewards=tuple(parts)), episode("b")])
-    assert found["reward/tools"] == -0.375
+    metrics = episode_metrics([replace(episode("a"), rewards=tuple(parts)), episode("b")])
+    assert metrics["reward/tools"] == -0.375
 
 
 def changed() -> Episode:
@@ -70,11 +70,11 @@ def changed() -> Episode:
 
 
 def test_lengths_calls_and_tool_results_are_counted_by_transition_call_and_rollout() -> None:
-    found = episode_metrics([changed(), episode("b", (0,))])
-    assert (found["rollout/turns"], found["rollout/calls"], found["rollout/tool_results"]) == (2, 1.5, 1)
-    assert (found["length/prompt"], found["length/response"]) == (2, 3), "a prompt without ids has no length"
-    assert (found["length/truncated"], found["calls/prefix_broken"], found["calls/parse_errors"]) == (0.25, 1, 1)
-    assert found["tool_results/unjoined"] == 1
+    metrics = episode_metrics([changed(), episode("b", (0,))])
+    assert (metrics["rollout/turns"], metrics["rollout/calls"], metrics["rollout/tool_results"]) == (2, 1.5, 1)
+    assert (metrics["length/prompt"], metrics["length/response"]) == (2, 3), "a prompt without ids has no length"
+    assert (metrics["length/truncated"], metrics["calls/prefix_broken"], metrics["calls/parse_errors"]) == (0.25, 1, 1)
+    assert metrics["tool_results/unjoined"] == 1
 
 
 def test_of_nothing_there_is_no_mean() -> None:

@@ -44,15 +44,15 @@ def scores(mode: str, *tasks: tuple[str, Sequence[float]]) -> list[TaskScore]:
 
 
 def test_passes_are_of_repeated_tasks_alone() -> None:
-    found = passes(
+    comparison = passes(
         scores("sampled", ("a", [1, 1, 0.5, 0]), ("b", [0, 0, 0, 1])) + scores("greedy", ("a", [1.0])), success=1.0
     )
 
-    assert [(each.mode, each.k, each.tasks, each.repeats) for each in found] == [
+    assert [(each.mode, each.k, each.tasks, each.repeats) for each in comparison] == [
         ("sampled", k, 2, 4) for k in (1, 2, 4)
     ]
-    assert [each.pass_at.value for each in found] == pytest.approx([3 / 8, (5 / 6 + 1 / 2) / 2, 1])
-    assert [each.pass_all.value for each in found] == pytest.approx([3 / 8, (1 / 6) / 2, 0])
+    assert [each.pass_at.value for each in comparison] == pytest.approx([3 / 8, (5 / 6 + 1 / 2) / 2, 1])
+    assert [each.pass_all.value for each in comparison] == pytest.approx([3 / 8, (1 / 6) / 2, 0])
     half = passes(scores("sampled", ("a", [1, 1, 0.5, 0])), success=0.5)
     assert half[0].pass_at.value == 0.75
 
@@ -60,14 +60,14 @@ def test_passes_are_of_repeated_tasks_alone() -> None:
 def test_two_policies_are_compared_on_the_tasks_that_both_have() -> None:
     before = scores("greedy", *((name, [float(name in "ab")]) for name in "abcdef"))
     now = scores("greedy", *((name, [float(name in "bcde")]) for name in "abcdeg"))
-    (found,) = compare(now, before, success=1.0)
+    (comparison,) = compare(now, before, success=1.0)
 
-    assert found.tasks == 5
-    assert [each.task for each in found.gained] == ["c", "d", "e"]
-    assert [(each.task, each.before, each.now) for each in found.lost] == [("a", 1.0, 0.0)]
-    assert found.difference.value == pytest.approx(0.4)
-    assert found.difference.low <= 0.4 <= found.difference.high
-    assert found.p == sign_test(3, 1)
+    assert comparison.tasks == 5
+    assert [each.task for each in comparison.gained] == ["c", "d", "e"]
+    assert [(each.task, each.before, each.now) for each in comparison.lost] == [("a", 1.0, 0.0)]
+    assert comparison.difference.value == pytest.approx(0.4)
+    assert comparison.difference.low <= 0.4 <= comparison.difference.high
+    assert comparison.p == sign_test(3, 1)
     assert compare(now, scores("sampled", ("a", [1.0])), success=1.0) == []
     (same,) = compare(now, now, success=1.0)
     assert (same.difference.low, same.difference.high, same.gained, same.lost, same.p) == (0, 0, [], [], 1)
