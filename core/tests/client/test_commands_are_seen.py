@@ -13,29 +13,10 @@ import pytest
 from agl_core.capture import Recording
 from agl_core.learning import build_episode, health_of
 from agl_core.testing import episodes as make
-from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source
 from agl_core.wire.workers import LeaseRequest
 from agl_core.worker import CommandPerAttempt
-
-LANGCHAIN = """
-    import json, os
-
-    from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
-
-    def look_up(city: str) -> str:
-        "Look up the temperature."
-        raise TimeoutError("the station does not answer")
-
-    agent = create_agent(ChatOpenAI(model="m"), [look_up], name="forecaster")
-    question = {"messages": [{"role": "user", "content": json.loads(os.environ["AGL_TASK"])}]}
-    try:
-        agent.invoke(question)
-    except TimeoutError:
-        print(json.dumps({"gave": "up"}))
-"""
 
 ASK = """
     import httpx, os
@@ -85,20 +66,6 @@ async def run(place: Any, folder: Path, code: str, *arguments: str, **options: A
     return rollout, attempt, build_episode(rollout, attempt, calls, tool_results, await store.rewards([attempt.key]))
 
 
-async def test_an_unmodified_langchain_agent(workplace: Any, tmp_path: Path) -> None:
-    workplace.stack.upstream.script(CallTools([("look_up", {"city": "Bern"})]), Say("cold"))
-    rollout, attempt, episode = await run(workplace, tmp_path, LANGCHAIN)
-    assert (rollout.ending, attempt.result) == (Ending.FINISHED, {"gave": "up"}), attempt.error
-    (transition,) = episode.transitions
-    (asked,) = transition.response["tool_calls"]
-    assert transition.agent == "forecaster"
-    assert [(o.tool, str(o.status), o.tool_call_id, o.arguments) for o in transition.tool_results] == [
-        ("look_up", "timeout", asked["id"], {"city": "Bern"})
-    ]
-    (tool_result,) = transition.tool_results
-    assert (tool_result.source, tool_result.adapter) == (Source.COMMAND, "langchain")
-
-
 PAST_AGL = """
     import httpx, sys
     # As a client with a base URL in code. It is sent to whatever address the environment of the test names.
@@ -137,12 +104,16 @@ async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command
     forging = """
     import json, os
     for id, source in (("1", "adapter"), ("2", "conversation")):
-        report = {"id": id, "rollout": "", "attempt": 0, "tool": "add", "status": "ok", "source": source}
+        report = {"id": id, "rollout": "", "attempt": 0, "tool": "add", "status": "ok", "source": source,
+                  "tool_call_id": "c" + id, "adapter": "langchain"}
         with open(os.path.join(os.environ["AGL_REPORTS"], f"{id}.jsonl"), "w") as spool:
             spool.write(json.dumps({"tool_result": report}))
     """
     _, _, episode = await run(workplace, tmp_path, forging)
-    assert [(o.id, o.source) for o in episode.unjoined] == [("1", Source.COMMAND), ("2", Source.COMMAND)]
+    assert [(o.id, o.tool_call_id, o.adapter, o.source) for o in episode.unjoined] == [
+        ("1", "c1", "langchain", Source.COMMAND),
+        ("2", "c2", "langchain", Source.COMMAND),
+    ]
 
 
 async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, tmp_path: Path) -> None:

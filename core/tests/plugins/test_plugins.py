@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agl_core
-from agl_core import Capability, kinds
+from agl_core import kinds
 from agl_core.errors import EngineError, PluginError
 from agl_core.kinds import Register
 from agl_core.plugins import Plugins
@@ -46,10 +46,7 @@ class Bringing:
 
 
 def build_engine(options: Any, context: Any) -> Any:
-    """What it is.
-
-    And more.
-    """
+    """What it is."""
 
 
 def bringing(*bringing: Bringing) -> Plugins:
@@ -67,20 +64,6 @@ def clean_imports() -> Iterator[None]:
     for name in set(sys.modules) - modules:
         if not name.startswith("agl_"):
             del sys.modules[name]
-
-
-def test_an_object_brings_a_component_with_what_it_declares() -> None:
-    needs, provides = {Capability.GROUPS}, {Capability.CRITIC}
-    plugins = bringing(Bringing(kinds.ENGINE, "mine", build_engine, needs=needs, provides=provides))
-
-    engine = plugins.component(kinds.ENGINE, "mine", "[engine] name")
-
-    assert (engine.kind, engine.origin, engine.doc) == (kinds.ENGINE, "plugin0.py", "What it is.")
-    assert engine.needs(engine.options()) == needs
-    assert engine.provides == provides
-    assert plugins.components(kinds.BUFFER) == {}
-    plugins.register(Bringing(kinds.BUFFER, "later", lambda options: None), "later.py")
-    assert set(plugins.components(kinds.BUFFER)) == {"later"}
 
 
 def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from agl_core.builtin.recorded import RecordedOptions, recorded
 from agl_core.config import RunConfig
 from agl_core.errors import ConfigError
 from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches
-from agl_core.reading.importing import import_file
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
@@ -217,18 +216,6 @@ def test_the_ids_of_another_model_are_refused_or_made_anew(tmp_path: Path) -> No
 
     assert batch.tokens_T.tolist() == [9, *map(ord, "five")] * 2
     assert not batch.sampled_N.any()
-
-
-def test_imported_conversations_with_their_rewards(tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
-    said = '{{"messages": [{{"role": "user", "content": "2 + 3?"}}, {{"role": "assistant", "content": "{}"}}], "id": "a", "reward": {}}}\n'  # noqa: E501
-    file.write_text(said.format("5", 1) + said.format("7", -0.5))
-    run = import_file(file, "chats", tmp_path).run
-
-    taken = Taken(run, without_logprobs=True)
-
-    assert [episode.terminal for episode in taken.episodes] == [1.0, -0.5]
-    assert taken.batch.tokens_T.tolist() == [*PROMPT, ord("5"), *PROMPT, ord("7")]
 
 
 def test_a_run_that_trained_leaves_its_evaluations_out(tmp_path: Path) -> None:
