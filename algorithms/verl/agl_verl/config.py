@@ -88,8 +88,6 @@ DECIDED = {
     "[algorithm.verl] estimator": ("algorithm.adv_estimator",),
     "[algorithm.verl] loss": (f"{ACTOR}.policy_loss.loss_mode",),
     "[algorithm] name": ("critic.enable",),
-    "[algorithm] critic_epochs": ("critic.ppo_epochs",),
-    "[algorithm] critic_learning_rate": ("critic.optim.lr",),
     "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
     "[policies.NAME.model.lora]": (
         f"{MODEL}.lora",
@@ -123,6 +121,8 @@ DECIDED_OF_ALGORITHMS = {
     "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
     "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
     "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
+    "[algorithm.ppo] critic_epochs": ("critic.ppo_epochs",),
+    "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
     "nothing: agl's losses have no entropy term": (f"{ACTOR}.entropy_coeff",),
 }
 """The same, where the algorithm is agl's: of veRL's own these are `overrides`."""
@@ -292,11 +292,8 @@ def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -
 
 
 def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorithm) -> dict[str, Any]:
-    """The policy's and, if there is one, the critic's."""
+    """The policy's and, if there is one, the critic's, but for the critic's learning rate."""
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
-    rates = {f"{ACTOR}.optim": optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)}
-    if algorithm.needs_critic:
-        rates["critic.optim"] = cast("Ppo | NativeOptions", algorithm).critic_learning_rate
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
     shared = {
         schedule: optimizer.schedule,
@@ -304,19 +301,26 @@ def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorith
         "weight_decay": optimizer.weight_decay,
         "clip_grad": optimizer.max_grad_norm,
     }
-    return {f"{place}.{name}": value for place, rate in rates.items() for name, value in {"lr": rate, **shared}.items()}
+    roles = (ACTOR, "critic") if algorithm.needs_critic else (ACTOR,)
+    rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
+    return {f"{ACTOR}.optim.lr": rate} | {f"{role}.optim.{name}": shared[name] for role in roles for name in shared}
 
 
 def _algorithm(algorithm: BuiltAlgorithm) -> dict[str, Any]:
     """The parts that veRL has to make ready; of its own algorithms also how they compute."""
+    settings: dict[str, Any] = {
+        "critic.enable": algorithm.needs_critic,
+        f"{ACTOR}.ppo_epochs": algorithm.epochs,
+    }
     if isinstance(algorithm, NativeOptions):
-        return {
-            "critic.enable": algorithm.needs_critic,
+        return settings | {
             "algorithm.adv_estimator": algorithm.estimator,
             f"{ACTOR}.policy_loss.loss_mode": algorithm.loss,
         }
-    return {
-        "critic.enable": algorithm.needs_critic,
+    if algorithm.needs_critic:
+        critic = cast("Ppo", algorithm)
+        settings |= {"critic.ppo_epochs": critic.critic_epochs, "critic.optim.lr": critic.critic_learning_rate}
+    return settings | {
         "algorithm.adv_estimator": "grpo",  # One that asks for no critic; agl's own is computed instead.
         f"{ACTOR}.use_kl_loss": algorithm.needs_reference,
     }

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import httpx
-import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_core.errors import EngineError
 from agl_core.wire.headers import HEADER_POLICY
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/health", "/metrics"})
 """Routes that everyone may read: they say nothing of prompts and replies."""
@@ -63,7 +58,7 @@ class GatedApp:
     itself. Without the key only `OPEN` is answered.
     """
 
-    def __init__(self, app: App, gate_of: Callable[[Scope], Gate], key: str) -> None:
+    def __init__(self, app: ASGIApp, gate_of: Callable[[Scope], Gate], key: str) -> None:
         if not key:
             raise ValueError("a gated app needs a key")
         self._app, self._gate_of = app, gate_of
@@ -75,7 +70,11 @@ class GatedApp:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": _REFUSED})
         elif not self._may_pass(scope):
-            await _refuse(send)
+            error = {
+                "message": "This server answers its run alone: the key is missing or wrong.",
+                "type": "invalid_key",
+            }
+            await JSONResponse({"error": error}, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         else:
@@ -85,12 +84,15 @@ class GatedApp:
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if scope["method"] in ("GET", "HEAD") and path in OPEN:
             return True
-        given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        scheme, _, token = given.partition(b" ")
+        scheme, _, token = Request(scope).headers.get("authorization", "").encode("latin-1").partition(b" ")
         return hmac.compare_digest(scheme.lower() + b" " + token.strip(), self._expected)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gate, body = self._gate_of(scope), await _whole_body(receive)
+        gate = self._gate_of(scope)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
         closings, messages = -1, list[Message]()
         while closings != gate.closings:  # Held back until it is known to be of one version.
             version, closings = await gate.enter()
@@ -105,25 +107,6 @@ class GatedApp:
                 header = (HEADER_POLICY.encode(), str(version).encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
-
-
-async def _refuse(send: Send) -> None:
-    error = {"message": "This server answers its run alone: the key is missing or wrong.", "type": "invalid_key"}
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": orjson.dumps({"error": error})})
-
-
-async def _whole_body(receive: Receive) -> bytes:
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return body
-        part: bytes = message.get("body", b"")
-        body += part
-        if not message.get("more_body", False):
-            return body
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

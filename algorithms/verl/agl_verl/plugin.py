@@ -140,8 +140,6 @@ class NativeOptions(BaseModel):
     )
     epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
     minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
-    critic_learning_rate: float = Field(1e-5, gt=0, le=1, description="The critic's step size; of 'gae' only.")
-    critic_epochs: int = Field(1, ge=1, le=100, description="The critic's passes over the batch; of 'gae' only.")
 
     @property
     def needs_critic(self) -> bool:
@@ -152,9 +150,6 @@ class NativeOptions(BaseModel):
         for name in (self.estimator, self.loss):
             if name in UNUSABLE:
                 raise ValueError(f"veRL's '{name}' cannot be used here: {UNUSABLE[name]}.")
-        for name in () if self.needs_critic else ("critic_learning_rate", "critic_epochs"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"'{name}' has no effect here: veRL's estimator '{self.estimator}' has no critic.")
         return self
 
 

@@ -8,11 +8,12 @@ import os
 from typing import Any
 
 import ray
+from starlette.types import ASGIApp
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from agl_verl.environment import KEY_VARIABLE
-from agl_verl.gate import App, Gate, GatedApp
+from agl_verl.gate import Gate, GatedApp
 
 TOOL_PARSERS = "vllm.tool_parsers"
 """The logger of all of vLLM's parsers of tool calls."""
@@ -21,7 +22,7 @@ TOOL_PARSERS = "vllm.tool_parsers"
 class VersionedReplies(GatedApp):
     """The gate as vLLM puts it around its app, by name."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__(app, lambda scope: scope["app"].state.args.agl_gate, os.environ[KEY_VARIABLE])
 
 

@@ -32,7 +32,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from agl_algorithms.policy_gradient import Samples
-from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
 from agl_core.learning.batch import Usable, filter_trainable
@@ -201,18 +200,17 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         value = None if self._update.prepared is None else self._update.prepared.value
-        epochs = cast("Ppo | NativeOptions", self._algorithm).critic_epochs
-        self._plan_training(batch, epochs, None if value is None else value.weights_R)
+        self._plan_training(batch, self.config.critic.ppo_epochs, None if value is None else value.weights_R)
         output = self.critic_wg.train_mini_batch(batch).get()
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "critic/")))
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.3)
-        prepared = self._update.prepared
-        self._plan_training(batch, self._algorithm.epochs, None if prepared is None else prepared.weights_R)
+        actor, prepared = self.config.actor_rollout_ref.actor, self._update.prepared
+        self._plan_training(batch, actor.ppo_epochs, None if prepared is None else prepared.weights_R)
         # The metric comes with the old log-probabilities; here it would cost a buffer of tokens x vocabulary.
-        batch.extra_info["calculate_entropy"] = self.config.actor_rollout_ref.actor.entropy_coeff != 0
+        batch.extra_info["calculate_entropy"] = actor.entropy_coeff != 0
         output = self.actor_rollout_wg.update_actor(batch)
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
         return batch

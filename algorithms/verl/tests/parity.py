@@ -57,7 +57,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Distance:
-    """How far veRL's update is from the torch engine's; the largest of all updates."""
+    """How far veRL's updates are from the torch engine's; the largest of all of them."""
 
     advantages: float
     """Largest difference of a transition's advantage,"""
@@ -73,7 +73,7 @@ class Distance:
 
     @property
     def within(self) -> bool:
-        """Whether it is one update: the limits of docs/verl-parity.md."""
+        """True if they are the same updates: the limits of docs/verl-parity.md."""
         close = self.advantages <= 1e-6 and self.weights <= 1e-6 and self.loss <= 1e-5
         return close and self.cosine >= 0.9999 and self.norm <= 1e-3 and self.same_dropped
 
@@ -82,35 +82,28 @@ def distance(model: Path, case: Case) -> Distance:
     """Make the updates with both engines, from the same weights."""
     by_torch = verl_bench.TorchBench(model, case.name, case.options)
     by_verl = verl_bench.VerlBench(model, case.name, case.options)
-    found = []
-    for number, step in enumerate(STEPS):
-        batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number, step=step)
-        found.append(compared(by_torch.update(batch), by_verl.update(batch, VOCABULARY)))
-    return Distance(
-        advantages=max(each.advantages for each in found),
-        weights=max(each.weights for each in found),
-        loss=max(each.loss for each in found),
-        cosine=min(each.cosine for each in found),
-        norm=max(each.norm for each in found),
-        same_dropped=all(each.same_dropped for each in found),
-    )
+    batches = [
+        verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number, step=step) for number, step in enumerate(STEPS)
+    ]
+    return compared(*((by_torch.update(batch), by_verl.update(batch, VOCABULARY)) for batch in batches))
 
 
-def compared(ours: verl_bench.Made, verls: verl_bench.Made) -> Distance:
-    """One update of both."""
-    losses = [(ours.loss, verls.loss)]
-    changes = [(ours.change, verls.change)]
-    if ours.value_loss is not None and verls.value_loss is not None:
-        losses.append((ours.value_loss, verls.value_loss))
-    if ours.critic_change is not None and verls.critic_change is not None:
-        changes.append((ours.critic_change, verls.critic_change))
+def compared(*updates: tuple[verl_bench.Made, verl_bench.Made]) -> Distance:
+    """Updates of both engines, the torch engine's first."""
+    losses = [(ours.loss, verls.loss) for ours, verls in updates]
+    changes = [(ours.change, verls.change) for ours, verls in updates]
+    for ours, verls in updates:
+        if ours.value_loss is not None and verls.value_loss is not None:
+            losses.append((ours.value_loss, verls.value_loss))
+        if ours.critic_change is not None and verls.critic_change is not None:
+            changes.append((ours.critic_change, verls.critic_change))
     return Distance(
-        advantages=float(np.abs(ours.advantage_N - verls.advantage_N).max()),
-        weights=float(np.abs(ours.weight_N - verls.weight_N).max()),
+        advantages=max(float(np.abs(ours.advantage_N - verls.advantage_N).max()) for ours, verls in updates),
+        weights=max(float(np.abs(ours.weight_N - verls.weight_N).max()) for ours, verls in updates),
         loss=max(abs(b - a) / max(1.0, abs(a)) for a, b in losses),
         cosine=min(_cosine(a, b) for a, b in changes),
         norm=max(abs(float(b.norm() / a.norm()) - 1) for a, b in changes),
-        same_dropped=ours.dropped == verls.dropped,
+        same_dropped=all(ours.dropped == verls.dropped for ours, verls in updates),
     )
 
 

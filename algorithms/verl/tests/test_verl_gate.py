@@ -41,7 +41,7 @@ class Server:
         posts = [Route(path, chat, methods=["POST"]) for path in SAMPLING]
         reads = [Route(path, read, methods=["GET"]) for path in ("/metrics", "/health", "/v1/models", "/version")]
         app = Starlette(routes=[*posts, *reads])
-        transport = httpx.ASGITransport(GatedApp(app, lambda scope: self.gate, KEY))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(GatedApp(app, lambda scope: self.gate, KEY))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
         self.key = {"authorization": f"Bearer {KEY}"}
 

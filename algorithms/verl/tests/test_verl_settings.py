@@ -124,7 +124,8 @@ def test_what_a_cluster_lacks_is_told_before_anything_waits_for_it(
 
 
 def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
-    found = mapping_of(Ppo(PpoOptions(critic_learning_rate=3e-3, epochs=2)))
+    found = mapping_of(Ppo(PpoOptions(critic_learning_rate=3e-3, epochs=2, critic_epochs=3)))
+    assert (found["actor_rollout_ref.actor.ppo_epochs"], found["critic.ppo_epochs"]) == (2, 3)
     actor, critic = "actor_rollout_ref.actor.optim", "critic.optim"
     assert (found[f"{actor}.lr"], found[f"{critic}.lr"]) == (2e-4, 3e-3)
     for optimizer in (actor, critic):
@@ -212,11 +213,10 @@ def test_verls_own_algorithms_are_there_by_their_names_and_keys(monkeypatch: pyt
     for override in ("algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.ppo_epochs=2"):
         with pytest.raises(ConfigError, match=r"\[algorithm"):
             refuse_decided(override, native=True)
-    gae = NativeOptions(estimator="gae", critic_learning_rate=1e-3)
+    gae = NativeOptions(estimator="gae")
     assert Capability.CRITIC in needs(gae)
-    assert mapping_of(gae)["critic.optim.lr"] == 1e-3
-    with pytest.raises(ValidationError, match="'critic_epochs' has no effect"):
-        NativeOptions(critic_epochs=2)
+    assert mapping_of(gae)["critic.enable"] is True
+    refuse_decided("critic.optim.lr=1e-3", native=True)
     assert verl.build(gspo) is gspo
     for name in UNUSABLE:
         with pytest.raises(ValidationError, match=f"'{name}' cannot be used here: it"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,6 +104,11 @@ def optimizer() -> OptimizerSection:
     return OptimizerSection(learning_rate=LEARNING_RATE, max_grad_norm=1.0, schedule="cosine")
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of all their values."""
+    return torch.cat([tensor.detach().flatten().to("cpu", torch.float32) for tensor in tensors])
+
+
 class TorchBench:
     """The torch engine's trainer, for one algorithm on one model."""
 
@@ -117,8 +122,7 @@ class TorchBench:
 
     def update(self, batch: Batch) -> Made:
         """One update, as in a run."""
-        before = {name: each.detach().clone() for name, each in self._loaded.model.named_parameters()}
-        critic_before = self._critic()
+        before, critic_before = flat(self._loaded.model.parameters()), self._critic()
         result = self._trainer.update(batch, self._algorithm)
         critic = self._critic()
         return Made(
@@ -127,9 +131,7 @@ class TorchBench:
             result.dropped,
             result.metrics["loss"],
             result.metrics.get("value_loss"),
-            torch.cat(
-                [(each.detach() - before[name]).flatten() for name, each in self._loaded.model.named_parameters()]
-            ).cpu(),
+            flat(self._loaded.model.parameters()) - before,
             None if critic is None or critic_before is None else critic - critic_before,
         )
 
@@ -138,9 +140,9 @@ class TorchBench:
         if not self._algorithm.needs_critic:
             return None
         if self._trainer._critic is None:
-            backbone = [each.detach().flatten().cpu() for each in self._fresh().model.base_model.parameters()]
-            return torch.cat([*backbone, torch.zeros(self._loaded.model.config.hidden_size + 1)])
-        return torch.cat([each.detach().flatten().cpu() for each in self._trainer._critic._trained])
+            head = torch.zeros(self._loaded.model.config.hidden_size + 1)
+            return flat([*self._fresh().model.base_model.parameters(), head])
+        return flat(self._trainer._critic._trained)
 
     def _fresh(self) -> LoadedModel:
         return load_model(self._spec, torch.device("cpu"), 0)
@@ -207,8 +209,7 @@ class VerlBench:
             weight = float(prepared.step_weights(weights_R, steps).sum()) / len(steps)
             before = self.parameters(worker)
             measured = self.train(worker, data, epochs, weight, len(steps), batch.step)
-            after = self.parameters(worker)
-            return measured, torch.cat([(after[name] - before[name]).flatten() for name in before if name != TIED])
+            return measured, self.parameters(worker) - before
 
         value_loss = critic_change = None
         if self.critic is not None:
@@ -282,10 +283,10 @@ class VerlBench:
         return {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     @staticmethod
-    def parameters(worker: Any) -> dict[str, Tensor]:
-        """Copies, whole, in the model's order."""
+    def parameters(worker: Any) -> Tensor:
+        """All of them, in the model's order."""
         generator, _ = worker.engine.get_per_tensor_param()
-        return {name: tensor.detach().to("cpu", torch.float32).clone() for name, tensor in generator}
+        return flat(tensor for name, tensor in generator if name != TIED)
 
 
 def configuration(model: Path, chosen: ChosenAlgorithm) -> Any:
