@@ -7,6 +7,7 @@ standard error that a caller would catch. A message names the thing, the place a
 from __future__ import annotations
 
 import difflib
+import itertools
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -73,6 +74,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     question = f"Did you mean '{close[0]}'? " if close else ""
     return f"{question}Known: {', '.join(names) or 'none'}."
+
+
+def own_line(error: BaseException, caller: str) -> str:
+    """The last line of a traceback below the file `caller` that is in no library, with its place; empty without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    called = itertools.takewhile(lambda frame: frame.filename != caller, reversed(frames))
+    own = next((frame for frame in called if not frame.filename.startswith(_INSTALLED)), None)
+    return f"{own.filename}:{own.lineno}: {own.line}" if own else ""
 
 
 def last_frames(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from agl_core.errors import AglError
+from agl_core.errors import AglError, own_line
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
 from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError
 from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
@@ -223,6 +223,12 @@ class _Comparison:
             ),
             dropped=self.episode.dropped if finite else DropReason.NON_FINITE,
         )
+
+
+def failure_text(error: Exception) -> str:
+    """An exception that a rule raised, in words, with the line of the rule that did."""
+    line = own_line(error, __file__)
+    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
 
 
 def was_rewarded(episode: Episode) -> bool:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from agl_core.config import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import BatchPlan, make_batches, score_all, score_groups
-from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.rewards import AGENT_SOURCE, failure_text
 from agl_core.reading.explained import is_superseded
 from agl_core.reading.importing import import_file
 from agl_core.reading.rollouts import RolloutEntry, entries_of
@@ -223,7 +223,7 @@ async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[li
     scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
     alike: dict[str, str] = {}
     for error in (error for _, errors in scored for error in errors):
-        text = f"{type(error).__name__}: {error}"
+        text = failure_text(error)
         alike.setdefault(text, f"{error.__notes__[-1]} {text}")
     failures = list(alike.values())
     return [episode for episode, _ in scored], failures

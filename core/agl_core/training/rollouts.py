@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from agl_core.config import LoadedConfig
 from agl_core.errors import PluginError, StoreRefusedError
 from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
-from agl_core.learning.rewards import AGENT_SOURCE, reported
+from agl_core.learning.rewards import AGENT_SOURCE, failure_text, reported
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
 from agl_core.store.interface import ErasableStore, Store
@@ -279,11 +279,11 @@ def warn_of_failed_rules(collected: Collected) -> None:
     errors = collected.reward_errors
     if not errors:
         return
-    first = f"{errors[0].__notes__[-1]} {type(errors[0]).__name__}: {errors[0]}"
+    first = f"{errors[0].__notes__[-1]} {failure_text(errors[0])}"
     dropped = sum(e.dropped in (DropReason.REWARD_FAILED, DropReason.NON_FINITE) for e in collected.episodes)
     if dropped == len(collected.episodes):
         raise PluginError(
-            f"Reward rules failed on every rollout. {first}. Fix the rule; the run can be resumed."
+            f"Reward rules failed on every rollout. {first}. Fix the rule; a run that had begun can be resumed."
         ) from errors[0]
     logger.warning("Reward rules failed %d times, and %d rollouts were dropped. %s", len(errors), dropped, first)
 

@@ -113,7 +113,10 @@ def test_a_rule_that_fails_is_named_and_the_others_are_shown(run: Any) -> None:
     result = run.agl(*TRY, "--set=rewards.shaky.weight=1.0")
 
     assert isinstance(result.exception, PluginError)
-    assert "The reward rule 'shaky' failed on rollout s1-g0-m1. KeyError: 'score'" in str(result.exception)
+    assert re.search(
+        r"The reward rule 'shaky' failed on rollout s1-g0-m1\. KeyError: 'score' \(\S+\.py:\d+: .*\)",
+        str(result.exception),
+    )
     assert "-m0." not in str(result.exception)
     assert ["end", "terminal reward", "0 → dropped: reward_failed *"] in cells(result.output)
     # m0 and m2 stay as they are, but for a new component of 0.
