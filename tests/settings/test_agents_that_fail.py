@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -99,32 +100,35 @@ async def solve(task, context):
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "state", "told"),
+    ("end", "rewards", "status", "told"),
     [
-        ("raise KeyError('Ghent')", 1, "failed", "cannot: no rollout finished; all 8 ended as crashed."),
-        ("return 'ten'", 0, "finished", "cannot: no group had contrast: every advantage was 0."),
+        ("raise KeyError('Ghent')", {"exact_match": {}}, 1, "no rollout finished; all 8 ended as crashed."),
+        ("return 'ten'", {"exact_match": {}}, 0, "no group had contrast: every advantage was 0."),
+        ("return 'ten'", {}, 0, "no rollout got a reward."),
     ],
-    ids=["crashed", "equal"],
+    ids=["crashed", "equal", "unrewarded"],
 )
-def test_a_run_that_learned_nothing_says_so_and_why(bench: Bench, end: str, status: int, state: str, told: str) -> None:
+def test_a_run_that_learned_nothing_says_so_and_why(
+    bench: Bench, end: str, rewards: dict[str, Any], status: int, told: str
+) -> None:
     """Also where the engine says that it trained on every transition, each with an advantage of 0."""
-    folder = bench.folder
+    folder, state = bench.folder, "failed" if status else "finished"
+    name = f"{state}-{len(rewards)}"
     (folder / f"ending_{state}.py").write_text(f"{CALLING}    {end}\n")
-    given = {"agent.entry": f"ending_{state}:solve", "name": state, "eval.every": 0, "trackers.tensorboard": False}
-    bench.load(given)
+    bench.load({"agent.entry": f"ending_{state}:solve", "name": name, "eval.every": 0, "rewards": rewards})
 
     ended = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
 
     assert ended.exit_code == status, ended.output
-    assert f"verdict: {told}" in ended.output
+    assert f"verdict: cannot: {told}" in ended.output
     assert "8 trained on (8 of them with an advantage of 0)" in ended.output
-    summary = json.loads((folder / "runs" / state / "summary.json").read_text())
+    summary = json.loads((folder / "runs" / name / "summary.json").read_text())
     assert summary["verdict"]["word"] == "cannot"
     listed = json.loads(CliRunner().invoke(app, ["runs", "list", str(folder / "runs"), "--json"]).output)
-    [entry] = [each for each in listed if each["folder"].endswith(f"/{state}")]
+    [entry] = [each for each in listed if each["folder"].endswith(f"/{name}")]
     assert (entry["state"], entry["verdict"]) == (state, summary["verdict"])
-    seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / state)])
-    assert f"verdict: {told}".rstrip(".") in seen.output
+    seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / name)])
+    assert f"verdict: cannot: {told}".rstrip(".") in seen.output
     assert seen.exit_code == status
 
 

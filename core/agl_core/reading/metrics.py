@@ -13,7 +13,7 @@ import orjson
 
 from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
 from agl_core.training.checkpoints import HEADLINE_SET
-from agl_core.training.failures import REMEDIES
+from agl_core.training.failures import REMEDIES, no_reward
 from agl_core.training.metrics import METRICS_FILE, counts
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
@@ -167,6 +167,8 @@ def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
 
 
 def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
+    if all(f"alarm/{AlarmName.NO_REWARD}" in step for step in steps):
+        return f"no rollout got a reward. {paragraphs(no_reward)[1]}"
     dropped = counts(steps, "dropped/") + counts(steps, "episodes_dropped/")
     others = dropped.keys() - {DropReason.GROUP_TOO_SMALL, DropReason.NO_ADVANTAGE}  # They follow from others.
     if others and not dropped[DropReason.NO_ADVANTAGE]:
