@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -135,12 +136,14 @@ def _configuration(file: Path) -> Findings:
 
 
 def _start(loaded: LoadedConfig) -> Findings:
+    from agl_core.training.server import removed_unless_begun
     from agl_core.training.session import workload
 
     work = workload(loaded)
     yield Finding("ok", "tasks", f"the first of each set ({', '.join(loaded.tasks)}) can be made")
-    with tempfile.TemporaryDirectory(prefix="agl-doctor-") as folder:
-        yield from asyncio.run(_session(loaded, Path(folder), work))
+    with removed_unless_begun(folder := Path(tempfile.mkdtemp(prefix="agl-doctor-"))):
+        yield from asyncio.run(_session(loaded, folder, work))
+    shutil.rmtree(folder)
 
 
 class _Served(Observer):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -343,6 +344,18 @@ def test_what_an_engine_said_stays_until_the_name_is_taken(refused: Callable[...
         refused("train", "train.toml", "--set=engine.name=telling")
         [folder] = (working_folder / "runs").iterdir()
         assert (folder / "engine.log").read_text() == "what the engine had to say"
+
+
+def test_what_an_engine_said_to_doctor_stays_too(
+    running: Bench, doctor: Doctor, working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error may name its log."""
+    running.script("train.toml", CONFIG.replace('[engine]\n    name = "elsewhere"', '[engine]\n    name = "telling"'))
+    temporary = working_folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert "FAIL  start: The engine cannot start: it is broken" in doctor("train.toml").stdout
+    assert [file.name for file in temporary.rglob("*") if file.is_file()] == ["engine.log"]
 
 
 @pytest.mark.parametrize("command", [["train", "train.toml"], ["run", "--config", "train.toml", "--", "true"]])
