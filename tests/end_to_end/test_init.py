@@ -115,6 +115,10 @@ def test_without_a_model_one_to_start_with_is_offered_and_tasks_with_verifiers(f
     assert model == {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
 
 
+def test_an_agent_file_that_is_not_there_is_named(folder: Path, agl: Agl) -> None:
+    assert f"There is no file my_agnt.py (looked in {folder})" in agl("init", "my_agnt.py").stderr
+
+
 def test_an_agent_is_found_beside_its_tools(folder: Path) -> None:
     code = "tool = lambda f: f\n@tool\ndef search(query): ...\ndef add(a, b): ...\ndef ask_it(task): ...\n"
     (folder / "both.py").write_text(code)

@@ -180,6 +180,7 @@ async def test_a_project_is_moved_with_its_runs(project: Path, monkeypatch: pyte
     elsewhere = shutil.move(moved / "weights", moved.parent / "weights")
     heard = Lines()
     await resumed(moved / "runs" / "run", f"policies.default.model.path={elsewhere}", heard=heard)
+    assert "all 3 steps are made; to train on, raise train.steps: --set train.steps=6" in heard.lines
     assert [line for line in heard.lines if "changed" in line] == [
         f'changed since step-000003: policies.default.model.path: "weights" → "{elsewhere}"'
     ]

@@ -131,6 +131,8 @@ def read_agent_file(file: Path, function: str | None) -> AgentFile:
 
     AgentError if it cannot be imported, has no such function, or does not say which of several is the agent.
     """
+    if not file.exists():
+        raise AgentError(f"There is no file {file} (looked in {Path.cwd()}). Name the Python file of your agent.")
     if not file.is_file() or file.suffix != ".py" or not file.stem.isidentifier():
         raise AgentError(f"{file} is not a Python file that can be imported (its name would be '{file.stem}').")
     try:

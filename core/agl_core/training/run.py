@@ -63,6 +63,8 @@ async def train(
             for change in check_changes(state.config, resolved, loaded.folder, weights):
                 observer.say(f"changed since {weights.name}: {change}")
         state.config = resolved
+        if source is None and state.step >= (steps := config.train.steps):
+            observer.say(f"all {steps} steps are made; to train on, raise train.steps: --set train.steps={2 * steps}")
         for caution in cautions(loaded):
             observer.say(caution)
         trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
