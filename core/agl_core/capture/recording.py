@@ -29,6 +29,8 @@ MAX_SPOOL = 64 << 20
 """Bytes of the reports of a command's processes."""
 _MIN_LINE = 1024
 """Bytes that a line counts for at least: many short ones take long too."""
+MAX_PROBLEMS, _MAX_PROBLEM = 100, 2000
+"""Problems that are kept, and the characters of one: any process that a command starts may report them."""
 _MAX_SPOOLS = 4096
 """Processes of a command whose reports are read."""
 
@@ -107,10 +109,12 @@ class Recording:
         self._send(Report(reward=report))
 
     def problem(self, text: str) -> bool:
-        """Keep what an adapter could not do, even after the end; True if it is new."""
+        """Keep what an adapter could not do, even after the end; True if it is new and among the first."""
+        text = text[:_MAX_PROBLEM]
         with self._lock:
-            is_new = text not in self._problems
-            self._problems[text] = None
+            is_new = text not in self._problems and len(self._problems) < MAX_PROBLEMS
+            if is_new:
+                self._problems[text] = None
         if is_new:
             self._send(Report(problem=text))
         return is_new

@@ -306,19 +306,25 @@ def fill_from_conversation(
 ) -> dict[TransitionKey, list[ToolResult]]:
     """The tool results of each transition: reports with what they leave open, and what is `shown` alone.
 
-    Reports of a whole response stand for its tool calls: of these only a failure is added that no such report tells.
     What is shown alone, and looks right, is CONTRADICTED by failures of its tool among the `doubtful` reports, which
     join nothing and may be of any of them, unless as many failures of that tool are shown.
     """
     joined: dict[TransitionKey, list[ToolResult]] = {}
+    open_calls: dict[TransitionKey, list[ToolCall]] = {key: [] for key in of_responses}
     for tool_call in tool_calls:
-        message, told = shown.get(tool_call), of_responses.get(tool_call.key, ())
+        message = shown.get(tool_call)
         if tool_call in answers:
             joined.setdefault(tool_call.key, []).extend(
                 _completed(report, tool_call, message) for report in answers[tool_call]
             )
-        elif message is not None and not (told and (not has_failed(message) or any(map(has_failed, told)))):
+        elif tool_call.key in of_responses:
+            open_calls[tool_call.key].append(tool_call)
+        elif message is not None:
             joined.setdefault(tool_call.key, []).append(message)
+    for key, told in of_responses.items():
+        messages = (shown[tool_call] for tool_call in open_calls[key] if tool_call in shown)
+        failed = [message for message in messages if has_failed(message)]
+        joined.setdefault(key, []).extend(_of_response(told, failed, len(open_calls[key])))
     failures = Counter(report.tool for report in doubtful if has_failed(report))
     for results in joined.values():
         failures.subtract(each.tool for each in results if each.source is Source.CONVERSATION and has_failed(each))
@@ -326,9 +332,21 @@ def fill_from_conversation(
         for place, each in enumerate(results):
             if each.source is Source.CONVERSATION and each.status_rule in UNCERTAIN and failures[each.tool] > 0:
                 results[place] = replace(each, status_rule=CONTRADICTED)
-    for key, told in of_responses.items():
-        joined.setdefault(key, []).extend(told)
     return joined
+
+
+def _of_response(told: Sequence[ToolResult], failed: Sequence[ToolResult], tool_calls: int) -> list[ToolResult]:
+    """The reports that stand for the tool calls of a response, and of the failures shown there those that none tells.
+
+    If these are more than tool calls, successes that anything may have reported give way, and the failures are
+    CONTRADICTED.
+    """
+    untold = failed[sum(map(has_failed, told)) :]
+    forgeable = [report for report in told if report.source in _FROM_ANYWHERE and not has_failed(report)]
+    denials = forgeable[: max(0, len(told) + len(untold) - tool_calls)] if untold else []
+    if denials:
+        untold = [replace(failure, status_rule=CONTRADICTED) for failure in untold]
+    return [*untold, *(report for report in told if report not in denials)]
 
 
 def of_one_adapter(reports: Iterable[ToolResult]) -> list[ToolResult]:

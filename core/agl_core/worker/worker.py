@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from agl_core.capture import Recording
+from agl_core.capture.recording import MAX_PROBLEMS
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
@@ -207,7 +208,8 @@ class Worker:
             raise
         if ended is not None:
             request = closing(ended, recording)
-            self.problems.update(recording.problems)
+            kept = len(self.problems) < MAX_PROBLEMS
+            self.problems.update(text for text in recording.problems if kept or text in self.problems)
             await self._report(lease, request)
 
     async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> Ended | None:

@@ -83,6 +83,13 @@ def test_an_tool_result_counts_once_and_the_first_report_stays() -> None:
     assert [tool_result.result for tool_result in recording.tool_results] == [3, 5]
 
 
+def test_a_flood_of_problems_is_not_kept() -> None:
+    recording = Recording()
+    news = [recording.problem(f"{number} {'x' * 5000}") for number in range(1000)]
+    assert sum(news) == len(recording.problems) == 100
+    assert {len(text) for text in recording.problems} == {2000}
+
+
 def test_what_comes_after_the_end_is_not_kept() -> None:
     recording = Recording()
     with running(attempt(recording)):

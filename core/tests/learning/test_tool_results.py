@@ -127,6 +127,32 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     assert seen.startswith("2 of 2 tool results")
 
 
+@pytest.mark.parametrize(
+    ("reported", "ids"),
+    [
+        ("ok", ["o0", "r-c0:0:0"]),  # It may be of the tool call that worked.
+        ("ok ok", ["o1", "r-c0:0:0 contradicted"]),
+        ("ok ok ok error", ["o3", "r-c0:0:1 contradicted"]),
+    ],
+)
+def test_no_reports_of_a_whole_response_deny_a_failure_that_the_model_was_shown(reported: str, ids: list[str]) -> None:
+    """However many say otherwise, and even if one tells another failure."""
+    statuses = [ToolStatus(status) for status in reported.split()]
+    contents = ["Error: no city", "Error: no date" if ToolStatus.ERROR in statuses else "22"]
+    calls = [
+        make.call(0, make.choice(tool_calls=["a", "b"]), parent_span="step-0"),
+        make.call(1, request={"messages": [answer(id, text) for id, text in zip("ab", contents, strict=True)]}),
+    ]
+    reports = [
+        told(f"o{number}", None, "mine", status=status, parent_span="step-0", tool="x", source=Source.COMMAND)
+        for number, status in enumerate(statuses)
+    ]
+    episode = build_episode(make.rollout(), make.attempt(), calls, reports)
+    results = episode.transitions[0].tool_results
+    marked = [f"{each.id} contradicted" if each.status_rule == "contradicted" else each.id for each in results]
+    assert sorted(marked) == ids
+
+
 def test_a_report_that_found_nothing_keeps_its_result() -> None:
     """A span has the structured result, and the message that it was empty."""
     span = told("1:2", "a", "otel", status_rule="ok", result={"blocks": []})
