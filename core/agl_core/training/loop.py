@@ -34,7 +34,7 @@ from agl_core.training.metrics import (
 )
 from agl_core.training.rollouts import Drawn, Experience, TrainingPlan
 from agl_core.training.session import Session
-from agl_core.types import AlarmName, Rollout, TrainingRecord
+from agl_core.types import AlarmName, DropReason, Rollout, TrainingRecord
 
 Result = TypeVar("Result")
 
@@ -217,9 +217,11 @@ class Trainer:
         """Store the training records, and the step of each rollout, all or nothing.
 
         The step of a rollout is the one that trained on it, which may differ from the one that it was planned for.
+        What the engine could not take was not compared with its group, and has no advantage.
         """
+        compared = (None, DropReason.NO_ADVANTAGE)
         records = [
-            TrainingRecord(*key, step=step, credit=credit, advantage=advantage, weight=weight, dropped=reason)
+            TrainingRecord(*key, step, credit, advantage if reason in compared else None, weight, reason)
             for policy, result in results.items()
             for key, credit, advantage, weight, reason in zip(
                 batches.batches[policy].keys,

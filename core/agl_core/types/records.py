@@ -286,7 +286,7 @@ class TrainingRecord:
     credit: float | None
     """The credited value; its kind is the credit rule's."""
     advantage: float | None
-    """Mean over the response's trainable tokens."""
+    """Mean over the response's trainable tokens; None where it was not compared with others."""
     weight: float
     """Its summed token weights in the loss; 0 if dropped."""
     dropped: str | None = None

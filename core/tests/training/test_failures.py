@@ -16,7 +16,17 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack
 from agl_core.training.failures import asserted_rewards, asserted_tool_results, who_waits
-from agl_core.types import AlarmName, DropReason, Ending, Episode, Rollout, Source, ToolResult, ToolStatus
+from agl_core.types import (
+    AlarmName,
+    DropReason,
+    Ending,
+    Episode,
+    Rollout,
+    Source,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
+)
 
 from .scripted_training import Bench, Lines, episode, make_bench
 
@@ -84,6 +94,9 @@ async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: D
     bench.engine.dropped = dropped
     with pytest.raises(TrainingError, match=f"one reason: {dropped}") if ends else nullcontext():
         await bench.trainer.train()
+    # What the engine could not take was in no group's mean; `agl show` explains the group by what has an advantage.
+    advantages = {record.advantage for record in bench.store.written if isinstance(record, TrainingRecord)}
+    assert advantages == {0.0 if dropped is DropReason.NO_ADVANTAGE else None}
 
 
 async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
