@@ -1,9 +1,10 @@
-"""Requests as no client sends them, an upstream's refusal, and what agl logged."""
+"""Small requests, requests as no client sends them, an upstream's refusal, and what agl logged."""
 
 from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,15 @@ from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+SMALLEST: dict[str, dict[str, Any]] = {
+    "chat/completions": GOOD,
+    "completions": {"model": "default", "prompt": "hello"},
+    "responses": {"model": "default", "input": "hello"},
+    "messages": {**GOOD, "max_tokens": 9},
+}
+"""A request of each API, by its route."""
 OVERFLOW = Fail(
     400,
     {

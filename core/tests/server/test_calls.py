@@ -24,10 +24,7 @@ from agl_core.types import CreditKind, DropReason, Ending, Episode, Mode, Sampli
 from agl_core.wire.headers import HEADER_AGENT
 from agl_core.wire.workers import CloseRequest
 
-from .posting import clients_waiting, post
-
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+from .posting import GOOD, HELLO, clients_waiting, post
 
 
 async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> None:

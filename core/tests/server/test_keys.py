@@ -9,7 +9,6 @@ import os
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -33,14 +32,7 @@ from agl_core.wire.workers import (
     LeaseRequest,
 )
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
-CALLS = {
-    "chat/completions": GOOD,
-    "completions": {"model": "default", "prompt": "hello"},
-    "responses": {"model": "default", "input": "hello"},
-    "messages": {"model": "default", "max_tokens": 9, "messages": HELLO},
-}
+from .posting import GOOD, SMALLEST
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http:
     own, other = await stack.lease(), await stack.lease()
     key = stack.server.keys.of_attempt(own)
     for scheme in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
-        for path, body in CALLS.items():
+        for path, body in SMALLEST.items():
             for url, headers in (
                 (stack.url(other), {}),
                 (stack.url(), {HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}),

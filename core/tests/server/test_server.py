@@ -34,8 +34,7 @@ from agl_core.wire.workers import (
     RewardReport,
 )
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+from .posting import GOOD, HELLO
 
 
 def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:

@@ -20,6 +20,7 @@ from agl_core.wire.headers import HEADER_IGNORED
 from agl_core.wire.workers import CloseRequest
 
 from ..api_oracles import client_of, post_each
+from ..posting import SMALLEST
 
 HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -247,12 +248,7 @@ async def test_documents_images_and_results_of_searches_are_passed_on(
 
 async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack) -> None:
     url = stack.url(await stack.lease())
-    bodies: dict[str, dict[str, Any]] = {
-        "chat/completions": {"messages": CHAT["messages"]},
-        "completions": {"prompt": "hello"},
-        "responses": {"input": "hello"},
-        "messages": {"messages": CHAT["messages"], "max_tokens": 9},
-    }
+    bodies = {route: {n: v for n, v in body.items() if n != "model"} for route, body in SMALLEST.items()}
     for route, body in bodies.items():
         (response,) = await post_each(stack, f"{url}/{route}", [body])
         assert (response.status_code, response.json()["model"]) == (200, "default"), route
