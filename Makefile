@@ -165,7 +165,7 @@ policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/imitation.py calc --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)
-	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_processes.py -k kills
+	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_faults.py -k kills
 
 fuzz: install ## Run the property tests with other examples than `make test` (ten minutes)
 	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,(import|from) hypothesis))
@@ -177,8 +177,7 @@ experiments: install ## Measure what each contribution is worth (three hours; it
 	@$(BIN)/python docs/make_measured.py experiments
 
 docs: install ## Write the generated pages of docs/ anew
-	@$(BIN)/python docs/make_configuration.py
-	@$(BIN)/python docs/make_cli.py
+	@$(BIN)/python docs/make_reference.py
 	@$(BIN)/python -m tests.conformance.make_page
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)

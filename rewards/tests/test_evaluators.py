@@ -1,19 +1,32 @@
-"""The stock evaluators: what they find in an answer, and how a run meets them."""
+"""The stock evaluators and AIR: what they find in an episode, and how a run meets them; the README's own tables."""
 
 from __future__ import annotations
 
+import difflib
+import random
 import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agl_core import kinds
+from agl_core.capture import message_status
 from agl_core.errors import ConfigError
+from agl_core.kinds import Capability
+from agl_core.learning import ScoringRule, score
 from agl_core.plugins import Plugins
-from agl_core.types import Ending, Episode, Mode, Task
+from agl_core.testing import episodes as make
+from agl_core.types import CreditKind, Ending, Episode, Mode, Reward, Task, ToolStatus, Transition
 from agl_rewards import exact_match, last_number, numeric_match, regex_format, token_f1, word_f1
+from agl_rewards.air import air
+from agl_rewards.signals import abandoned, asked_again, tool_failed
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 WORDS = st.text(st.characters(exclude_categories=["Nd", "Nl", "No", "Cs"], exclude_characters="-+−.,eE"))
@@ -165,3 +178,180 @@ def test_the_best_of_several_answers_counts_and_the_field_is_chosen(make: Any) -
     assert token_f1(make.episode(result="big cat", metadata=metadata)) == 0.0
     assert token_f1(make.episode(result=None, metadata=metadata)) == 0.0
     assert token_f1(make.episode(result=["dog"], metadata=metadata)) == 1.0
+
+
+STATUSES = st.sampled_from(["ok", "error", "timeout", "empty"])
+CALLS = st.lists(st.lists(STATUSES, max_size=3), min_size=1, max_size=5)
+RETURNS = st.floats(-2, 2, width=32)
+
+
+def names_and_values(rule: Callable[[Episode], Any], episode: Episode) -> dict[str, float]:
+    return {reward.name: reward.value for reward in rule(episode)}
+
+
+class TestToolResults:
+    def test_success_earns_what_failure_costs(self, make: Any) -> None:
+        episode = make.episode([make.tool_result(each) for each in ("ok", "error", "timeout", "empty")])
+        assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {
+            "search.0.ok": 0.2,
+            "search.1.error": -0.2,
+            "search.2.timeout": -0.2,
+            "search.3.empty": -0.2,
+        }
+
+    def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
+        episode = make.episode(make.transition(0, parse_error="no closing brace"))
+        assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {"unparsed": -0.2}
+
+    def test_each_tool_may_have_its_weight(self, make: Any) -> None:
+        rule = make.rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5})
+        episode = make.episode([make.tool_result(tool="fetch"), make.tool_result("error")])
+        assert names_and_values(rule, episode) == {"fetch.0.ok": 0.5, "search.1.error": -0.2}
+
+    async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
+        episode = make.episode(
+            make.transition(0, make.tool_result("error")),
+            make.transition(1),
+            make.transition(2, make.tool_result(), make.tool_result()),
+            make.transition(2, choice=1),
+        )
+        rules = [ScoringRule("tools", make.rule(kinds.REWARD, "tool_results"), 0.5)]
+        scored, errors = await score(episode, rules, dict.fromkeys(Ending, "score"))
+        assert errors == []
+        assert [t.reward for t in scored.transitions] == pytest.approx([-0.1, 0.0, 0.2, 0.0])
+        assert {r.source for t in scored.transitions for r in t.rewards} == {"tools"}
+        keys = [(r.name, r.call, r.choice) for t in scored.transitions for r in t.rewards]
+        assert len(set(keys)) == len(keys)
+        assert scored.terminal == 0.0
+
+
+class TestAir:
+    def test_rewards_of_single_calls_are_in_it_only_where_the_return_is_asked_for(self, make: Any) -> None:
+        calls = [
+            make.transition(0, make.tool_result("ok")),
+            make.transition(1, make.tool_result("error")),
+            make.transition(2),
+        ]
+        earned = replace(calls[2], rewards=(Reward("r", 0, "step", 2.0, "test", "c2"),))
+        one = make.episode(*calls[:2], earned, terminal=0.5)
+        assert air([one]) == [pytest.approx([0.6, 0.2, 0.5])]
+        assert air([one], reward="return") == [pytest.approx([2.2, 1.8, 2.5])]
+
+    def test_status_and_terminal_reward_are_mixed(self, make: Any) -> None:
+        episode = make.episode(
+            [make.tool_result("ok")],
+            [make.tool_result("timeout")],
+            [make.tool_result("ok"), make.tool_result("empty")],
+            [],
+            terminal=0.5,
+        )
+        assert air([episode]) == [pytest.approx([0.6, 0.2, 0.4, 0.5])]
+
+    def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
+        assert air([make.episode(make.transition(0, parse_error="…"), terminal=1.0)], alpha=0.5) == [[0.0]]
+
+    @given(calls=CALLS, terminal=RETURNS, alpha=st.floats(0, 1))
+    def test_values_lie_between_status_and_reward_which_stays_readable(
+        self, make: Any, calls: list[list[str]], terminal: float, alpha: float
+    ) -> None:
+        episode = make.episode(*[[make.tool_result(s) for s in call] for call in calls], terminal=terminal)
+        for call, value in zip(calls, air([episode], alpha=alpha)[0], strict=True):
+            if not call:
+                assert value == terminal
+                continue
+            status = sum(1 if each == "ok" else -1 for each in call) / len(call)
+            assert min(status, terminal) - 1e-9 <= value <= max(status, terminal) + 1e-9
+            assert value - alpha * status == pytest.approx((1 - alpha) * terminal, abs=1e-9)
+
+    def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
+        component = Plugins.load().component(kinds.CREDIT, "air", "[credit]")
+        assert (component.yields, component.provides) == ({CreditKind.RETURN}, {Capability.TOOL_RESULTS})
+        assert make.rule(kinds.CREDIT, "air", alpha=1.0)([make.episode([make.tool_result()], terminal=5.0)]) == [[1.0]]
+        for wrong in (-0.1, 1.1):
+            with pytest.raises(ValidationError):
+                make.rule(kinds.CREDIT, "air", alpha=wrong)
+
+
+def talk(*users: str, result: object = None, last: str = "Done.") -> Episode:
+    """One call for each text of the user, each with all texts so far."""
+    transitions: list[Transition] = []
+    for turn in range(len(users)):
+        messages = tuple({"role": "user", "content": text} for text in users[: turn + 1])
+        said = last if turn == len(users) - 1 else "Here."
+        transitions.append(make.transition(turn, messages=messages, response={"role": "assistant", "content": said}))
+    return make.episode(*transitions, mode=Mode.USE, result=result)
+
+
+def turns(found: object) -> list[str]:
+    assert found is None or isinstance(found, dict)
+    return [key.call for key in found or {}]
+
+
+def test_a_request_that_is_repeated_or_corrected_is_a_sign_about_the_reply_before_it() -> None:
+    assert turns(asked_again(talk("Book a flight to Rome", "And a hotel?", "and a  hotel"))) == ["r-c1"]
+    assert turns(asked_again(talk("Book a flight to Rome", "No, I meant Romania", "Thanks"))) == ["r-c0"]
+    assert asked_again(talk("Book a flight to Rome", "No problem, thanks!")) is None
+    assert asked_again(talk("Book a flight to Rome")) is None
+
+
+def test_a_long_request_is_compared_as_a_short_one_would_be() -> None:
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices("abcdefghij", k=drawn.randint(2, 9))) for _ in range(500)]
+    for share, again in ((0.0, True), (0.02, True), (0.5, False), (1.0, False)):
+        asked = drawn.choices(words, k=200)
+        anew = [drawn.choice(words) if drawn.random() < share else word for word in asked]
+        before, new = " ".join(asked), " ".join(anew)
+        exact = difflib.SequenceMatcher(None, before, new, autojunk=False).ratio()
+        assert (exact >= 0.8) is (asked_again(talk(before, new)) is not None) is again, share
+    assert asked_again(talk("Please summarise this: " + before, "Thanks!")) is None
+
+
+def test_a_request_of_any_length_is_compared_at_once() -> None:
+    before, new = ("".join("ab" + "c" * (each % period) for each in range(8000)) for period in (7, 5))
+    assert asked_again(talk(before, new)) is None
+    assert turns(asked_again(talk(before, before + "!"))) == ["r-c0"]
+
+
+def test_tool_calls_of_one_request_are_no_repetition() -> None:
+    one = talk("Book a flight to Rome", "x")
+    same = make.transition(1, messages=one.transitions[0].messages)
+    assert asked_again(make.episode(one.transitions[0], same, mode=Mode.USE)) is None
+
+
+def test_a_failed_tool_is_a_sign_about_its_call() -> None:
+    failed = make.transition(1, make.tool_result("o", status=ToolStatus.TIMEOUT))
+    fine = make.transition(0, make.tool_result("p"))
+    assert turns(tool_failed(make.episode(fine, failed))) == ["r-c1"]
+    assert tool_failed(make.episode(fine)) is None
+
+
+def test_a_session_is_abandoned_that_went_idle_while_its_last_reply_asked_for_something() -> None:
+    idle = {"ended_by": "idle"}
+    assert turns(abandoned(talk("Hi", last="Which city?", result=idle))) == ["r-c0"]
+    assert abandoned(talk("Hi", last="Which city?", result={"ended_by": "request"})) is None
+    assert abandoned(talk("Hi", last="Booked.", result=idle)) is None
+    calls = make.transition(0, response={"role": "assistant", "tool_calls": [{"id": "c"}]})
+    assert turns(abandoned(make.episode(calls, result=idle))) == ["r-c0"]
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def configurations() -> list[dict[str, Any]]:
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)]
+
+
+def test_every_reward_table_of_the_readme_is_valid(make: Any) -> None:
+    tables = [table for c in configurations() for table in c.get("rewards", {}).items()]
+    assert len(tables) >= 6
+    for name, table in tables:
+        settings = {key: value for key, value in table.items() if key not in ("rule", "weight")}
+        make.rule(kinds.REWARD, table.get("rule", name), **settings)
+
+
+def test_the_table_of_what_messages_are_read_as_is_right() -> None:
+    rows = dict(re.findall(r"^\| (.*?) \| (error|timeout|ok) \|$", README.read_text(), re.MULTILINE))
+    assert len(rows) == 4
+    for said, status in rows.items():
+        for text in re.findall(r"`([^`]+)`", said.partition("; but not")[0]):
+            assert str(message_status(text.replace("…", "it")).status) == status, text

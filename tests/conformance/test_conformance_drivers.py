@@ -1,4 +1,4 @@
-"""A third party's driver: it runs with one command, and what is wrong with it, or with a declared gap, is found."""
+"""The page says what the drivers say; a third party's driver runs, and what is wrong with it is found."""
 
 from __future__ import annotations
 
@@ -15,9 +15,30 @@ import pytest
 
 import agl_core.capture
 
-from .driver import Gap
+from .apart import APART
+from .driver import CHAT, MESSAGES, RESPONSES, Gap
+from .drivers import DRIVERS
 from .example_driver import TinyDriver
-from .scenarios import cells
+from .make_page import PAGE, render
+from .scenarios import SCENARIOS, cells
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == render(), "python -m tests.conformance.make_page"
+
+
+def test_every_api_is_played_or_named_as_a_gap() -> None:
+    for driver in (*DRIVERS, *APART):
+        assert [*driver.apis, *driver.without] == [CHAT, RESPONSES, MESSAGES]
+
+
+def test_scenarios_have_names_of_their_own_and_agents_known_by_their_prompts() -> None:
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+    for scenario in SCENARIOS:
+        names = [agent.name for agent in scenario.everyone()]
+        assert len(set(names)) == len(names)
+        assert {turn.agent for turn in scenario.turns()} == set(names)
+
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in ("fault_checks", "fault_run", "fault_storm")))
+pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in ("fault_checks", "fault_run")))
 
 if TYPE_CHECKING:
     from .fault_run import TinyRun

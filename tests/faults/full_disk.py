@@ -13,9 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from .fault_checks import check_acknowledged, check_ended
+from .fault_checks import check_acknowledged, check_ended, wait_for_replies
 from .fault_run import TinyRun
-from .fault_storm import wait_for_replies
 
 FULL = "cannot grow: the disk is full. Free some space"
 MEBIBYTE = 2**20

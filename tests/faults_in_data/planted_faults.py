@@ -26,7 +26,7 @@ from agl_core.types import (
     ToolStatus,
 )
 
-from .tiny_policy import CONTEXT, VOCABULARY
+from .learning_line import CONTEXT, VOCABULARY
 
 NAN, INF = float("nan"), float("inf")
 TRAINED = "trained"

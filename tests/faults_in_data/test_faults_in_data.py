@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agl_core import kinds
 from agl_core.errors import StoreError
@@ -27,10 +28,30 @@ from agl_core.types import (
     TransitionKey,
 )
 
-from .learning_line import JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged
+from .learning_line import CONTEXT, JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged, make_checkpoint
 from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids
 from .recorded_data import Data
-from .tiny_policy import CONTEXT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads cost more than they give to tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """One tiny policy per algorithm, trained on everything that the tests make of their data."""
+    return Line(make_checkpoint(tmp_path_factory.mktemp("policies") / "tiny"))
+
+
+@pytest.fixture
+def data() -> Data:
+    return Data.sound("r")
+
 
 GRPO = WAYS[0]
 SOME = WAYS[::3]

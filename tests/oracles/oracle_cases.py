@@ -1,7 +1,4 @@
-"""The mapping: what of agl is to equal what of veRL and TRL, on which batches, and where it is not to.
-
-Used on the committed fixtures in the ordinary environment, and on fresh batches beside the real functions in theirs.
-"""
+"""The mapping: what of agl is to equal what of veRL and TRL, on which batches, and where it is not to."""
 
 from __future__ import annotations
 
@@ -14,10 +11,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import oracle_ours as ours
+from agl_algorithms import plugin
+from agl_algorithms.policy_gradient import Logprobs, Samples
+from agl_algorithms.ppo import Ppo
+from agl_core import kinds
+from agl_core.plugins import Plugins
+
 from .oracle_batches import Batch, draw
 
+Options = Mapping[str, Any]
 Outputs = Mapping[str, Tensor]
+
+
+def build(name: str, options: Options) -> Ppo:
+    """The registered algorithm of that name; only one with a critic has the critic's methods."""
+    plugins = Plugins()
+    plugins.register(plugin, "agl-algorithms")
+    component = plugins.components(kinds.ALGORITHM)[name]
+    return component.build(component.options(**options))
+
+
+def samples_of(batch: Batch) -> Samples:
+    lengths = torch.tensor([len(row.mask) for row in batch.transitions])
+    return Samples(
+        transition_R=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        mask_R=batch.flat("mask").bool(),
+        behaviour_R=batch.flat("behaviour"),
+        values_N=torch.tensor(batch.of_each("value"), dtype=torch.float64),
+        group_N=torch.tensor(batch.of_each("group")),
+        rollout_N=torch.tensor(batch.of_each("rollout")),
+        turn_N=torch.tensor(batch.of_each("turn")),
+    )
+
+
+def advantages(batch: Batch, name: str, options: Options) -> Outputs:
+    return {"advantages": build(name, options).advantages(samples_of(batch), batch.flat("values"))}
+
+
+def critic_targets(batch: Batch, options: Options) -> Outputs:
+    """Where the value loss has a weight; elsewhere they mean nothing."""
+    ppo, samples = build("ppo", options), samples_of(batch)
+    counted_R = ppo.value_weights(samples) > 0
+    return {"targets": ppo.value_targets(samples, batch.flat("values")) * counted_R}
+
+
+def policy_loss(batch: Batch, name: str, options: Options, per_response: bool = False) -> Outputs:
+    """With the batch's own advantages, one by token or (`per_response`) that of the first token throughout."""
+    algorithm, samples = build(name, options), samples_of(batch)
+    advantages_R = batch.flat("advantages")
+    if per_response:
+        advantages_R = torch.tensor([row[0] for row in batch.of_each("advantages")]).double()[samples.transition_R]
+    return _loss(batch, algorithm, samples, advantages_R * samples.mask_R)
+
+
+def advantages_and_loss(batch: Batch, name: str, options: Options) -> Outputs:
+    """From credited values to the gradient."""
+    algorithm, samples = build(name, options), samples_of(batch)
+    advantages_R = algorithm.advantages(samples, batch.flat("values"))
+    return {"advantages": advantages_R} | _loss(batch, algorithm, samples, advantages_R)
+
+
+def value_loss(batch: Batch, options: Options) -> Outputs:
+    ppo = build("ppo", options)
+    current_R = batch.flat("new_values").requires_grad_()
+    weights_R = ppo.value_weights(samples_of(batch))
+    loss, _ = ppo.value_loss(current_R, batch.flat("values"), batch.flat("targets"), weights_R)
+    return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, current_R)[0]}
+
+
+def _loss(batch: Batch, algorithm: Ppo, samples: Samples, advantages_R: Tensor) -> Outputs:
+    current_R = batch.flat("current").requires_grad_()
+    logprobs = Logprobs(current_R, batch.flat("old"), batch.flat("behaviour"), batch.flat("reference"))
+    loss, _ = algorithm.loss(samples, logprobs, advantages_R, algorithm.weights(samples))
+    return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, current_R)[0]}
 
 
 @dataclass(frozen=True)
@@ -64,193 +130,121 @@ def _relative(own: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _grpo(**options: Any) -> dict[str, Any]:
-    return {"name": "grpo", "options": {"beta": 0.0} | options}
+def _of(ours: Callable[..., Outputs], *algorithm: str, **defaults: Any) -> Callable[..., Callable[[Batch], Outputs]]:
+    """What makes `Case.ours` of the options that a case has beside these."""
+    return lambda **options: lambda batch: ours(batch, *algorithm, options=defaults | options)
 
 
-def _verl_advantages() -> list[Case]:
-    def grpo(**options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.advantages, **_grpo(**options))
+TOKEN, SEQUENCE = {"aggregation": "token-mean"}, {"aggregation": "sequence-mean"}
+GSPO = {"ratio": "sequence", "clip": 0.1, "clip_high": 0.2, **SEQUENCE}
+LOSS = ("loss", "gradient")
 
-    def reinforce(**options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.advantages, name="reinforce++", options=options)
 
-    def ppo(**options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.advantages, name="ppo", options=options)
+def _verl() -> list[Case]:
+    def case(
+        name: str, kind: str, own: Callable[[Batch], Outputs], function: str, differs: Any = (), **theirs: Any
+    ) -> Case:
+        return Case(name, kind, own, f"oracle_verl.{function}", theirs, differs)
 
-    def targets(**options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.critic_targets, options=options)
-
-    time = {"gamma": 0.9, "lam": 0.7}
-    calls = {"across_calls": True, **time}
-    by_call = {"step": "call", **time}
-    advantages = ("advantages",)
+    grpo, reinforce = _of(advantages, "grpo", beta=0.0), _of(advantages, "reinforce++")
+    ppo, targets, value = _of(advantages, "ppo"), _of(critic_targets), _of(value_loss)
+    loss, token = _of(policy_loss, "grpo", beta=0.0), _of(policy_loss, "grpo", beta=0.0, **TOKEN)
+    gspo = _of(partial(policy_loss, per_response=True), "grpo", beta=0.0, **GSPO)
+    time: Any = {"gamma": 0.9, "lam": 0.7}
+    calls: Any = {"across_calls": True, **time}
+    means: Any = {"aggregation": "seq-mean-token-mean"}
+    their_gspo: Any = {"mode": "gspo", "low": 0.1, "high": 0.2, "per_response": True, **means}
+    by_sequence: Any = {"importance_cap": 1.2, "importance_level": "sequence"}
+    off = ("advantages",)
     return [
-        Case("verl-grpo", "single", grpo(), "oracle_verl.grpo"),
-        Case("verl-grpo-without-std", "single", grpo(std_normalization=False), "oracle_verl.grpo", {"by_std": False}),
-        Case("verl-grpo-epsilon", "single", grpo(epsilon=0.1), "oracle_verl.grpo", {"epsilon": 0.1}),
-        Case("verl-grpo-by-rollout", "episodes", grpo(), "oracle_verl.grpo", {"step": "rollout"}),
-        Case("verl-grpo-by-transition", "episodes", grpo(), "oracle_verl.grpo", differs=advantages),
-        Case("verl-grpo-lone-rollout", "lone", grpo(), "oracle_verl.grpo", differs=advantages),
-        Case("verl-reinforce++", "episodes", reinforce(), "oracle_verl.reinforce_plus_plus"),
-        Case(
-            "verl-reinforce++-transitions",
-            "episodes",
-            reinforce(whitening="transitions"),
-            "oracle_verl.reinforce_plus_plus",
-            {"step": "transition"},
-        ),
-        Case(
-            "verl-reinforce++-across-calls",
-            "rewards",
-            reinforce(across_calls=True, gamma=0.9, whitening="transitions"),
-            "oracle_verl.reinforce_plus_plus",
-            {"step": "call", "gamma": 0.9},
-        ),
-        Case(
-            "verl-reinforce++-discount-by-token",
-            "episodes",
-            reinforce(),
-            "oracle_verl.reinforce_plus_plus",
-            {"gamma": 0.9},
-            differs=advantages,
-        ),
-        Case("verl-gae", "episodes", ppo(**time), "oracle_verl.gae", time),
-        Case("verl-gae-undiscounted", "episodes", ppo(), "oracle_verl.gae", {"gamma": 1.0, "lam": 1.0}),
-        Case("verl-gae-plain", "rewards", ppo(whitening="off", **time), "oracle_verl.gae", {"whitened": False, **time}),
-        Case("verl-gae-across-calls", "rewards", ppo(whitening="transitions", **calls), "oracle_verl.gae", by_call),
-        Case("verl-critic-targets", "episodes", targets(**time), "oracle_verl.critic_targets", time),
-        Case("verl-critic-targets-across-calls", "rewards", targets(**calls), "oracle_verl.critic_targets", by_call),
-    ]
-
-
-def _verl_losses() -> list[Case]:
-    def loss(_per_response: bool = False, **options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.policy_loss, **_grpo(**options), per_response=_per_response)
-
-    def case(name: str, kind: str, own: Callable[[Batch], Outputs], **more: Any) -> Case:
-        return Case(name, kind, own, "oracle_verl.policy_loss", **more)
-
-    def of_values(**options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.value_loss, options=options)
-
-    token, sequence = {"aggregation": "token-mean"}, {"aggregation": "sequence-mean"}
-    mean_of_means = {"aggregation": "seq-mean-token-mean"}
-    gspo = {"ratio": "sequence", "clip": 0.1, "clip_high": 0.2, **sequence}
-    their_gspo = {"mode": "gspo", "low": 0.1, "high": 0.2, "per_response": True, **mean_of_means}
-    both = ("loss", "gradient")
-    return [
-        case("verl-loss", "episodes", loss(**token)),
+        case("verl-grpo", "single", grpo(), "grpo"),
+        case("verl-grpo-without-std", "single", grpo(std_normalization=False), "grpo", by_std=False),
+        case("verl-grpo-epsilon", "single", grpo(epsilon=0.1), "grpo", epsilon=0.1),
+        case("verl-grpo-by-rollout", "episodes", grpo(), "grpo", step="rollout"),
+        case("verl-grpo-by-transition", "episodes", grpo(), "grpo", off),
+        case("verl-grpo-lone-rollout", "lone", grpo(), "grpo", off),
+        case("verl-reinforce++", "episodes", reinforce(), "reinforce_plus_plus"),
         case(
-            "verl-loss-clip-range",
-            "episodes",
-            loss(clip=0.1, clip_high=0.28, **token),
-            arguments={"low": 0.1, "high": 0.28},
-        ),
-        case("verl-loss-sequence-mean", "hollow-episodes", loss(**sequence), arguments=mean_of_means),
-        Case("verl-loss-by-rollout", "hollow-episodes", loss(), "oracle_verl.policy_loss_by_rollout"),
-        case("verl-loss-of-transitions", "episodes", loss(), arguments=mean_of_means, differs=both),
-        Case("verl-loss-token-sum", "episodes", loss(**token), "oracle_verl.policy_loss_summed_in_responses"),
-        Case(
-            "verl-loss-unequal-groups",
-            "single",
-            loss(drop_equal_groups=True, **token),
-            "oracle_verl.policy_loss_of_unequal_groups",
-        ),
-        case("verl-loss-kl", "episodes", loss(beta=0.1, **token), arguments={"beta": 0.1}),
-        case("verl-loss-kl-bounded", "far", loss(beta=0.1, **token), arguments={"beta": 0.1}, differs=both),
-        case("verl-loss-far", "far", loss(**token)),
-        case("verl-loss-dual-clip", "far", loss(**token), arguments={"dual": 3.0}, differs=both),
-        case("verl-loss-impossible-token", "impossible", loss(**token)),
-        case(
-            "verl-loss-importance",
-            "episodes",
-            loss(importance_cap=1.1, **token),
-            arguments={"importance": ("token", 1.1)},
+            "verl-reinforce++-transitions", "episodes", reinforce(whitening="transitions"), "reinforce_plus_plus",
+            step="transition",
         ),
         case(
-            "verl-loss-importance-sequence",
-            "episodes",
-            loss(importance_cap=1.2, importance_level="sequence", **token),
-            arguments={"importance": ("sequence", 1.2)},
+            "verl-reinforce++-across-calls", "rewards",
+            reinforce(across_calls=True, gamma=0.9, whitening="transitions"), "reinforce_plus_plus",
+            step="call", gamma=0.9,
         ),
-        case("verl-gspo", "hollow-episodes", loss(True, **gspo), arguments=their_gspo),
+        case("verl-reinforce++-discount-by-token", "episodes", reinforce(), "reinforce_plus_plus", off, gamma=0.9),
+        case("verl-gae", "episodes", ppo(**time), "gae", **time),
+        case("verl-gae-undiscounted", "episodes", ppo(), "gae", gamma=1.0, lam=1.0),
+        case("verl-gae-plain", "rewards", ppo(whitening="off", **time), "gae", whitened=False, **time),
+        case("verl-gae-across-calls", "rewards", ppo(whitening="transitions", **calls), "gae", step="call", **time),
+        case("verl-critic-targets", "episodes", targets(**time), "critic_targets", **time),
+        case("verl-critic-targets-across-calls", "rewards", targets(**calls), "critic_targets", step="call", **time),
+        case("verl-loss", "episodes", token(), "policy_loss"),
+        case("verl-loss-clip-range", "episodes", token(clip=0.1, clip_high=0.28), "policy_loss", low=0.1, high=0.28),
+        case("verl-loss-sequence-mean", "hollow-episodes", loss(**SEQUENCE), "policy_loss", **means),
+        case("verl-loss-by-rollout", "hollow-episodes", loss(), "policy_loss_by_rollout"),
+        case("verl-loss-of-transitions", "episodes", loss(), "policy_loss", LOSS, **means),
+        case("verl-loss-token-sum", "episodes", token(), "policy_loss_summed_in_responses"),
+        case("verl-loss-unequal-groups", "single", token(drop_equal_groups=True), "policy_loss_of_unequal_groups"),
+        case("verl-loss-kl", "episodes", token(beta=0.1), "policy_loss", beta=0.1),
+        case("verl-loss-kl-bounded", "far", token(beta=0.1), "policy_loss", LOSS, beta=0.1),
+        case("verl-loss-far", "far", token(), "policy_loss"),
+        case("verl-loss-dual-clip", "far", token(), "policy_loss", LOSS, dual=3.0),
+        case("verl-loss-impossible-token", "impossible", token(), "policy_loss"),
+        case("verl-loss-importance", "episodes", token(importance_cap=1.1), "policy_loss", importance=("token", 1.1)),
         case(
-            "verl-gspo-importance-sequence",
-            "episodes",
-            loss(True, importance_cap=1.2, importance_level="sequence", **gspo),
-            arguments={"importance": ("sequence", 1.2), **their_gspo},
+            "verl-loss-importance-sequence", "episodes", token(**by_sequence), "policy_loss",
+            importance=("sequence", 1.2),
+        ),
+        case("verl-gspo", "hollow-episodes", gspo(), "policy_loss", **their_gspo),
+        case(
+            "verl-gspo-importance-sequence", "episodes", gspo(**by_sequence), "policy_loss",
+            importance=("sequence", 1.2), **their_gspo,
         ),
         case(
-            "verl-gspo-importance",
-            "episodes",
-            loss(True, importance_cap=1.1, **gspo),
-            arguments={"importance": ("token", 1.1), **their_gspo},
-            differs=("gradient",),
+            "verl-gspo-importance", "episodes", gspo(importance_cap=1.1), "policy_loss", ("gradient",),
+            importance=("token", 1.1), **their_gspo,
         ),
-        Case(
-            "verl-value-loss",
-            "episodes",
-            of_values(value_clip=0.2, **token),
-            "oracle_verl.value_loss",
-            {"aggregation": "token-mean", "clip": 0.2},
+        case(
+            "verl-value-loss", "episodes", value(value_clip=0.2, **TOKEN), "value_loss",
+            aggregation="token-mean", clip=0.2,
         ),
-        Case(
-            "verl-value-loss-unclipped",
-            "hollow-episodes",
-            of_values(value_clip=None, **sequence),
-            "oracle_verl.value_loss",
-            mean_of_means,
-        ),
-    ]
+        case("verl-value-loss-unclipped", "hollow-episodes", value(value_clip=None, **SEQUENCE), "value_loss", **means),
+    ]  # fmt: skip
 
 
 def _trl() -> list[Case]:
-    def whole(**options: Any) -> Callable[[Batch], Outputs]:
-        return partial(ours.advantages_and_loss, **_grpo(epsilon=1e-4, **options))
-
     def case(
         name: str, own: Callable[[Batch], Outputs], kind: str = "uniform", differs: Any = (), **theirs: Any
     ) -> Case:
         return Case(name, kind, own, "oracle_trl.grpo", theirs, differs)
 
-    token, sequence = {"aggregation": "token-mean"}, {"aggregation": "sequence-mean"}
-    gspo = {"ratio": "sequence", "clip": 0.1, "clip_high": 0.2, **sequence}
-    their_gspo = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2, "loss_type": "grpo"}
-    their_kl = {"beta": 0.1, "use_bias_correction_kl": False}
-    both = ("loss", "gradient")
-    without_std = partial(ours.advantages_and_loss, **_grpo(std_normalization=False, **token))
+    whole = _of(advantages_and_loss, "grpo", beta=0.0, epsilon=1e-4)
+    their_gspo: Any = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2}
+    their_gspo["loss_type"] = "grpo"
+    their_kl: Any = {"beta": 0.1, "use_bias_correction_kl": False}
+    importance, by_sequence = ("token_truncate", 1.1), ("sequence_truncate", 1.2)
+    without_std = _of(advantages_and_loss, "grpo", beta=0.0, std_normalization=False, **TOKEN)
+    capped = whole(importance_cap=1.2, importance_level="sequence", **TOKEN)
     return [
         case("trl-grpo", whole(), loss_type="grpo"),
-        case("trl-grpo-kl", whole(beta=0.1, **sequence), loss_type="grpo", **their_kl),
-        case("trl-kl-by-ratio", whole(beta=0.1, **sequence), differs=both, loss_type="grpo", beta=0.1),
-        case("trl-dapo", whole(clip_high=0.28, **token), loss_type="dapo", epsilon_high=0.28),
-        case("trl-bnpo", whole(clip=0.1, beta=0.1, **token), loss_type="bnpo", epsilon=0.1, **their_kl),
-        Case("trl-dr-grpo", "uniform", without_std, "oracle_trl.grpo_summed", {"scale_rewards": "none"}),
-        case("trl-gspo", whole(**gspo), **their_gspo),
+        case("trl-grpo-kl", whole(beta=0.1, **SEQUENCE), loss_type="grpo", **their_kl),
+        case("trl-kl-by-ratio", whole(beta=0.1, **SEQUENCE), differs=LOSS, loss_type="grpo", beta=0.1),
+        case("trl-dapo", whole(clip_high=0.28, **TOKEN), loss_type="dapo", epsilon_high=0.28),
+        case("trl-bnpo", whole(clip=0.1, beta=0.1, **TOKEN), loss_type="bnpo", epsilon=0.1, **their_kl),
+        Case("trl-dr-grpo", "uniform", without_std(), "oracle_trl.grpo_summed", {"scale_rewards": "none"}),
+        case("trl-gspo", whole(**GSPO), **their_gspo),
+        case("trl-gspo-importance", whole(importance_cap=1.1, **GSPO), importance=importance, **their_gspo),
         case(
-            "trl-gspo-importance",
-            whole(importance_cap=1.1, **gspo),
-            importance=("token_truncate", 1.1),
-            **their_gspo,
-        ),
-        case(
-            "trl-importance",
-            whole(importance_cap=1.1, beta=0.1, **token),
-            importance=("token_truncate", 1.1),
-            loss_type="dapo",
+            "trl-importance", whole(importance_cap=1.1, beta=0.1, **TOKEN), importance=importance, loss_type="dapo",
             **their_kl,
         ),
-        case(
-            "trl-importance-sequence",
-            whole(importance_cap=1.2, importance_level="sequence", **token),
-            importance=("sequence_truncate", 1.2),
-            loss_type="dapo",
-        ),
-        case("trl-masked-response", whole(**sequence), "hollow", differs=both, loss_type="grpo"),
-        case("trl-impossible-token", whole(**token), "impossible", differs=both, loss_type="dapo"),
-    ]
+        case("trl-importance-sequence", capped, importance=by_sequence, loss_type="dapo"),
+        case("trl-masked-response", whole(**SEQUENCE), "hollow", LOSS, loss_type="grpo"),
+        case("trl-impossible-token", whole(**TOKEN), "impossible", LOSS, loss_type="dapo"),
+    ]  # fmt: skip
 
 
 def every_case() -> list[Case]:
-    return [*_verl_advantages(), *_verl_losses(), *_trl()]
+    return [*_verl(), *_trl()]

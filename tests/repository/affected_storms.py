@@ -32,7 +32,7 @@ EVERYWHERE = ("adapters", "algorithms", "apps", "core/tests", "deploy", "example
 def affected(paths: Iterable[str]) -> list[str]:
     """The places for these changed paths.
 
-    >>> affected(["deploy/README.md", "tests/faults/test_processes.py"])
+    >>> affected(["deploy/README.md", "tests/faults/test_faults.py"])
     ['tests/faults']
     >>> affected(["core/agl_core/errors.py"]) == list(EVERYWHERE)
     True

@@ -1,13 +1,15 @@
-"""What the documentation says is what the code does."""
+"""What the documentation says is what the code does: generated pages, how-to pages, names in texts, and the site."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,11 @@ from agl_core import kinds
 from agl_core.capture import StatusRule, message_status
 from agl_core.capture import status as capture_status
 from agl_core.capture.status import REPORTED, WORDS
+from agl_core.config import check, load
 from agl_core.kinds import Component
+from agl_core.learning import build_episode
 from agl_core.plugins import Plugins
+from agl_core.testing import episodes as make
 from agl_verl.plugin import NativeOptions, VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
@@ -25,9 +30,8 @@ from ..settings.settings_found import every_setting, settings_of
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["configuration", "cli"])
-def test_generated_pages_are_up_to_date(page: str) -> None:
-    command = [sys.executable, ROOT / "docs" / f"make_{page}.py", "--check"]
+def test_generated_pages_are_up_to_date() -> None:
+    command = [sys.executable, ROOT / "docs" / "make_reference.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 
@@ -135,3 +139,104 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             parts.add(id(node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             yield node.value
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+FILES = {
+    (page.stem, name): text
+    for page in PAGES
+    for name, text in re.findall(r'^```(?:python|toml) title="(.+?)"\n(.*?)^```$', page.read_text(), re.M | re.S)
+}
+CONFIGURATIONS = [key for key in FILES if key[1].endswith(".toml")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """What the pages take for granted: an agent, tasks and a model."""
+    (tmp_path / "my_agent.py").write_text("def solve(task_input):\n    return task_input\n")
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t", "input": "Oslo?", "answer": "4"}\n')
+    (tmp_path / "tiny-model").symlink_to(ROOT / "examples" / "calc" / "policy")
+    path, modules = list(sys.path), set(sys.modules)
+    yield tmp_path
+    sys.path[:] = path
+    for name in {"my_agent", "my_rewards"} - modules:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("page", "name"), CONFIGURATIONS, ids=lambda each: each)
+def test_a_run_with_the_pages_files_is_accepted(page: str, name: str, folder: Path) -> None:
+    for (of, file), text in FILES.items():
+        if of == page:
+            (folder / file).write_text(text)
+
+    check(load(folder / name))
+
+
+def test_the_rewards_of_the_page_give_what_they_say(folder: Path) -> None:
+    file = folder / "my_rewards.py"
+    file.write_text(FILES["own-reward", "my_rewards.py"])
+    plugins = Plugins.load([file])
+    calls = [make.call(0), make.call(1)]
+    sorry = replace(calls[0].choices[0], message={"role": "assistant", "content": "Sorry, I cannot."})
+    calls[0] = replace(calls[0], choices=(sorry,))
+    task = replace(make.rollout().task, metadata={"answer": "4"})
+    episode = build_episode(make.rollout(task=task), make.attempt(result="It is 4."), calls, [])
+
+    def score(name: str, **settings: int) -> object:
+        component = plugins.component(kinds.REWARD, name, "the page")
+        return component.build(component.options(**settings))(episode)
+
+    assert score("right") == 1.0
+    assert score("few_calls") == 1.0
+    assert score("few_calls", most=1) == 0.0
+    assert score("no_apology") == {episode.transitions[0].key: -0.1}
+
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATION = ROOT / "docs" / "site" / "mkdocs.yml"
+
+
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|link(?! rel="(?:canonical|prev|next)"))\b[^>]*?\b(?:src|href)="?([^" >]+)"""
+)
+"""What a browser loads with a page: scripts, styles, fonts, pictures."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built anew."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    built = subprocess.run(
+        [*command, "--config-file", CONFIGURATION, "--site-dir", folder],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        addresses = LOADED.findall(page.read_text())
+        assert addresses
+        assert [address for address in addresses if re.match(r"(https?:)?//", address)] == [], page
+    for style in site.rglob("*.css"):
+        assert re.findall(r"url\(['\"]?(?:https?:)?//[^)]*|@import[^;]*//", style.read_text()) == [], style
+
+
+def test_links_lead_from_the_site_to_readmes_and_their_files(site: Path) -> None:
+    core = (site / "repository" / "core" / "index.html").read_text()
+
+    assert 'href="../../view.html"' in core
+    assert (site / "repository" / "examples" / "calc" / "train.toml").is_file()
+    assert (site / "repository" / "examples" / "calc" / "curves.svg").is_file()
+    linked = re.findall(r"\]\((.+?)\)", (site / "llms.txt").read_text())
+    sources = re.findall(r"^ +- (\S+\.md)$", CONFIGURATION.read_text(), re.MULTILINE)
+    assert linked == [source.replace("README.md", "index.html").replace(".md", ".html") for source in sources]
+    assert [link for link in linked if not (site / link).is_file()] == []
+    assert not list(site.rglob("make_*.py"))
+    assert not list(site.rglob("mkdocs.yml"))

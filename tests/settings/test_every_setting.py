@@ -2,15 +2,335 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
 import re
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
 
 import pytest
 
+from agl_core import kinds
+from agl_core.capture import attach
+from agl_core.cli.screen import Screen, show_in_browser
+from agl_core.errors import ConfigError, TrainingError
+from agl_core.learning import score
 from agl_core.plugins import Plugins
+from agl_core.server import LightningServer
+from agl_core.testing import episodes as make
+from agl_core.training.metrics import Observer
+from agl_core.training.rollouts import scoring_rules
+from agl_core.training.server import local_server, new_run_dir, passthrough_key
+from agl_core.training.session import engine_context, open_session
+from agl_core.types import Ending, Mode
+from agl_core.wire.keys import SERVER_FILE
+from agl_core.wire.workers import LeaseRequest
 
-from .effects import EFFECTS, SEEN_BY
-from .settings_bench import HERE, Bench
+from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
 from .settings_found import every_setting
+
+
+def refusal(bench: Bench, given: Given) -> bool:
+    try:
+        bench.load(given)
+    except ConfigError:
+        return True
+    return False
+
+
+def run_folder(bench: Bench, given: Given) -> tuple[str, str]:
+    """Where a new run goes: the folder above, and its own name without the number that makes it unique."""
+    with contextlib.chdir(bench.folder):
+        created = new_run_dir(bench.load(given))
+    return created.parent.name, created.name.split("-")[0]
+
+
+def train_tasks(bench: Bench, given: Given) -> list[str]:
+    """The tasks to train on, by their ids and inputs."""
+    loaded = bench.load(given)
+    source = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
+    return [f"{task.id}: {task.input}" for task in map(source.task, range(min(source.size or 3, 3)))]
+
+
+def engines(bench: Bench, given: Given) -> list[str]:
+    """The engines that can be chosen; our own is in a plugin file."""
+    return sorted(bench.load(given).plugins.components(kinds.ENGINE))
+
+
+def specs(bench: Bench, given: Given) -> dict[str, Any]:
+    """What the engine is told of each policy; what it makes of it, its own tests see."""
+    loaded = bench.load(given)
+    return {name: asdict(spec) for name, spec in engine_context(loaded, bench.folder).policies.items()}
+
+
+def start_timeout(bench: Bench, given: Given) -> float:
+    loaded = bench.load({"engine.name": "torch", **given})
+    seconds: float = loaded.engine.build(engine_context(loaded, bench.folder)).seconds_to_start
+    return seconds
+
+
+async def ended(ending: Ending, bench: Bench, given: Given) -> Any:
+    """What becomes of a rollout with this ending: whether it is dropped, and its terminal reward."""
+    loaded = bench.load(given)
+    scored, _ = await score(make.episode(ending=ending), scoring_rules(loaded), loaded.config.train.endings)
+    return scored.dropped, scored.terminal
+
+
+async def limited(bench: Bench, given: Given) -> Any:
+    """Whether an answer on which the search takes about a second has a reward."""
+    rules = [rule for rule in scoring_rules(bench.load(given)) if rule.name == "regex_format"]
+    scored, _ = await score(make.episode(result="a" * 21), rules, dict.fromkeys(Ending, "score"))
+    return scored.dropped
+
+
+def who_is_scored(bench: Bench, given: Given) -> list[bool]:
+    """Whether the rule says anything of a task's rollout, and of a session."""
+    [rule] = [rule for rule in scoring_rules(bench.load(given)) if rule.name == "exact_match"]
+    return [mode in rule.modes for mode in (Mode.TRAIN, Mode.USE)]
+
+
+async def endings_of_an_unaware_agent(bench: Bench, given: Given) -> set[str]:
+    """How rollouts of an agent end that does not know where its calls should go."""
+    attach([]).detach()
+    try:
+        return {str(attempt.ending) for attempt in (await bench.run(given)).attempts}
+    finally:
+        attach([]).detach()
+
+
+async def steps_made(bench: Bench, given: Given) -> int | str:
+    """How many, or why a run was stopped."""
+    try:
+        return len((await bench.run(given)).summary.as_json()["train_rewards"])
+    except TrainingError as error:
+        return str(error).partition(":")[0]
+
+
+async def passthrough(bench: Bench, given: Given) -> Any:
+    """To whom the rest is passed on, and with which key."""
+    with mock.patch.dict("os.environ", {"OTHER_KEY": "the-other-key"}):
+        gateway = bench.load(given).config.gateway
+        return gateway.passthrough.url, passthrough_key(gateway)
+
+
+def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
+    """Look at a run's server while it serves; the URL is the one that workers are told in the run's folder."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        loaded = bench.load(given)
+        run_dir = new_run_dir(loaded)
+        async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()):
+            return await look(server, json.loads((run_dir / SERVER_FILE).read_text())["base_url"])
+
+    return observe
+
+
+async def place(server: LightningServer, url: str) -> tuple[Any, bool]:
+    """The host, and whether it has our port."""
+    return urlsplit(url).hostname, urlsplit(url).port == PORT
+
+
+async def terms(server: LightningServer, url: str) -> tuple[float, float]:
+    """What a lease says of heartbeats."""
+    await server.queue.enqueue([make.rollout("a")])
+    (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    return lease.heartbeat, lease.expires
+
+
+async def has_a_worker(bench: Bench, given: Given) -> bool:
+    loaded = bench.load(given)
+    run_dir = new_run_dir(loaded)
+    async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()) as session:
+        return session.worker is not None
+
+
+async def shows_pages_there(bench: Bench, given: Given) -> bool:
+    loaded, screen = bench.load(given), Screen()
+    with screen.capture() as printed:
+        async with show_in_browser(new_run_dir(loaded), loaded.config.server, None, screen):
+            pass
+    return urlsplit(printed.get().split()[-1]).port == PORT
+
+
+def files(run: Ran) -> list[str]:
+    return sorted(path.name.split(".tfevents")[0] for path in run.folder.rglob("*") if path.suffix != ".log")
+
+
+def groups_and_rollouts(run: Ran) -> list[tuple[int, int]]:
+    """Of each update."""
+    return [(len(set(update["group"])), len(set(update["rollout"]))) for update in run.updates]
+
+
+def checkpoints(run: Ran) -> tuple[list[str], list[str]]:
+    """Those that were written, and those that are there at the end."""
+    return run.seen["saved"], sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+
+
+def evaluations(run: Ran) -> list[tuple[Any, ...]]:
+    return [tuple(entry[key] for key in ("step", "set", "mode", "rollouts")) for entry in run.summary.state.evaluations]
+
+
+def most_at_once(run: Ran) -> int:
+    """How many attempts of the first training step were under way at the same time."""
+    steps = [attempt for attempt in run.attempts if attempt.rollout.startswith("s1-g")]
+    return max(sum(other.started <= each.started < (other.ended or 0) for other in steps) for each in steps)
+
+
+def endings(run: Ran) -> list[tuple[str, int, Ending | None]]:
+    return sorted((attempt.rollout, attempt.attempt, attempt.ending) for attempt in run.attempts)
+
+
+def rewards(run: Ran) -> list[float]:
+    return run.summary.as_json()["train_rewards"]
+
+
+def _free_port() -> int:
+    """One that the system gives to nobody by itself until it is used."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
+
+
+PORT = _free_port()
+RESULTS, VALUES = ran(lambda run: [a.result for a in run.attempts]), ran(lambda run: [u["values"] for u in run.updates])
+IN_FLIGHT, KEPT = (
+    ran(lambda run: run.metrics[1]["groups/in_flight"]),
+    ran(lambda run: run.summary.as_json()["transitions"]["kept"]),
+)
+PLACE, GROUPS, EVALUATIONS = serving(place), ran(groups_and_rollouts), ran(evaluations)
+CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
+APART: Given = {"workers.embedded": False}
+TORCH: Given = {"plugins": [], "engine.name": "torch"}
+SECOND: Given = {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
+LORA: Given = {"policies.default.model.lora": {"rank": 4}}
+SLOW: Given = {"rewards": {"regex_format": {"pattern": "(a|a)*b", "time_limit": 600}}}
+DISCOUNTED: Given = {"name": "discounted", "discounted": {"gamma": 0.0}}
+
+
+def agent(function: str) -> Given:
+    return {"agent.entry": f"scripted_agent:{function}", "train.steps": 1}
+
+
+def tasks(name: str) -> Given:
+    return {"tasks.train.path": f"{name}.jsonl"}
+
+
+EFFECTS: Mapping[str, Effect] = {
+    "config_version": Effect(refusal, {"config_version": 2}),
+    "name": Effect(run_folder, {"name": "named"}),
+    "runs": Effect(run_folder, {"runs": "elsewhere"}),
+    "seed": Effect(ran(lambda run: run.requested("seed")), {"seed": 7}),
+    "folder": Effect(train_tasks, {"folder": "below"}, TORCH),
+    "plugins": Effect(engines, {"plugins": []}, {"engine.name": "torch"}),
+    "agent.entry": Effect(RESULTS, {"agent.entry": "scripted_agent:solve_badly"}),
+    "agent.command": Effect(RESULTS, {"agent": {"command": [sys.executable, str(HERE / "scripted_agent.py")]}}),
+    "agent.attach": Effect(endings_of_an_unaware_agent, {"agent.attach": True}, agent("solve_unaware")),
+    "tasks": Effect(EVALUATIONS, {"tasks.second": {"source": "jsonl", "path": "tasks.jsonl"}}),
+    "tasks.NAME.source": Effect(train_tasks, {"tasks.train": {"source": "counting"}}),
+    "sampling.temperature": Effect(ran(lambda run: run.requested("temperature")), {"sampling.temperature": 0.7}),
+    "sampling.max_tokens": Effect(ran(lambda run: run.requested("max_tokens")), {"sampling.max_tokens": 32}),
+    "rewards": Effect(REWARDS, {"rewards": {"token_f1": {}}}),
+    "rewards.NAME.rule": Effect(
+        REWARDS, {"rewards": {"it": {"rule": "token_f1"}}}, {"rewards": {"it": {"rule": "exact_match"}}}
+    ),
+    "rewards.NAME.weight": Effect(REWARDS, {"rewards.exact_match.weight": 0.5}),
+    "rewards.NAME.time_limit": Effect(limited, {"rewards.regex_format.time_limit": 1e-6}, SLOW),
+    "rewards.NAME.modes": Effect(who_is_scored, {"rewards.exact_match.modes": ["train", "use"]}),
+    "credit.name": Effect(VALUES, {"credit": DISCOUNTED}),
+    "algorithm.name": Effect(ran(lambda run: run.updates[0]["algorithm"]), {"algorithm.name": "reinforce++"}),
+    "engine.name": Effect(ran(lambda run: run.seen["engine"]), {"engine.name": "scripted-too"}),
+    "engine.torch.start_timeout": Effect(start_timeout, {"engine.torch.start_timeout": 9.0}),
+    "buffer.name": Effect(GROUPS, {"buffer.name": "half"}),
+    "store.name": Effect(FILES, {"store.name": "another"}),
+    "trackers": Effect(FILES, {"trackers": {}}),
+    "policies": Effect(ran(lambda run: sorted(run.seen["policies"])), SECOND),
+    "policies.NAME.agents": Effect(
+        ran(lambda run: {update["policy"] for update in run.updates}), {"policies.second.agents": ["solv*"]}, SECOND
+    ),
+    "policies.NAME.algorithm.name": Effect(specs, {"policies.default.algorithm.name": "reinforce++"}),
+    "policies.NAME.credit.name": Effect(VALUES, {"policies.default.credit": DISCOUNTED}),
+    "policies.NAME.model.path": Effect(specs, {"policies.default.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}),
+    "policies.NAME.model.dtype": Effect(specs, {"policies.default.model.dtype": "bfloat16"}),
+    "policies.NAME.model.trust_remote_code": Effect(specs, {"policies.default.model.trust_remote_code": True}),
+    **{
+        f"policies.NAME.model.lora.{name}": Effect(specs, {f"policies.default.model.lora.{name}": value}, LORA)
+        for name, value in {"rank": 2, "alpha": 8.0, "targets": ["q_proj"]}.items()
+    },
+    **{
+        f"policies.NAME.optimizer.{name}": Effect(specs, {f"policies.default.optimizer.{name}": value})
+        for name, value in {
+            "learning_rate": 0.001, "schedule": "cosine", "warmup_steps": 4, "weight_decay": 0.1, "max_grad_norm": 1e-4,
+        }.items()
+    },
+    "server.host": Effect(PLACE, {"server.host": "127.0.0.2"}, APART),
+    "server.port": Effect(PLACE, {"server.port": PORT}, APART),
+    "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
+    "server.lease": Effect(serving(terms), {"server.lease": 60.0}, APART),
+    "gateway.passthrough.url": Effect(passthrough, {"gateway.passthrough.url": "http://127.0.0.1:1/v1"}),
+    "gateway.passthrough.api_key_env": Effect(
+        passthrough,
+        {"gateway.passthrough.api_key_env": "OTHER_KEY"},
+        {"gateway.passthrough.url": "http://127.0.0.1:1/v1"},
+    ),
+    "train.steps": Effect(ran(lambda run: len(run.updates)), {"train.steps": 1}),
+    "train.groups_per_step": Effect(GROUPS, {"train.groups_per_step": 1}),
+    "train.group_size": Effect(GROUPS, {"train.group_size": 3}),
+    "train.min_group_size": Effect(
+        KEPT, {"train.min_group_size": 3}, {**tasks("fragile"), "train.group_size": 3, "train.endings.crashed": "drop"}
+    ),
+    "train.agents": Effect(KEPT, {"train.agents": ["planner"]}),
+    "train.patience": Effect(steps_made, {"train.patience": 2}, {"train.agents": ["planner"]}),
+    "train.serving_gap": Effect(steps_made, {"train.serving_gap": 0.01}),
+    "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
+    "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
+    "train.deterministic": Effect(
+        lambda bench, given: engine_context(bench.load(given), Path()).deterministic, {"train.deterministic": True}
+    ),
+    **{f"train.endings.{e}": Effect(partial(ended, e), {f"train.endings.{e}": 0.25}) for e in Ending},
+    "async.max_staleness": Effect(IN_FLIGHT, {"async.max_staleness": 1}),
+    "async.in_flight": Effect(IN_FLIGHT, {"async.in_flight": 3}, {"async.max_staleness": 1}),
+    "eval.every": Effect(EVALUATIONS, {"eval.every": 1}),
+    "eval.tasks": Effect(EVALUATIONS, {"eval.tasks": 3}),
+    "eval.modes": Effect(EVALUATIONS, {"eval.modes": ["eval-sampled"]}),
+    "workers.concurrency": Effect(ran(most_at_once), {"workers.concurrency": 1}),
+    "workers.embedded": Effect(has_a_worker, {"workers.embedded": False}),
+    "workers.isolation": Effect(
+        ran(lambda run: len({attempt.result for attempt in run.attempts})),
+        {"workers.isolation": "process"},
+        agent("solve_somewhere"),
+    ),
+    "workers.memory_mib": Effect(ENDINGS, {"workers.memory_mib": 1024}, agent("solve_big")),
+    "workers.timeout": Effect(ENDINGS, {"workers.timeout": 0.2}, {**tasks("slow"), "train.steps": 1}),
+    "workers.attempts": Effect(ENDINGS, {"workers.attempts": 2}, tasks("restarting")),
+}  # fmt: skip
+"""How changing a setting is seen in a run that has what is given."""
+
+SEEN_BY: Mapping[str, tuple[str, ...]] = {
+    "alarms.": ("core/agl_core/types", "core/tests/training"),
+    "algorithm.": ("algorithms/policy/tests", "algorithms/torch/tests"),
+    "engine.torch.": ("algorithms/torch/tests",),
+    "reward.feedback.": ("apps/online/tests",),
+    "reward.": ("rewards/tests",),
+    "credit.air.": ("rewards/tests",),
+    "credit.": ("core/tests/learning",),
+    "buffer.": ("core/tests/training",),
+    "task_source.reasoning_gym.": ("rewards/tests",),
+    "task_source.": ("core/tests/plugins", "core/tests/training"),
+    "tracker.": ("core/tests/trackers",),
+    "online.": ("apps/online/tests",),
+    "learn.": ("apps/online/tests",),
+}
+"""Where the effects of components' own settings are tested, by the first prefix that fits; tests there name each."""
+
 
 SETTINGS = every_setting(Plugins.load())
 PROCESSES = ("agent.command", "workers.isolation", "workers.memory_mib")

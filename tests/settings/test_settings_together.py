@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agl_core.config import check
+from agl_core.errors import CapabilityError
 from agl_core.training.failures import asserted_rewards, asserted_tool_results, assertions_in
 
 from .settings_bench import Bench
@@ -78,6 +79,12 @@ async def test_a_policy_without_trained_agents_is_never_updated(bench: Bench) ->
 
 
 TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
+
+
+def test_a_tool_result_does_not_count_twice(bench: Bench) -> None:
+    check(bench.load(TOOLS))
+    with pytest.raises(CapabilityError, match=r"'air'.* and reward 'tool_results'.*a tool result would count twice"):
+        check(bench.load({**TOOLS, "credit.name": "air"}))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,43 +25,31 @@ def model_client(url: str, key: str = "key", **options: Any) -> OpenAIChatComple
     return OpenAIChatCompletionClient(model="m", base_url=url, api_key=key, model_info=MODEL, max_retries=0, **options)
 
 
-@dataclass
-class World:
-    """The gateway, its upstream, and a model client that any number of attempts may share."""
-
-    stack: Stack
-
-    @property
-    def upstream(self) -> Any:
-        return self.stack.upstream
-
-    def client(self, **options: Any) -> OpenAIChatCompletionClient:
-        """A client with the server's URL alone: which attempt calls, its headers must tell."""
-        return model_client(self.stack.url(), PLACEHOLDER_KEY, **options)
-
-    async def trial(self) -> LeasedAttempt:
-        return await self.stack.attempt()
-
-
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def stack() -> AsyncIterator[Stack]:
     async with attached_stack(plugin.autogen_core, plugin.agentchat) as stack:
-        yield World(stack)
+        yield stack
 
 
 @pytest.fixture
-async def trial(world: World) -> LeasedAttempt:
-    return await world.trial()
+async def trial(stack: Stack) -> LeasedAttempt:
+    return await stack.attempt()
+
+
+@pytest.fixture
+def clients(stack: Stack) -> Callable[..., OpenAIChatCompletionClient]:
+    """Makes clients with the server's URL alone: which attempt calls, its headers must tell."""
+    return partial(model_client, stack.url(), PLACEHOLDER_KEY)
 
 
 @pytest.fixture(params=["alone", "streaming in a team"])
-def run(request: pytest.FixtureRequest, world: Any, trial: Any) -> Callable[..., Any]:
+def run(request: pytest.FixtureRequest, stack: Any, clients: Any, trial: Any) -> Callable[..., Any]:
     """Runs an agent whose model asks for the given tools; gives the tool results, all joined with its first call."""
 
     async def run(*calls: tuple[str, Mapping[str, Any]], tools: Any = None, **options: Any) -> Sequence[Any]:
-        world.upstream.script(CallTools(calls), Say("done"))
+        stack.upstream.script(CallTools(calls), Say("done"))
         in_team = request.param != "alone"
-        agent = AssistantAgent("solver", world.client(), tools=tools, model_client_stream=in_team, **options)
+        agent = AssistantAgent("solver", clients(), tools=tools, model_client_stream=in_team, **options)
         with trial.running():
             await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
         episode = await trial.close()

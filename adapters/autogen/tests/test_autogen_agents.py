@@ -15,13 +15,13 @@ from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExecutionEvent
 from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
 from autogen_agentchat.tools import AgentTool
-from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
+from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
 from autogen_core.models import UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult, Workbench
 
 from agl_core.capture import current_identity
-from agl_core.testing.scripts import CallTools, Hold, Say
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import ToolStatus
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
@@ -40,9 +40,9 @@ def assistant(name: str, client: Any, **options: Any) -> AssistantAgent:
     return AssistantAgent(name, client, system_message=name, **options)
 
 
-async def test_the_selector_goes_by_autogens_name_for_it(world: Any, trial: Any) -> None:
-    world.upstream.script(Say("bob"), Say("I am bob."))
-    client = world.client()
+async def test_the_selector_goes_by_autogens_name_for_it(stack: Any, clients: Any, trial: Any) -> None:
+    stack.upstream.script(Say("bob"), Say("I am bob."))
+    client = clients()
     with trial.running():
         team = SelectorGroupChat(
             [assistant("alice", client), assistant("bob", client)],
@@ -53,9 +53,9 @@ async def test_the_selector_goes_by_autogens_name_for_it(world: Any, trial: Any)
     assert await trial.agents() == ["SelectorGroupChatManager", "bob"]
 
 
-async def test_who_reads_a_stream_is_not_the_agent(world: Any, trial: Any) -> None:
-    world.upstream.script(CallTools([("expert", {"task": "why?"})]), Say("because"), Say("so"))
-    client = world.client(parallel_tool_calls=False)
+async def test_who_reads_a_stream_is_not_the_agent(stack: Any, clients: Any, trial: Any) -> None:
+    stack.upstream.script(CallTools([("expert", {"task": "why?"})]), Say("because"), Say("so"))
+    client = clients(parallel_tool_calls=False)
     expert = assistant("expert", client, model_client_stream=True)
     boss = assistant("boss", client, tools=[AgentTool(expert)], reflect_on_tool_use=True, model_client_stream=True)
     with trial.running():
@@ -82,12 +82,12 @@ class Own(BaseChatAgent):
     async def on_reset(self, cancellation_token: Any) -> None: ...
 
 
-async def test_agents_of_the_users_own_classes(world: Any, trial: Any) -> None:
+async def test_agents_of_the_users_own_classes(stack: Any, clients: Any, trial: Any) -> None:
     class Later(Own):
         """One that inherits what is watched, made after agl attached."""
 
-    raw = openai.AsyncOpenAI(base_url=world.stack.url(), api_key=PLACEHOLDER_KEY)
-    client = world.client()
+    raw = openai.AsyncOpenAI(base_url=stack.url(), api_key=PLACEHOLDER_KEY)
+    client = clients()
 
     async def by_sdk() -> str:
         reply = await raw.chat.completions.create(model="m", messages=[{"role": "user", "content": "raw"}])
@@ -128,15 +128,17 @@ class Worker(RoutedAgent):
         return str(said[-1].content)
 
 
-async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_their_tools(world: Any) -> None:
-    client, runtime = world.client(), SingleThreadedAgentRuntime()
+async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_their_tools(
+    stack: Any, clients: Any
+) -> None:
+    client, runtime = clients(), SingleThreadedAgentRuntime()
     tools = [FunctionTool(add, "Add."), FunctionTool(broken, "Fail.")]
     await ToolAgent.register(runtime, "toolbox", lambda: ToolAgent("runs tools", list(tools)))
     await Worker.register(runtime, "worker", lambda: Worker(client, tools))
-    world.upstream.answer = lambda received: (
+    stack.upstream.answer = lambda received: (
         Say("3") if received.turns else CallTools([("add", {"a": 1, "b": 2}), ("broken", {})])
     )
-    trials = [await world.trial() for _ in range(3)]
+    trials = [await stack.attempt() for _ in range(3)]
 
     async def one(trial: Any) -> None:
         with trial.running():
@@ -159,24 +161,11 @@ async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_th
         ]
 
 
-async def test_cancelling_reaches_the_user(world: Any, trial: Any) -> None:
-    hold, token = Hold(), CancellationToken()
-    world.upstream.script(hold)
-    with trial.running():
-        run = asyncio.create_task(assistant("slow", world.client()).run(task="hello", cancellation_token=token))
-        await hold.arrived.wait()
-        token.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-    hold.release.set()
-    assert trial.tool_results == ()
-
-
-async def test_what_the_program_sees_is_the_same(world: Any, trial: Any) -> None:
-    client = world.client(default_headers={"Authorization": f"Bearer {world.stack.key(trial.key)}"})
+async def test_what_the_program_sees_is_the_same(stack: Any, clients: Any, trial: Any) -> None:
+    client = clients(default_headers={"Authorization": f"Bearer {stack.key(trial.key)}"})
 
     async def seen() -> list[Any]:
-        world.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {}), ("lost", {})]), Say("done"))
+        stack.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {}), ("lost", {})]), Say("done"))
         agent = AssistantAgent("solver", client, tools=[add, broken], reflect_on_tool_use=True)
         told: list[Any] = []
         async for item in agent.run_stream(task="hello"):

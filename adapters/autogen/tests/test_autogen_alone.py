@@ -117,10 +117,10 @@ async def test_any_model_client_and_any_message() -> None:
     assert (transition.finish_reason, transition.agent, transition.policy) == (FinishReason.LENGTH, None, "unknown")
 
 
-async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(world: Any, trial: Any) -> None:
-    world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
+async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(stack: Any, clients: Any, trial: Any) -> None:
+    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
     with trial.running(), record() as recorded:
-        await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
+        await AssistantAgent("solver", clients(), tools=[add]).run(task="hello")
     assert recorded.episode() is None
     assert recorded.transitions() == []
     assert await trial.agents() == ["solver"]

@@ -113,26 +113,6 @@ def test_everything_in_a_prebuilt_agent_has_its_name(make: Any, config: Any, ser
     assert set(server.agents()) == {"solver"}
 
 
-def test_the_innermost_named_agent_counts(config: Any, server: Any, attempt: Any) -> None:
-    expert = create_react_agent(ChatOpenAI(model="m"), [], name="expert")
-
-    @tool
-    def consult(question: str) -> str:
-        """Ask the expert."""
-        return str(expert.invoke({"messages": [("user", question)]})["messages"][-1].content)
-
-    server.answer = lambda received: (
-        CallTools([("consult", {"question": "why"}, "c1")])
-        if received.body.get("tools") and not received.turns
-        else Say("because")
-    )
-    active = attempt()
-    with running(active):
-        create_react_agent(ChatOpenAI(model="m"), [consult], name="boss").invoke(QUESTION, config)
-    assert server.agents() == ["boss", "expert", "boss"]
-    assert [each.agent for each in active.recording.tool_results] == ["boss"]
-
-
 def test_the_openai_client_called_in_a_node(config: Any, server: Any, attempt: Any) -> None:
     client = openai.OpenAI()
 

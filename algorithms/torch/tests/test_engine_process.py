@@ -32,9 +32,6 @@ from .conftest import LORA, Shape, make_batch, make_checkpoint, plain_logprobs, 
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
-PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
-RLOO = PAGE.read_text().split("```python\n# rloo.py\n")[1].split("```")[0]
-"""The page's example of an algorithm."""
 SMALL = {"threads": 1, "cache_mib": 16}
 
 
@@ -83,9 +80,7 @@ async def sampled(upstream: Upstream, values: list[float]) -> Batch:
 async def case(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> AsyncIterator[EngineCase]:
     """One engine for all that leave it usable; starting one takes seconds."""
     folder = tmp_path_factory.mktemp("case")
-    (folder / "rloo.py").write_text(RLOO)
     where = engine_context(folder, str(checkpoint), optimizer=OPTIMIZER)
-    where = replace(where, plugin_files=(*where.plugin_files, folder / "rloo.py"))
     async with running(where) as (engine, upstream):
         yield EngineCase(engine, upstream, where, folder)
 
@@ -137,18 +132,6 @@ async def test_a_reply_that_was_begun_before_an_update_is_finished_by_its_versio
     assert [reply.headers[HEADER_POLICY] for reply in replies] == [str(result.version - 1), str(result.version)]
     ids = [[choice["token_ids"] for choice in reply.json()["choices"]] for reply in (alone, *replies)]
     assert ids[0] == ids[1] != ids[2]
-
-
-@in_one_loop
-async def test_an_algorithm_of_fifteen_lines_trains(case: EngineCase) -> None:
-    assert len([line for line in RLOO.splitlines() if line]) <= 15
-    engine, upstream = case.engine, case.upstream
-    batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.5])
-    result = await engine.update("default", batch, "rloo", {"beta": 0.1, "epochs": 2})
-    assert result.advantage_N == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
-    assert result.dropped == (None,) * 4
-    assert result.metrics["grad_norm"] > 0
-    assert result.metrics["kl_reference"] >= 0
 
 
 @in_one_loop

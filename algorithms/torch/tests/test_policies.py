@@ -1,7 +1,8 @@
-"""The policies of an engine process, without the process: their settings, what they share, and what an update moves."""
+"""The policies of an engine process, without it: what they share, what an update moves, what a run would take."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.training.child import UpdateRequest
+from agl_core.types import Needs, Workload
+from agl_torch import memory
 from agl_torch.loading import LoadedModel
 from agl_torch.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.plugin import TorchOptions
@@ -193,3 +196,49 @@ def test_a_policy_that_is_not_updated_stays_bit_identical_with_adam_and_weight_d
     moved = [name for name in before["writer"] if not torch.equal(before["writer"][name], after["writer"][name])]
     assert len(moved) > 10
     assert policies.versions == {"writer": 4, "critic": 1}
+
+
+WORK = Workload(steps=10, groups=4, group_size=8, evaluated=200, prompt_tokens=50, response_tokens=20)
+
+
+@pytest.fixture
+def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The speed of this machine is no matter of these tests; nor do they leave torch another number of threads."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(memory, "token_seconds", lambda model, device: 1e-3)
+    yield
+    torch.set_num_threads(threads)
+
+
+def needs(checkpoint: Path, work: Workload = WORK, **changes: Any) -> Needs:
+    """Of one policy; `changes` are the engine's options or its policy's, by name."""
+    settings = {"algorithm": "grpo", "algorithm_options": {"beta": 0.0}}
+    settings |= {name: changes.pop(name) for name in list(changes) if name in PolicySpec.__dataclass_fields__}
+    policies = {"default": PolicySpec(str(checkpoint), **settings)}
+    context = EngineContext(checkpoint.parent, 0, policies, False, (), "key")
+    return Policies(TorchOptions(**{"cache_mib": 16, **changes}), context).estimate(work)
+
+
+@pytest.mark.usefixtures("_steady_clock")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"algorithm_options": {"beta": 0.1}},
+        {"algorithm": "ppo", "algorithm_options": {}},
+        {"cache_mib": 1024, "max_rows": 4096},
+        {"tokens_per_micro_batch": 10**6},
+    ],
+)
+def test_what_a_run_has_beside_its_weights_takes_memory(checkpoint: Path, more: dict[str, Any]) -> None:
+    least = needs(checkpoint)
+    assert memory.PROCESS < least.memory_bytes < needs(checkpoint, **more).memory_bytes
+    assert least.available_bytes > 0
+
+
+@pytest.mark.usefixtures("_steady_clock")
+def test_more_work_and_more_passes_take_longer(checkpoint: Path) -> None:
+    least = needs(checkpoint).seconds
+    for field in ("steps", "groups", "group_size", "evaluated", "prompt_tokens", "response_tokens"):
+        assert needs(checkpoint, replace(WORK, **{field: 2 * getattr(WORK, field)})).seconds > least
+    for options in ({"beta": 0.1}, {"beta": 0.0, "epochs": 2}, {"beta": 0.0, "minibatches": 2}):
+        assert needs(checkpoint, algorithm_options=options).seconds > least

@@ -1,4 +1,4 @@
-"""One update, against plain loops written here."""
+"""An update of policy and critic, against plain loops written here; what is broken in a batch or step is left out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.config.sections import OptimizerSection
+from agl_core.learning.batch import subset
 from agl_core.protocols import PolicySpec
-from agl_core.types import Batch
+from agl_core.types import Batch, DropReason
 from agl_torch.loading import LoadedModel, load_model
+from agl_torch.trainer import PolicyTrainer
 
 from .conftest import grpo, make_batch, plain_logprobs, trainer_of, weights_of
 
@@ -206,3 +208,171 @@ def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
     # Such steps do add up, in the master.
     assert not torch.equal(weights_of(loaded.model)[norm], before[norm])
     assert loaded.model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+CPU = torch.device("cpu")
+SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
+
+
+def ppo(**options: Any) -> Ppo:
+    return Ppo(PpoOptions(**({"critic_learning_rate": 1e-2} | options)))
+
+
+def start(checkpoint: Path, budget: int = 200, dtype: torch.dtype = torch.float32) -> tuple[LoadedModel, PolicyTrainer]:
+    """A policy, and its trainer, which gets copies of the initial weights."""
+
+    def load() -> LoadedModel:
+        loaded = load_model(PolicySpec(str(checkpoint)), CPU, seed=0)
+        return replace(loaded, model=loaded.model.to(dtype), dtype=dtype)
+
+    loaded = load()
+    return loaded, trainer_of(loaded, SETTINGS, tokens_per_micro_batch=budget, initial=load)
+
+
+class PlainCritic:
+    """The oracle: one plain forward per transition, AdamW as torch has it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.model = load_model(PolicySpec(str(checkpoint)), CPU, seed=0).model.double().model
+        self.weight = torch.zeros(32, dtype=torch.float64, requires_grad=True)
+        self.bias = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        parameters = [*self.model.parameters(), self.weight, self.bias]
+        self.optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
+
+    def values(self, batch: Batch, i: int) -> Tensor:
+        ids = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))[None]
+        hidden = self.model(input_ids=ids).last_hidden_state[0]
+        return hidden[int(batch.prompt_lengths_N[i]) - 1 : -1] @ self.weight + self.bias
+
+    def step(self, batch: Batch, rate: float) -> tuple[float, float]:
+        """PPO's value loss at λ = 1 with nothing clipped yet, and the gradient's norm before clipping."""
+        loss = torch.zeros((), dtype=torch.float64)
+        groups = np.unique(batch.group_N)
+        for group in groups:
+            members = np.unique(batch.rollout_N[batch.group_N == group])
+            for member in members:
+                turns = np.flatnonzero(batch.rollout_N == member)
+                for i in turns:
+                    mask = batch.mask_R[batch.response_offsets[i] : batch.response_offsets[i + 1]]
+                    error = (self.values(batch, int(i))[torch.from_numpy(mask)] - batch.values_N[i]) ** 2 / 2
+                    loss = loss + error.mean() / (len(groups) * len(members) * len(turns))
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), norm.item()
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_an_update_of_a_critic_equals_a_plain_adamw_loop(checkpoint: Path, budget: int) -> None:
+    loaded, trainer = start(checkpoint, budget, torch.float64)
+    batch = make_batch(loaded)
+    plain = PlainCritic(checkpoint)
+    for update in range(3):
+        metrics = trainer.update(batch, ppo(critic_learning_rate=3e-3)).metrics
+        rate = 3e-3 * min(1.0, (update + 1) / 2)
+        loss, norm = plain.step(batch, rate)
+        assert metrics["value_loss"] == pytest.approx(loss, abs=1e-9)
+        assert metrics["critic_grad_norm"] == pytest.approx(norm, rel=1e-6)
+        assert metrics["critic_learning_rate"] == pytest.approx(rate)
+        assert metrics["critic_steps_applied"] == 1
+    assert metrics["value_mean"] != 0
+
+
+def test_policy_and_critic_do_not_move_each_other(checkpoint: Path) -> None:
+    (one, trainer), (other, other_trainer) = start(checkpoint), start(checkpoint)
+    batch = make_batch(one)
+    trainer.update(batch, ppo(critic_learning_rate=1e-9))
+    other_trainer.update(batch, ppo(critic_learning_rate=1e-2, critic_epochs=3))
+    expected = weights_of(other.model)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(one.model).items())
+
+
+def poisoned(batch: Batch, field: str, place: int, value: float) -> Batch:
+    array = getattr(batch, field).copy()
+    array[place] = value
+    return replace(batch, **{field: array})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("behaviour_logprobs_R", math.nan),
+        ("temperature_N", 0.0),
+        ("tokens_T", 320),
+        ("tokens_T", -1),
+    ],
+)
+def test_a_fault_in_any_field_drops_its_transition_and_no_other(
+    checkpoint: Path, loaded: LoadedModel, field: str, value: float
+) -> None:
+    batch = make_batch(loaded)
+    result = trainer_of(loaded).update(poisoned(batch, field, 0, value), grpo(std_normalization=False))
+    assert result.dropped[0] is DropReason.NON_FINITE
+    assert result.weight_N[0] == 0
+    assert result.advantage_N[0] == 0
+    assert not any(result.dropped[1:])
+    assert all(map(math.isfinite, result.metrics.values()))
+    clean = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    trainer_of(clean).update(subset(batch, np.arange(1, len(batch))), grpo(std_normalization=False))
+    expected = weights_of(clean.model)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(loaded.model).items())
+
+
+def test_what_is_recorded_for_forced_tokens_does_not_matter(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    forced = int(np.flatnonzero(~batch.mask_R)[0])
+    result = trainer_of(loaded).update(poisoned(batch, "behaviour_logprobs_R", forced, math.nan), grpo(beta=0.0))
+    assert not any(result.dropped)
+    assert all(map(math.isfinite, result.metrics.values()))
+
+
+def test_nothing_to_train_on_changes_no_weight(loaded: LoadedModel) -> None:
+    before = weights_of(loaded.model)
+    batch = make_batch(loaded)
+    trainer = trainer_of(loaded, OptimizerSection(learning_rate=1.0, weight_decay=0.5))
+    equal = replace(batch, values_N=np.ones(len(batch)))
+    for given in (
+        equal,
+        subset(batch, np.arange(0)),
+        poisoned(subset(batch, np.arange(1)), "values_N", 0, math.nan),
+    ):
+        result = trainer.update(given, grpo())
+        assert result.metrics["steps_applied"] == 0
+        assert result.metrics["transitions_dropped"] == len(given)
+        assert all(map(math.isfinite, result.metrics.values()))
+    assert trainer.version == 3
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(loaded.model).items())
+
+
+class Faulty(Grpo):
+    """GRPO whose loss, gradient or advantage breaks."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(GrpoOptions(beta=0.0, minibatches=2))
+        self.fault = fault
+        self.left = 1
+
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        loss, metrics = super().loss(samples, logprobs, advantages_R, weights_R)
+        if self.left and self.fault in ("loss", "gradient"):
+            self.left -= 1
+            zero = (logprobs.current_R - logprobs.current_R.detach()).sum()
+            # The square root of zero is finite; its gradient is not.
+            loss = loss * math.nan if self.fault == "loss" else loss + zero.abs().sqrt()
+        return loss, metrics
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(loaded: LoadedModel, fault: str) -> None:
+    before = weights_of(loaded.model)
+    result = trainer_of(loaded).update(make_batch(loaded, members=4), Faulty(fault))
+    assert (result.metrics["steps_skipped"], result.metrics["steps_applied"]) == (1, 1)
+    after = weights_of(loaded.model)
+    assert all(torch.isfinite(weight).all() for weight in after.values())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(map(math.isfinite, result.metrics.values()))

@@ -15,7 +15,7 @@ from chromium import CHROMIUM, MISSING, Page, opened
 from agl_core.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
-from .viewed_runs import HOSTILE, Folder, rollout
+from .viewed_runs import Folder, rollout
 
 pytestmark = [pytest.mark.storm, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
 
@@ -172,15 +172,3 @@ def test_runs_are_chosen_and_compared_without_typing(running: Running, page: Pag
     page.run("document.querySelector('form button').click()")
     page.until("location.pathname === '/compare' && document.querySelector('form.filters')")
     assert page.run("location.search") == "?run=calc"
-
-
-def test_hostile_text_is_shown_and_none_of_it_runs(runs: Folder, running: Running, page: Page) -> None:
-    script = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
-    records = [
-        *rollout("s1-g0-m0", answer=script, reward=1.0, advantage=0.5, question=script + HOSTILE),
-        *rollout("s1-g0-m1", answer="41", reward=0.0, advantage=-0.5, question=script + HOSTILE),
-    ]
-    runs.make("hostile", *records, metrics=[{"step": 1, "kind": "train", "restart": 0, "reward/mean": 0.5}])
-    for path in ("", "/rollouts", "/groups/s1-g0-m0", "/rollouts/s1-g0-m0"):
-        page.open(running.page(f"/runs/hostile{path}"))
-        assert page.run("document.title").endswith("hostile – agl")

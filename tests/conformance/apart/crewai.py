@@ -15,7 +15,7 @@ from pydantic import BaseModel, PrivateAttr, create_model
 
 from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS
-from .declared import CrewAI
+from . import CrewAI
 
 DRIVER = CrewAI
 

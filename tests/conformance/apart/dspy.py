@@ -10,7 +10,7 @@ import dspy
 
 from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
-from .declared import DSPy
+from . import DSPy
 
 DRIVER = DSPy
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from .. import driver as scenarios
 from ..driver import InexpressibleError, Program, Question, Setting
 from ..scenarios import TOOLS
-from .declared import GoogleADK
+from . import GoogleADK
 
 DRIVER = GoogleADK
 

@@ -25,7 +25,7 @@ from ..driver import (
     Setting,
 )
 from ..scenarios import TOOLS
-from .declared import Haystack
+from . import Haystack
 
 DRIVER = Haystack
 

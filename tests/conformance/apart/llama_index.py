@@ -12,7 +12,7 @@ from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
 from ..driver import CHAT, Agent, InexpressibleError, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
-from .declared import LlamaIndex
+from . import LlamaIndex
 
 DRIVER = LlamaIndex
 

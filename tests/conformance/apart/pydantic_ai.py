@@ -14,7 +14,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from .. import driver as scenarios
 from ..driver import CHAT, InexpressibleError, Program, Question, Setting
 from ..scenarios import TOOLS
-from .declared import PydanticAI
+from . import PydanticAI
 
 DRIVER = PydanticAI
 

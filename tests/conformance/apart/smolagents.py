@@ -12,7 +12,7 @@ from smolagents.models import ChatMessage
 
 from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
-from .declared import Smolagents
+from . import Smolagents
 
 DRIVER = Smolagents
 

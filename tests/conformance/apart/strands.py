@@ -11,7 +11,7 @@ from strands.models.openai import OpenAIModel
 from .. import driver as scenarios
 from ..driver import InexpressibleError, Program, Question, Setting
 from ..scenarios import TOOLS
-from .declared import Strands
+from . import Strands
 
 DRIVER = Strands
 

@@ -1,9 +1,11 @@
-"""No framework and no adapter: what is told is told with agl's own functions, or with headers alone."""
+"""Agents written from scratch: a loop around a vendor's client, which tells agl what it does in one of several ways."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +16,7 @@ from ..driver import (
     CHAT,
     MESSAGES,
     RESPONSES,
+    Agent,
     Driver,
     Gap,
     InexpressibleError,
@@ -22,8 +25,125 @@ from ..driver import (
     Scenario,
     Setting,
 )
-from .conversations import client_of
-from .handmade import NO_CHOICES, Loop, Reporter
+from ..scenarios import TOOLS, action
+from .conversations import Answer, Conversation, ModelReply, ToolCall, client_of, conversation
+
+NO_CHOICES = Gap("three choices (n)", "Only chat completions have `n`.", apis=(RESPONSES, MESSAGES))
+
+
+class Reporter(ABC):
+    """How a loop tells who calls and what the tools did; by default it tells nothing."""
+
+    def headers(self, agent: str) -> Mapping[str, str]:
+        """Headers of the agent's requests."""
+        return {}
+
+    @abstractmethod
+    def speaking(self, agent: str) -> AbstractContextManager[Any]:
+        """Around everything that an agent does."""
+
+    def step(self, agent: str) -> AbstractContextManager[Any]:
+        """Around one call and the tool that its text asks for."""
+        return nullcontext()
+
+    @contextlib.contextmanager
+    def using(self, tool: str, arguments: Mapping[str, Any], id: str | None) -> Iterator[Callable[[str], None]]:
+        """Around a tool; what it yields is called with the result."""
+        yield lambda result: None
+
+    async def called(self, call: Awaitable[ModelReply]) -> ModelReply:
+        """Around a call."""
+        return await call
+
+
+class Loop:
+    """The agents of one scenario for one client. What it says around calls and tools is told as `Reporter` wants."""
+
+    def __init__(self, reporter: Reporter, client: Any, setting: Setting, scenario: Scenario) -> None:
+        self._reporter, self._client, self._setting, self._scenario = reporter, client, setting, scenario
+
+    async def run(self, question: str) -> None:
+        """All agents that are asked, at the same time."""
+        await asyncio.gather(*(self._ask(agent, question) for agent in self._scenario.agents))
+
+    async def _ask(self, agent: Agent, question: str) -> str:
+        scenario = self._scenario
+        if scenario.react:
+            return await self._think(agent, question)
+        if scenario.samples > 1 or scenario.choices > 1:
+            return await self._sample(agent, question)
+        return await self._work(agent, question)
+
+    async def _work(self, agent: Agent, question: str) -> str:
+        talk = self._conversation(agent, question)
+        while True:
+            said, successor = await self._until_handoff(agent, talk)
+            if successor is None:
+                return said.text
+            agent, talk = successor, self._taken_over(talk, successor)
+
+    async def _until_handoff(self, agent: Agent, talk: Conversation) -> tuple[ModelReply, Agent | None]:
+        with self._reporter.speaking(agent.name):
+            while True:
+                said = await self._reporter.called(talk.ask(agent))
+                if not said.calls:
+                    return said, None
+                talk.tell(await asyncio.gather(*(self._use(agent, call) for call in said.calls)))
+                names = {call.name for call in said.calls}
+                for other in agent.handoffs:
+                    if f"transfer_to_{other.name}" in names:
+                        return said, other
+
+    async def _use(self, agent: Agent, call: ToolCall) -> Answer:
+        try:
+            with self._reporter.using(call.name, call.arguments, call.id) as tell:
+                text = await self._result(agent, call)
+                tell(text)
+        except Exception as error:
+            return Answer(call, f"{type(error).__name__}: {error}", failed=True)
+        return Answer(call, text)
+
+    async def _result(self, agent: Agent, call: ToolCall) -> str:
+        for expert in agent.experts:
+            if expert.name == call.name:
+                return await self._work(expert, call.arguments["task"])
+        if call.name in TOOLS:
+            return str(TOOLS[call.name](**call.arguments))
+        return "Transferred."
+
+    async def _think(self, agent: Agent, question: str) -> str:
+        talk = self._conversation(agent, question)
+        with self._reporter.speaking(agent.name):
+            while True:
+                with self._reporter.step(agent.name):
+                    said = await self._reporter.called(talk.ask(agent))
+                    asked = action(said.text)
+                    if asked is None:
+                        return said.text
+                    name, topic = asked
+                    with self._reporter.using(name, {"topic": topic}, None) as tell:
+                        found = str(TOOLS[name](topic))
+                        tell(found)
+                talk.say(f"Observation: {found}")
+
+    async def _sample(self, agent: Agent, question: str) -> str:
+        with self._reporter.speaking(agent.name):
+            asked = [self._conversation(agent, question) for _ in range(self._scenario.samples)]
+            said = await asyncio.gather(
+                *(self._reporter.called(each.ask(agent, self._scenario.choices)) for each in asked)
+            )
+        return said[0].text
+
+    def _conversation(self, agent: Agent, question: str) -> Conversation:
+        talk = conversation(self._client, self._setting, self._reporter.headers(agent.name))
+        talk.say(question)
+        return talk
+
+    def _taken_over(self, talk: Conversation, agent: Agent) -> Conversation:
+        taken = conversation(self._client, self._setting, self._reporter.headers(agent.name))
+        taken.items = talk.items
+        return taken
+
 
 HEADERS = "headers, no agl in the process"
 

@@ -30,8 +30,8 @@ from ..driver import (
     Scenario,
     Setting,
 )
+from .by_hand import NO_CHOICES, Loop, Reporter
 from .conversations import ModelReply, client_of
-from .handmade import NO_CHOICES, Loop, Reporter
 
 PROCESSOR = "AglSpanProcessor()"
 OTLP = "OTLP, no agl in the process"

@@ -1,0 +1,201 @@
+"""The algorithms against numbers worked by hand; GRPO's KL metrics. tests/oracles compares them with veRL and TRL."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
+from agl_algorithms.policy_gradient import Logprobs, Samples
+from agl_algorithms.ppo import Ppo, explained_variance
+from agl_algorithms.reinforce import Reinforce
+
+from .conftest import Row, make_samples
+
+
+def test_grpo_worked_by_hand() -> None:
+    # One group, two rollouts with rewards 1 and 0: mean 0.5, unbiased deviation sqrt(0.5), advantages ±0.7071.
+    samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True,))])
+    grpo = Grpo(GrpoOptions(beta=0.5, epsilon=1e-12))
+    advantages = grpo.advantages(samples)
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(advantages, torch.tensor([half, half, -half], dtype=torch.float64))
+    weights = grpo.weights(samples)
+    assert weights.tolist() == [0.25, 0.25, 0.5]
+
+    # Ratios 1.5 (clipped to 1.2 as A > 0), 0.9 and 0.5 (clipped to 0.8 as A < 0).
+    zeros = torch.zeros(3, dtype=torch.float64)
+    current = torch.tensor([1.5, 0.9, 0.5], dtype=torch.float64).log()
+    loss, metrics = grpo.loss(samples, Logprobs(current, zeros, zeros, zeros), advantages, weights)
+    policy = -(0.25 * 1.2 * half + 0.25 * 0.9 * half + 0.5 * 0.8 * -half)
+    # k3 with log-ratio d = reference - current: exp(d) - d - 1.
+    kl = [1 / r + math.log(r) - 1 for r in (1.5, 0.9, 0.5)]
+    kl_mean = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2]
+    assert loss.item() == pytest.approx(policy + 0.5 * kl_mean, abs=1e-12)
+    assert metrics["policy_loss"].item() == pytest.approx(policy, abs=1e-12)
+    assert metrics["kl_reference"].item() == pytest.approx(kl_mean, abs=1e-12)
+    assert metrics["clip_fraction"].item() == pytest.approx(0.75)
+    assert metrics["ratio_mean"].item() == pytest.approx(0.25 * 1.5 + 0.25 * 0.9 + 0.5 * 0.5)
+    assert metrics["ratio_max"].item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e6, 1e-6])
+def test_equal_groups_have_exactly_zero_advantage(scale: float) -> None:
+    """Also where the last bits differ, since the parts of a reward were added in another order."""
+    rewards = [0.3, 0.1 + 0.2, 0.3, 0.6 - 0.3, 0.1 + 0.1 + 0.1]
+    assert len(set(rewards)) > 1
+    rows = [Row(0, i, scale * reward, (True,)) for i, reward in zip((0, 0, 0, 1, 2), rewards, strict=True)]
+    samples = make_samples(rows)
+    grpo = Grpo(GrpoOptions(beta=0))
+    advantages = grpo.advantages(samples)
+    assert (advantages == 0).all()
+    assert not grpo.keep(samples, advantages).any()
+    assert not Grpo(GrpoOptions(drop_equal_groups=True)).weights(samples).any()
+    near = make_samples([Row(0, i, scale * reward, (True,)) for i, reward in enumerate((0.3, 0.300001))])
+    assert (Grpo(GrpoOptions(epsilon=1e-12)).advantages(near) != 0).all(), "a small difference is one"
+
+
+def test_sequence_ratio_is_one_number_per_transition() -> None:
+    samples = make_samples([Row(0, 0, 1.0, (True, True, False)), Row(0, 1, 0.0, (True,))])
+    current = torch.tensor([0.1, 0.3, 9.0, -0.2], dtype=torch.float64)
+    zeros = torch.zeros(4, dtype=torch.float64)
+    grpo = Grpo(GrpoOptions(ratio="sequence", clip=0.5, clip_high=0.5, beta=0))
+    advantages = grpo.advantages(samples)
+    loss, _ = grpo.loss(samples, Logprobs(current, zeros, zeros), advantages, grpo.weights(samples))
+    half = 0.5 / (math.sqrt(0.5) + 1e-6)
+    expected = -0.5 * math.exp(0.2) * half + 0.5 * math.exp(-0.2) * half
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+
+
+VOCABULARY = 7
+logits = st.lists(st.floats(-3, 3), min_size=VOCABULARY, max_size=VOCABULARY).map(
+    lambda values: torch.log_softmax(torch.tensor(values, dtype=torch.float64), -1)
+)
+
+
+def metrics(current: Tensor, behaviour: Tensor, reference: Tensor, drawn_from: Tensor) -> dict[str, Any]:
+    """Each token of the vocabulary once, weighing as often as `drawn_from` samples it."""
+    samples = make_samples([Row(0, token, 0.0, (True,)) for token in range(VOCABULARY)], behaviour)
+    logprobs = Logprobs(current, current, behaviour, reference)
+    nothing = torch.zeros_like(current)
+    return dict(Grpo(GrpoOptions(beta=0.1)).loss(samples, logprobs, nothing, drawn_from.exp())[1])
+
+
+def exactly(first: Tensor, second: Tensor) -> float:
+    return kl_divergence(Categorical(logits=first), Categorical(logits=second)).item()
+
+
+@given(logits, logits, logits)
+def test_the_means_over_what_was_sampled_are_the_kls(current: Tensor, behaviour: Tensor, reference: Tensor) -> None:
+    off_policy = metrics(current, behaviour, reference, drawn_from=behaviour)
+    assert off_policy["kl_behaviour"].item() == pytest.approx(exactly(behaviour, current), abs=1e-9)
+    on_policy = metrics(current, current, reference, drawn_from=current)
+    assert on_policy["kl_reference"].item() == pytest.approx(exactly(current, reference), abs=1e-9)
+
+
+def test_a_token_that_became_unlikely_does_not_make_the_kl_explode() -> None:
+    behaviour = torch.log_softmax(torch.tensor([0.0] * VOCABULARY, dtype=torch.float64), -1)
+    current = torch.log_softmax(torch.tensor([-12.0] + [0.0] * (VOCABULARY - 1), dtype=torch.float64), -1)
+    found = metrics(current, behaviour, behaviour, drawn_from=behaviour)["kl_behaviour"].item()
+    assert found == pytest.approx(exactly(behaviour, current))
+    assert found < 2
+
+
+def ppo(**options: Any) -> Ppo:
+    return Ppo(PpoOptions(**options))
+
+
+def test_ppo_inside_a_response_worked_by_hand() -> None:
+    # γ = 0.5, λ = 0.5, values 1, 2, 4 of the unmasked tokens, return 10 at the last one:
+    # δ = 0.5·2−1, 0.5·4−2, 10−4 = 0, 0, 6; A = 0 + 0.25·1.5, 0 + 0.25·6, 6.
+    samples = make_samples([Row(0, 0, 10.0, (True, True, False, True))])
+    values = torch.tensor([1.0, 2.0, 99.0, 4.0], dtype=torch.float64)
+    algorithm = ppo(gamma=0.5, lam=0.5, whitening="off")
+    assert algorithm.advantages(samples, values).tolist() == pytest.approx([0.375, 1.5, 0.0, 6.0])
+    targets = algorithm.value_targets(samples, values)
+    assert targets[samples.mask_R].tolist() == pytest.approx([1.375, 3.5, 10.0])
+    assert torch.equal(algorithm.value_weights(samples), algorithm.weights(samples))
+
+
+def test_ppo_across_calls_worked_by_hand() -> None:
+    # Rewards 1 and 10, values 2 and 4 at the ends of the prompts, γ = λ = 0.5:
+    # A = 10−4 = 6 for the second call, 1 + 0.5·4 − 2 + 0.25·6 = 2.5 for the first.
+    samples = make_samples([Row(0, 0, 1.0, (False, True, True)), Row(0, 0, 10.0, (True,))])
+    values = torch.tensor([2.0, 77.0, 88.0, 4.0], dtype=torch.float64)
+    algorithm = ppo(across_calls=True, gamma=0.5, lam=0.5, whitening="off")
+    assert algorithm.advantages(samples, values).tolist() == pytest.approx([0.0, 2.5, 2.5, 6.0])
+    weights = algorithm.value_weights(samples)
+    assert weights.tolist() == [0.5, 0.0, 0.0, 0.5]
+    assert algorithm.value_targets(samples, values)[weights > 0].tolist() == pytest.approx([4.5, 10.0])
+
+
+def test_the_value_loss_worked_by_hand() -> None:
+    # Old 0, target 1. A step to 0.9 counts as 0.2 (worse, so it is what counts); 0.1 is inside the clip range;
+    # −0.5 counts as itself, for it is worse than −0.2.
+    current = torch.tensor([0.9, 0.1, -0.5], dtype=torch.float64)
+    old, target = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    weights = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    loss, metrics = ppo().value_loss(current, old, target, weights)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 0.64 + 0.25 * 0.81 + 0.25 * 2.25))
+    assert metrics["value_loss"].item() == pytest.approx(loss.item())
+    assert metrics["value_clip_fraction"].item() == pytest.approx(0.5)
+    assert metrics["value_mean"].item() == pytest.approx(0.5 * 0.9 + 0.25 * 0.1 - 0.25 * 0.5)
+    loss, metrics = ppo(value_clip=None).value_loss(current, old, target, weights)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 0.01 + 0.25 * 0.81 + 0.25 * 2.25))
+    assert "value_clip_fraction" not in metrics
+
+
+def test_explained_variance_worked_by_hand() -> None:
+    target = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    weights = torch.tensor([0.3, 0.3, 0.0], dtype=torch.float64)
+    assert explained_variance(target, target, weights) == 1.0
+    assert explained_variance(target + 3, target, weights) == pytest.approx(1.0)  # a constant error is no variance
+    assert explained_variance(torch.zeros(3), target, weights) == pytest.approx(0.0)
+    assert explained_variance(-target, target, weights) == pytest.approx(-3.0)
+    assert explained_variance(target / 2, target, weights) == pytest.approx(0.75)
+    assert math.isnan(explained_variance(target, torch.ones(3), weights))
+    # By weight: mean 0.75, variance 0.1875 of the targets; the errors 0 and 0.5 have variance 0.046875.
+    uneven = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)
+    assert explained_variance(target * 0.5, target, uneven) == pytest.approx(1 - 0.046875 / 0.1875)
+
+
+def advantages(samples: Samples, **options: Any) -> Tensor:
+    return Reinforce(ReinforceOptions(**options)).advantages(samples)
+
+
+def test_reinforce_worked_by_hand() -> None:
+    # Returns 1, 1 and 0 over tokens (the masked one does not count): mean 2/3, unbiased variance 1/3.
+    samples = make_samples([Row(0, 0, 1.0, (True, False, True)), Row(1, 1, 0.0, (True,))])
+    reinforce = Reinforce(ReinforceOptions())
+    third = math.sqrt(1 / 3)
+    assert reinforce.advantages(samples).tolist() == pytest.approx([third, 0.0, third, -2 * third], abs=1e-7)
+    assert reinforce.weights(samples).tolist() == [0.25, 0.0, 0.25, 0.5]
+
+
+def test_choices_of_a_call_stand_side_by_side() -> None:
+    # Call 0 has the choices worth 1 and 3, call 1 the choices worth 10 and 20: after call 0 comes their mean, 15.
+    samples = make_samples([Row(0, 0, value, (True,)) for value in (1.0, 3.0, 10.0, 20.0)])
+    samples = dataclasses.replace(samples, turn_N=torch.tensor([0, 0, 1, 1]))
+    returns = torch.tensor([16.0, 18.0, 10.0, 20.0], dtype=torch.float64)
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(advantages(samples, across_calls=True), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_returns_of_reinforce_have_exactly_zero_advantage_and_are_not_computed() -> None:
+    rewards = [0.3, 0.1 + 0.2, 0.3, 0.6 - 0.3, 0.1 + 0.1 + 0.1]  # They differ by rounding alone.
+    samples = make_samples([Row(0, i, reward, (True, i % 2 == 0)) for i, reward in enumerate(rewards)])
+    for options in (ReinforceOptions(), ReinforceOptions(whitening="transitions")):
+        reinforce = Reinforce(options)
+        assert (reinforce.advantages(samples) == 0).all()
+        assert not reinforce.keep(samples, reinforce.advantages(samples)).any()
+    with_kl = Reinforce(ReinforceOptions(beta=0.1))
+    assert with_kl.keep(samples, with_kl.advantages(samples)).all()

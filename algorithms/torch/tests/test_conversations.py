@@ -1,0 +1,343 @@
+"""Tool-call formats; an echoed reply keeps the ids that were sampled; recorded texts get those that they would have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_core.types import RecordedReply
+from agl_torch.conversation import Sessions, tokenized
+from agl_torch.formats import FORMATS, ToolFormat, detect_format, in_plain_text
+
+from .conftest import CALCULATOR, CHATML, LLAMA, Loaded, ScriptedChat
+
+HERMES, LLAMA_JSON, PLAIN = FORMATS
+names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
+arguments = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=20) | st.lists(st.text()))
+
+
+def test_the_template_tells_the_format() -> None:
+    assert detect_format(CHATML) is HERMES
+    assert detect_format(LLAMA) is LLAMA_JSON
+    assert detect_format("{{ messages }}") is PLAIN
+    assert detect_format("{{ tools }}<tool_call><function=f><parameter=x>") is None
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
+    written = [json.dumps({"name": name, "arguments": args}) for name, args in calls]
+    written = [body for body in written if "tool_call>" not in body]
+    parsed = HERMES.parse("Let me see.\n" + "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in written))
+    if written:
+        assert parsed.error is None
+        assert parsed.content == "Let me see."
+        assert [{"name": c.name, "arguments": c.arguments} for c in parsed.calls] == [json.loads(b) for b in written]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "error"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "not closed"),
+        (HERMES, '{"name": "f", "arguments": {}}</tool_call>', "without"),
+        (HERMES, "<tool_call>{broken</tool_call>", "no JSON"),
+        (HERMES, "<tool_call></tool_call>", "no JSON"),
+        (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "no name"),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', "'arguments'"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'arguments'"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "unexpected text"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>', "no JSON"),
+        (LLAMA_JSON, '{"name": "f", "parameters": {', "no JSON"),
+        (LLAMA_JSON, "<|python_tag|>f(x=1)", "no JSON"),
+        (LLAMA_JSON, '{"name": "f"}', "'parameters'"),
+        (PLAIN, "Action: f", "no JSON"),
+        (PLAIN, "Action: f {", "no JSON"),
+        (PLAIN, "Action: f [1]", "'arguments'"),
+        (PLAIN, 'Action: {"x": 1}', "a tool's name"),
+        (PLAIN, "Action: f {} and more", "unexpected text"),
+        (PLAIN, "Action: f {}; {}", "more than one"),
+        (PLAIN, "Action: f {}\nAction: g", "no JSON"),
+    ],
+)
+def test_a_malformed_call_is_content_with_an_error(tool_format: ToolFormat, text: str, error: str) -> None:
+    parsed = tool_format.parse(text)
+    assert (parsed.content, parsed.calls) == (text, ())
+    assert parsed.error is not None
+    assert error in parsed.error
+
+
+def test_plain_text_is_plain_text() -> None:
+    for tool_format in FORMATS:
+        for text in ("", " 4 < 5 ", '{"answer": 42}', "[1, 2]"):
+            parsed = tool_format.parse(text)
+            assert (parsed.content, parsed.calls, parsed.error) == (text, (), None)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f", "parameters": {"x": 1}}', ' <|python_tag|>{"name":"f","parameters":{"x":1}}']
+)
+def test_llama_calls(text: str) -> None:
+    (call,) = LLAMA_JSON.parse(text).calls
+    assert (call.name, call.arguments) == ("f", {"x": 1})
+
+
+def test_llama_parallel_calls() -> None:
+    parsed = LLAMA_JSON.parse('{"name": "f", "parameters": {}} ; {"name": "g", "parameters": {"y": "; }"}}')
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {}), ("g", {"y": "; }"})]
+
+
+@given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+def test_plain_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
+    functions = [{"function": {"name": name, "arguments": args}} for name, args in calls]
+    (written,) = in_plain_text([{"role": "assistant", "content": "Let me see.", "tool_calls": functions}], None)
+    parsed = PLAIN.parse(written["content"])
+    assert (parsed.content, parsed.error) == ("Let me see.", None)
+    assert [(call.name, call.arguments) for call in parsed.calls] == calls
+
+
+def test_tools_in_plain_text_join_the_system_message() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}, CALCULATOR]
+    asked = {"role": "user", "content": "hello"}
+    (alone, user) = in_plain_text([asked], tools)
+    assert user == asked
+    assert "now()\ncalculator(expression: any)\n" in alone["content"]
+    (joined, _) = in_plain_text([{"role": "system", "content": "Be brief."}, asked], tools)
+    assert joined == {"role": "system", "content": f"Be brief.\n\n{alone['content']}"}
+    assert in_plain_text([asked, {"role": "tool", "tool_call_id": "a", "content": "42"}], None) == [
+        asked,
+        {"role": "user", "content": "Observation: 42"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "rest", "name"),
+    [
+        (HERMES, ' {"x": 1}}</tool_call>', 'g", "arguments": {}}</tool_call>'),
+        (LLAMA_JSON, ' {"x": 1}}', 'g", "parameters": {}}'),
+        (PLAIN, '"x": 1}', "g {}"),
+    ],
+)
+def test_a_forced_prefix_is_the_beginning_of_a_call(tool_format: ToolFormat, rest: str, name: str) -> None:
+    (call,) = tool_format.parse(f"{tool_format.forced_prefix('f')}{rest}").calls
+    assert (call.name, call.arguments) == ("f", {"x": 1})
+    assert [call.name for call in tool_format.parse(f"{tool_format.forced_prefix(None)}{name}").calls] == ["g"]
+
+
+USER = {"role": "user", "content": "What is 12 plus 30?"}
+HELLO = {"role": "user", "content": "hello"}
+SPACED = '<tool_call>\n{"arguments":{"expression":"12+30"},  "name":"calculator"}\n</tool_call>'
+
+
+def letters(chat: ScriptedChat, text: str) -> list[int]:
+    """A text one character at a time, as no tokenizer would write it."""
+    return [token for character in text for token in chat.encode(character)]
+
+
+def echo(body: dict[str, Any], choice: int = 0) -> dict[str, Any]:
+    return {key: value for key, value in body["choices"][choice]["message"].items() if key != "refusal"}
+
+
+def result(message: dict[str, Any], text: str = "42") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": text}
+
+
+def assert_spliced(first: dict[str, Any], second: dict[str, Any], tail: list[int], choice: int = 0) -> None:
+    assert not second["agl"]["prefix_broken"]
+    sampled = first["choices"][choice]["token_ids"]
+    assert second["prompt_token_ids"] == first["prompt_token_ids"] + sampled + tail
+
+
+@pytest.fixture
+def chat(qwen: Loaded) -> ScriptedChat:
+    return ScriptedChat(qwen)
+
+
+NEXT = "\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_reply_that_would_be_tokenised_otherwise(chat: ScriptedChat) -> None:
+    ids = [*letters(chat, "The answer is 42."), chat.loaded.tokenizer.eos_token_id]
+    assert ids[:-1] != chat.encode("The answer is 42.")
+    first = chat.ask([USER], ids)
+    messages = [USER, echo(first), HELLO]
+    second = chat.ask(messages, "x")
+    assert_spliced(first, second, chat.encode(NEXT))
+    assert second["prompt_token_ids"] != chat.ask(messages, "x", session="other")["prompt_token_ids"]
+    third = chat.ask([*messages, echo(second), HELLO], "x")
+    assert_spliced(second, third, chat.encode(NEXT))
+
+
+def test_tool_calls_that_would_be_written_otherwise(chat: ScriptedChat) -> None:
+    first = chat.ask([USER], SPACED, tools=[CALCULATOR])
+    message = echo(first)
+    message["tool_calls"][0]["function"]["arguments"] = '{ "expression" : "12+30" }'
+    second = chat.ask([USER, message, result(message)], "The answer is 42.", tools=[CALCULATOR])
+    tail = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert_spliced(first, second, chat.encode(tail))
+
+
+@pytest.mark.parametrize(
+    ("reply", "end", "tail"),
+    [
+        ('<tool_call>{"name": broken', "<|im_end|>", NEXT),  # a malformed call, which is spliced as the text it is
+        ("The ans", "", "<|im_end|>" + NEXT),  # cut by length, it gets the end that the template writes
+        ("hello", "<|endoftext|>", NEXT),
+    ],
+    ids=["malformed call", "cut by length", "another end token"],
+)
+def test_a_reply_is_spliced_as_it_was_sampled(chat: ScriptedChat, reply: str, end: str, tail: str) -> None:
+    first = chat.ask([USER], [*letters(chat, reply), *chat.encode(end)], tools=[CALCULATOR])
+    second = chat.ask([USER, echo(first), HELLO], "x", tools=[CALCULATOR])
+    assert_spliced(first, second, chat.encode(tail))
+
+
+def test_a_reply_with_spaces_that_the_template_trims(llama: Loaded) -> None:
+    chat = ScriptedChat(llama)
+    first = chat.ask([USER], [*letters(chat, "  so it is 42 \n"), llama.tokenizer.eos_token_id])
+    second = chat.ask([USER, echo(first), HELLO], "x")
+    tail = (
+        "<|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert_spliced(first, second, chat.encode(tail))
+
+
+def test_the_choice_that_is_echoed_is_spliced(chat: ScriptedChat) -> None:
+    eos = chat.loaded.tokenizer.eos_token_id
+    first = chat.ask([USER], "one", [*letters(chat, "two"), eos], SPACED, SPACED, tools=[CALCULATOR])
+    for choice in (1, 3):
+        message = echo(first, choice)
+        after = result(message) if choice == 3 else HELLO
+        second = chat.ask([USER, message, after], "x", tools=[CALCULATOR])
+        assert not second["agl"]["prefix_broken"]
+        prefix = first["prompt_token_ids"] + first["choices"][choice]["token_ids"]
+        assert second["prompt_token_ids"][: len(prefix)] == prefix
+
+
+def test_agents_that_interleave_in_one_rollout(chat: ScriptedChat) -> None:
+    system = {"role": "system", "content": "You are a math agent."}
+    eos = chat.loaded.tokenizer.eos_token_id
+    one = chat.ask([USER], [*letters(chat, "one"), eos])
+    two = chat.ask([system, USER], [*letters(chat, "two"), eos])
+    assert_spliced(one, chat.ask([USER, echo(one), HELLO], "x"), chat.encode(NEXT))
+    assert_spliced(two, chat.ask([system, USER, echo(two), HELLO], "x"), chat.encode(NEXT))
+
+
+def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) -> bool:
+    flag: bool = chat.ask(messages, "x", **fields)["agl"]["prefix_broken"]
+    return flag
+
+
+def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -> None:
+    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.loaded.tokenizer.eos_token_id])
+    edited = [USER, {"role": "assistant", "content": "The answer is 43."}, HELLO]
+    moved = [{"role": "user", "content": "Something else?"}, echo(first), HELLO]
+    for messages in (edited, moved):
+        body = chat.ask(messages, "x")
+        assert body["agl"]["prefix_broken"]
+        fresh = chat.ask(messages, "x", session=f"fresh{id(messages)}")
+        assert body["prompt_token_ids"] == fresh["prompt_token_ids"]
+        assert not fresh["agl"]["prefix_broken"]
+    assert not broken(chat, [{"role": "user", "content": "new"}, {"role": "assistant", "content": "example"}, HELLO])
+
+
+def test_a_template_that_rewrites_history_breaks(qwen: Loaded) -> None:
+    tokenizer = type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML.replace("(message.content or '')", "(message.content or '') | upper")
+    chat = ScriptedChat(replace(qwen, tokenizer=tokenizer))
+    first = chat.ask([USER], "the answer")
+    assert broken(chat, [USER, echo(first), HELLO])
+
+
+def test_sessions_are_apart(chat: ScriptedChat) -> None:
+    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.loaded.tokenizer.eos_token_id])
+    messages = [USER, echo(first), HELLO]
+    anew = chat.ask(messages, "x", session="r/1")
+    assert anew["prompt_token_ids"] != chat.ask(messages, "x")["prompt_token_ids"]
+    assert not anew["agl"]["prefix_broken"]
+    assert chat.ask(messages, "x", session=None)["prompt_token_ids"] == anew["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("bound", [{"max_sessions": 2}, {"max_bytes": 3000}])
+def test_sessions_are_bounded(chat: ScriptedChat, bound: dict[str, int]) -> None:
+    sessions = Sessions(chat.served.text, **bound)
+    messages = [HELLO]
+    reply = {"role": "assistant", "content": "42"}
+
+    def ask(key: str) -> bool:
+        again = sessions.prompt(key, [*messages, reply, *messages])
+        prompt = sessions.prompt(key, messages)
+        sessions.record(key, messages, prompt, [(reply, np.arange(8, 208, dtype=np.int32))])
+        return 207 in again.ids.tolist()
+
+    for key in ("a", "b", "c", "d"):
+        assert not ask(key)
+    assert ask("d")
+    assert not ask("a")
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
+
+
+def said(body: dict[str, Any]) -> dict[str, Any]:
+    """The reply as a client keeps it."""
+    return {key: value for key, value in body["choices"][0]["message"].items() if value is not None}
+
+
+def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: Loaded) -> None:
+    chat = ScriptedChat(qwen)
+    asked = chat.ask([USER], "The answer is 42.")
+
+    made = tokenized(chat.served.text, RecordedReply([USER], [], said(asked)))
+
+    assert made is not None
+    assert made.prompt_ids.tolist() == asked["prompt_token_ids"]
+    assert made.response_ids.tolist() == asked["choices"][0]["token_ids"]
+
+
+def test_tool_calls_and_what_follows_them(qwen: Loaded) -> None:
+    chat = ScriptedChat(qwen)
+    first = chat.ask([USER], CALL, tools=[CALCULATOR])
+    called = said(first)["tool_calls"][0]
+    result = {"role": "tool", "tool_call_id": called["id"], "content": "42"}
+    then = chat.ask([USER, said(first), result], "The answer is 42.", tools=[CALCULATOR])
+
+    for messages, body in (([USER], first), ([USER, said(first), result], then)):
+        made = tokenized(chat.served.text, RecordedReply(messages, [CALCULATOR], said(body)))
+
+        assert made is not None
+        decoded = qwen.tokenizer.decode
+        assert decoded(made.prompt_ids) == decoded(body["prompt_token_ids"])
+        assert decoded(made.response_ids) == decoded(body["choices"][0]["token_ids"])
+
+
+def test_a_reply_that_was_cut_short_has_no_end(qwen: Loaded) -> None:
+    chat = ScriptedChat(qwen)
+    reply = {"role": "assistant", "content": "The answer is"}
+
+    whole, cut = (tokenized(chat.served.text, RecordedReply([USER], [], reply, complete)) for complete in (True, False))
+
+    assert whole is not None
+    assert cut is not None
+    assert whole.response_ids.tolist() == [*cut.response_ids.tolist(), qwen.tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        RecordedReply(
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], [], {"role": "assistant"}
+        ),
+        RecordedReply([USER], [], {"role": "assistant", "content": "half a pair: \ud800"}),
+        RecordedReply([USER], [], {"role": "assistant", "tool_calls": ["none"]}),
+        RecordedReply([], [], {"role": "critic", "content": "x"}),
+    ],
+)
+def test_what_no_template_can_write_has_no_ids(qwen: Loaded, reply: RecordedReply) -> None:
+    assert tokenized(ScriptedChat(qwen).served.text, reply) is None

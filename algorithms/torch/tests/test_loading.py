@@ -1,0 +1,281 @@
+"""Checkpoints as they are found and as they are saved: training goes on bit for bit, what does not fit is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from agl_core.errors import CheckpointError, EngineError
+from agl_core.protocols import PolicySpec
+from agl_core.training.child import UpdateRequest
+from agl_torch.loading import LoadedModel, fingerprint, load_model
+from agl_torch.process import Policies
+from agl_torch.requests import Request
+from agl_torch.sampler import Sampler
+
+from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, **settings: object) -> LoadedModel:
+    return load_model(PolicySpec(str(folder), **settings), CPU, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "sharded", "dtype"),
+    [
+        (architecture, tied, sharded, torch.bfloat16 if sharded else torch.float32)
+        for architecture, tied, sharded in itertools.product(["qwen2", "llama"], [True, False], [True, False])
+    ],
+)
+def test_checkpoint_formats(tmp_path: Path, architecture: str, tied: bool, sharded: bool, dtype: torch.dtype) -> None:
+    ends = ("<|im_end|>", "<|endoftext|>") if architecture == "qwen2" else ("<|eot_id|>", "<|end_of_text|>")
+    folder = make_checkpoint(tmp_path / "model", Shape(architecture, tied, dtype, sharded, ends))
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == sharded
+    loaded = load(folder, dtype=str(dtype).removeprefix("torch."))
+    assert loaded.dtype == dtype
+    assert loaded.context_length == 256
+    assert loaded.eos_ids == {loaded.tokenizer.convert_tokens_to_ids(end) for end in ends}
+    embedding, head = loaded.model.get_input_embeddings().weight, loaded.model.get_output_embeddings().weight
+    assert (embedding.data_ptr() == head.data_ptr()) == tied
+    ids = torch.tensor([[5, 6, 7]])
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.model(ids).logits, plain(ids).logits)
+    assert not loaded.model.training
+
+
+def test_positions_that_depend_on_the_length_end_the_context_where_they_change(tmp_path: Path) -> None:
+    """With LongRoPE, the longest row of a pass decides about the frequencies of all."""
+    folder = make_checkpoint(tmp_path / "model")
+    config = Phi3Config(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256, original_max_position_embeddings=32, initializer_range=0.15, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8
+        },
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    loaded = load(folder)
+    sampler = Sampler(loaded)
+    for length in (5, 20, 30):
+        prompt = np.arange(3, 3 + length, dtype=np.int32)
+        sampler.submit(Request(str(length), prompt, max_tokens=min(30, loaded.context_length - length)))
+    while not sampler.idle:
+        for done in sampler.step():
+            [response] = done.responses
+            ids = torch.tensor([*done.request.prompt_ids, *response.ids])[None].long()
+            logits = torch.cat([loaded.model(input_ids=ids[:, :end]).logits[0, -1:] for end in range(1, ids.shape[1])])
+            plain = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[-len(response.ids) :, 0]
+            np.testing.assert_allclose(response.logprobs, plain.detach().numpy(), atol=1e-4)
+    assert loaded.context_length == 32
+
+
+def test_a_tokenizer_class_of_the_model_type_does_not_win(tmp_path: Path) -> None:
+    # What hand-made checkpoints say when they were saved with the architecture's class name.
+    folder = make_checkpoint(tmp_path / "m")
+    config = folder / "tokenizer_config.json"
+    text = config.read_text()
+    assert '"tokenizer_class"' in text
+    config.write_text(re.sub(r'"tokenizer_class": "\w+"', '"tokenizer_class": "Qwen2Tokenizer"', text))
+    expected = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXTS[0]).ids
+    assert load(folder).tokenizer.encode(TEXTS[0], add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype"),
+    [({"amx_bf16": True}, torch.bfloat16), ({"amx_bf16": False, "avx512_f": True}, torch.float32), ({}, torch.float32)],
+    ids=["with", "without", "unknown"],
+)
+def test_bfloat16_is_kept_where_the_processor_multiplies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instructions: dict[str, bool], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    folder = make_checkpoint(tmp_path / "model", Shape(dtype=torch.bfloat16))
+    assert load(folder).dtype == dtype
+    assert load(folder, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_lora_trains_only_its_adapter_and_starts_as_the_model(checkpoint: Path, loaded: LoadedModel) -> None:
+    adapted = load(checkpoint, lora=LORA)
+    trained = [name for name, weight in adapted.model.named_parameters() if weight.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(adapted.model(ids).logits, loaded.model(ids).logits)
+    again = load(checkpoint, lora=LORA)
+    assert all(torch.equal(a, b) for a, b in zip(adapted.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_lora_targets_that_do_not_exist_are_named(checkpoint: Path) -> None:
+    with pytest.raises(EngineError, match=r"targets is query.*q_proj"):
+        load(checkpoint, lora=LORA | {"targets": ["query"]})
+
+
+def test_pretraining_dropout_is_off(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    model, ids = load(folder).model, torch.tensor([[5, 6, 7]])
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "nobody/no-such-model", str(Path(__file__).parent)])
+def test_what_is_no_model_is_an_error_with_what_to_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(EngineError, match=r"cannot be loaded: .* Give the folder of a causal LM"):
+        load_model(PolicySpec(name), CPU, seed=0)
+
+
+class TestErrors:
+    def test_no_chat_template(self, tmp_path: Path) -> None:
+        with pytest.raises(EngineError, match="no chat template"):
+            load(make_checkpoint(tmp_path / "m", template=None))
+
+    def test_a_tokenizer_of_another_model(self, tmp_path: Path, checkpoint: Path) -> None:
+        folder = make_checkpoint(tmp_path / "m")
+        tokenizer = load(checkpoint).tokenizer
+        tokenizer.add_tokens([f"<extra{i}>" for i in range(5)])
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(EngineError, match="do not belong together"):
+            load(folder)
+
+    def test_incomplete_weights(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        folder = make_checkpoint(tmp_path / "m")
+        weights = load_file(folder / "model.safetensors")
+        weights.pop("model.norm.weight")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(EngineError, match=r"incomplete: model\.norm\.weight"):
+            load(folder)
+
+
+CPU = torch.device("cpu")
+ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 5}
+GRPO: tuple[str, dict[str, Any]] = ("grpo", {"beta": 0.1, "epochs": 2, "minibatches": 2})
+PPO: tuple[str, dict[str, Any]] = ("ppo", {"critic_learning_rate": 1e-2, "minibatches": 2, "critic_epochs": 2})
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
+    "float32": ({}, GRPO),
+    "bfloat16": ({"dtype": "bfloat16"}, ("reinforce++", {})),
+    "lora": ({"lora": LORA}, GRPO),
+    "bfloat16-lora": ({"dtype": "bfloat16", "lora": LORA}, PPO),
+    "critic": ({}, PPO),
+}
+"""Policies, and what they are trained by."""
+
+
+def spec(checkpoint: Path, **more: Any) -> PolicySpec:
+    return PolicySpec(str(checkpoint), optimizer=ADAM, **more)
+
+
+def train(policies: Policies, seed: int) -> list[dict[str, float]]:
+    """One update of each policy; its metrics without seconds."""
+    found = []
+    for name in policies.policies:
+        algorithm, options = KINDS[name][1]
+        request = UpdateRequest(name, algorithm, options, make_batch(None, seed=seed))
+        metrics = policies.update(request, lambda _: None).metrics
+        found.append({key: value for key, value in metrics.items() if "seconds" not in key})
+    return found
+
+
+def everything(policies: Policies) -> list[torch.Tensor]:
+    """Of weights, optimizers and random states."""
+
+    def flattened(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value.detach().clone()]
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            return [tensor for item in value for tensor in flattened(item)]
+        return [torch.tensor(float(value))] if isinstance(value, int | float) else []
+
+    return flattened([[weights_of(p.loaded.model), p.trainer.state_dict()] for p in policies.policies.values()])
+
+
+def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
+    specs = {name: spec(checkpoint, **settings) for name, (settings, _) in KINDS.items()}
+    policies = start_policies(**specs)
+    train(policies, seed=0)
+    policies.save(tmp_path)
+    metrics = train(policies, seed=1)
+
+    again = start_policies(**specs)
+    train(again, seed=2)  # What it did before must not show.
+    again.restore(tmp_path)
+    assert again.versions == dict.fromkeys(KINDS, 1)
+    assert train(again, seed=1) == metrics
+    expected, found = everything(policies), everything(again)
+    assert len(expected) == len(found) > 200
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape("llama", tied=False, eos=("<|eot_id|>",))], ids=["qwen2", "llama"])
+def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path, shape: Shape) -> None:
+    loaded, folder = saved(tmp_path, spec(make_checkpoint(tmp_path / "source", shape)))
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, loaded.model(ids).logits)
+    # And a policy to start from, that encodes as the first one did.
+    again = load_model(PolicySpec(str(folder)), CPU, seed=0)
+    assert again.eos_ids == loaded.eos_ids
+    messages = [{"role": "user", "content": text} for text in TEXTS]
+    one, other = (
+        (tokenizer(TEXTS)["input_ids"], tokenizer.apply_chat_template(messages, tokenize=False))
+        for tokenizer in (again.tokenizer, loaded.tokenizer)
+    )
+    assert one == other
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # peft warns when it cannot look the base up, which it need not.
+def test_a_lora_checkpoint_is_a_peft_adapter_that_names_its_base_as_the_configuration_does(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    loaded, folder = saved(tmp_path, spec(checkpoint, lora=LORA, name="someone/a-base"))
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "someone/a-base"
+    assert [file.name for file in folder.iterdir() if str(checkpoint).encode() in file.read_bytes()] == []
+    assert not (folder / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = torch.tensor([[5, 6, 7]])
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, folder)(ids).logits
+    assert torch.equal(adapted, loaded.model(ids).logits)
+    assert not torch.equal(adapted, plain)
+
+
+def test_adapters_know_the_weights_they_belong_to(checkpoint: Path, tmp_path: Path) -> None:
+    _, adapter = saved(tmp_path / "adapter", spec(checkpoint, lora=LORA))
+    _, full = saved(tmp_path / "full", spec(checkpoint))
+    of_base = [{}, {"lora": LORA}, {"adapter": str(adapter)}, {"dtype": "bfloat16"}]
+    prints = {fingerprint(load_model(PolicySpec(str(checkpoint), **more), CPU, 0).model) for more in of_base}
+    assert len(prints) == 1, "of the weights below an adapter alone, in any dtype"
+    assert fingerprint(load_model(PolicySpec(str(full)), CPU, 0).model) not in prints
+
+    other = PolicySpec(str(full), adapter=str(adapter), name="full")
+    with pytest.raises(EngineError, match=r"trained on other weights than those of 'full'.*fingerprints differ"):
+        load_model(other, CPU, 0)
+    with pytest.raises(CheckpointError, match="was trained on other weights"):
+        start_policies(default=PolicySpec(str(full), lora=LORA)).restore(tmp_path / "adapter")
+
+
+def test_a_checkpoint_of_other_settings_and_a_truncated_one_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    for name, other in (("lora", {"lora": LORA}), ("bfloat16", {"dtype": "bfloat16"}), ("cut", {}), ("short", {})):
+        saved(tmp_path / name, spec(checkpoint, **other))
+    for file in (tmp_path / "cut/default/trainer.pt", tmp_path / "short/default/model/model.safetensors"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for name in ("lora", "bfloat16", "cut", "short"):
+        with pytest.raises(CheckpointError, match="dtype and lora settings that it was saved with"):
+            start_policies(default=spec(checkpoint)).restore(tmp_path / name)

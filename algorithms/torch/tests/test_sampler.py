@@ -1,0 +1,403 @@
+"""What is recorded is what was sampled; who is answered when, what is computed again, and when a response ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from agl_core.errors import EngineError
+from agl_core.types import FinishReason
+from agl_torch.requests import Generated, Request, Uniforms, choose
+from agl_torch.sampler import Sampler
+
+from .conftest import Loaded, drive, random_ids, recomputed
+
+
+def pick(logits: list[float], uniforms: list[float], temperature: float = 1.0, top_p: float = 1.0, forced: int = -1):
+    count = len(uniforms)
+    ids, logprobs = choose(
+        torch.tensor([logits] * count),
+        torch.full((count,), temperature),
+        torch.full((count,), top_p, dtype=torch.float64),
+        torch.tensor(uniforms, dtype=torch.float64),
+        torch.full((count,), forced),
+    )
+    return ids.tolist(), logprobs.tolist()
+
+
+PROBS = [0.1, 0.6, 0.0, 0.3]
+LOGITS = [float(np.log(p)) if p else -1e9 for p in PROBS]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    ids, logprobs = pick(LOGITS, np.linspace(0, 1, 1000, endpoint=False).tolist())
+    assert [ids.count(i) for i in range(4)] == pytest.approx([100, 600, 0, 300], abs=1)
+    assert logprobs == pytest.approx([float(np.log(PROBS[i])) for i in ids], abs=1e-6)
+
+
+def test_temperature_flattens() -> None:
+    squared = np.array(PROBS) ** 2 / (np.array(PROBS) ** 2).sum()
+    ids, logprobs = pick(LOGITS, np.linspace(0, 1, 1000, endpoint=False).tolist(), temperature=0.5)
+    assert [ids.count(i) / 1000 for i in range(4)] == pytest.approx(squared.tolist(), abs=2e-3)
+    assert logprobs == pytest.approx([float(np.log(squared[i])) for i in ids], abs=1e-5)
+
+
+def test_temperature_zero_takes_the_likeliest_with_its_plain_logprob() -> None:
+    ids, logprobs = pick(LOGITS, [0.0, 0.99], temperature=0.0)
+    assert ids == [1, 1]
+    assert logprobs == pytest.approx([float(np.log(0.6))] * 2)
+
+
+@pytest.mark.parametrize(("top_p", "allowed"), [(0.5, {1}), (0.6, {1}), (0.85, {1, 3}), (0.95, {0, 1, 3})])
+def test_top_p_draws_from_the_nucleus_and_records_the_full_distribution(top_p: float, allowed: set[int]) -> None:
+    ids, logprobs = pick(LOGITS, np.linspace(0, 1, 500, endpoint=False).tolist(), top_p=top_p)
+    assert set(ids) == allowed
+    assert logprobs == pytest.approx([float(np.log(PROBS[i])) for i in ids], abs=1e-6)
+
+
+def test_a_forced_token_is_taken_and_scored() -> None:
+    ids, logprobs = pick(LOGITS, [0.5], forced=0)
+    assert ids == [0]
+    assert logprobs == pytest.approx([float(np.log(0.1))])
+
+
+def test_uniforms_depend_on_seed_choice_and_position_only() -> None:
+    numbers = [Uniforms(3, 1)[i] for i in range(200)]
+    backwards = Uniforms(3, 1)
+    assert [backwards[i] for i in reversed(range(200))] == numbers[::-1]
+    assert len({*numbers, *(Uniforms(3, 2)[i] for i in range(200)), *(Uniforms(4, 1)[i] for i in range(200))}) == 600
+    assert all(0 <= number < 1 for number in numbers)
+    assert Uniforms(-1, 0)[0] == Uniforms(2**64 - 1, 0)[0]
+
+
+@pytest.fixture(params=["qwen", "llama"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    chosen: Loaded = request.getfixturevalue(request.param)
+    return chosen
+
+
+def mixed_requests(loaded: Loaded, count: int = 14) -> list[Request]:
+    """Ragged prompts, some of which share prefixes, with different temperatures, limits and nuclei."""
+    system = random_ids(loaded, 40, 99)
+    requests = []
+    for i in range(count):
+        own = random_ids(loaded, 3 + 17 * (i % 5), i // 2)
+        prompt = own if i % 3 == 0 else np.concatenate([system, own])
+        requests.append(
+            Request(
+                f"r{i}",
+                prompt,
+                max_tokens=4 + 5 * (i % 4),
+                n=1 + (i % 7 == 0),
+                temperature=(1.0, 0.6, 1.7, 0.0)[i % 4],
+                top_p=0.8 if i % 5 == 4 else 1.0,
+                seed=i,
+                forced_ids=(9, 10, 11) if i == 5 else (),
+            )
+        )
+    return requests
+
+
+def continued(generated, i: int, loaded: Loaded) -> Request:
+    """The next turn: prompt, response and some more."""
+    prompt = np.concatenate([generated.request.prompt_ids, generated.responses[0].ids, random_ids(loaded, 5 + i, i)])
+    return replace(generated.request, prompt_ids=prompt, n=1, forced_ids=())
+
+
+def assert_exact(loaded: Loaded, done, tolerance: float = 1e-4) -> None:
+    for generated in done.values():
+        for choice, response in enumerate(generated.responses):
+            np.testing.assert_allclose(response.logprobs, recomputed(loaded, generated, choice), atol=tolerance)
+
+
+def test_logprobs_are_those_of_one_plain_forward_pass(loaded: Loaded) -> None:
+    sampler = Sampler(loaded, max_rows=6)
+    first = drive(sampler, mixed_requests(loaded))
+    assert_exact(loaded, first)
+    reused = sampler.counters.reused
+    second = drive(sampler, [continued(generated, i, loaded) for i, generated in enumerate(first.values())])
+    assert_exact(loaded, second)
+    assert reused > 0
+    prefix = sum(len(first[name].request.prompt_ids) + len(first[name].responses[0].ids) - 1 for name in second)
+    assert sampler.counters.reused - reused >= 0.9 * prefix
+
+
+def test_a_long_prompt_is_prefilled_in_pieces(qwen: Loaded) -> None:
+    sampler = Sampler(qwen, prefill_tokens=32)
+    requests = [Request(f"r{i}", random_ids(qwen, 31 + 40 * i, i), max_tokens=6) for i in range(5)]
+    assert_exact(qwen, drive(sampler, requests))
+    assert sampler.counters.prefilled == sum(len(request.prompt_ids) for request in requests)
+
+
+def test_greedy_is_what_generate_does(loaded: Loaded) -> None:
+    requests = [replace(request, temperature=0.0, n=1, forced_ids=()) for request in mixed_requests(loaded)]
+    done = drive(Sampler(loaded, max_rows=5), requests)
+    for request in requests:
+        prompt = torch.tensor(request.prompt_ids, dtype=torch.long)[None]
+        expected = loaded.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=request.max_tokens,
+            do_sample=False,
+            eos_token_id=sorted(loaded.eos_ids),
+            pad_token_id=0,
+        )[0, prompt.shape[1] :]
+        assert done[request.id].responses[0].ids.tolist() == expected.tolist()
+
+
+def in_bfloat16(model: Any) -> Any:
+    return model.to(torch.bfloat16)
+
+
+def eager(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return model
+
+
+def sdpa(model: Any) -> Any:
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def adapted(model: Any) -> Any:
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model, adapter).eval()
+
+
+@pytest.mark.parametrize(("change", "tolerance"), [(in_bfloat16, 0.1), (eager, 1e-4), (sdpa, 1e-4), (adapted, 1e-4)])
+def test_other_weights_and_attention_are_sampled_as_exactly(
+    qwen: Loaded, change: Callable[[Any], Any], tolerance: float
+) -> None:
+    other = replace(qwen, model=change(copy.deepcopy(qwen.model)))
+    assert_exact(other, drive(Sampler(other), mixed_requests(other, 6)), tolerance)
+
+
+def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:
+    request = Request("r", random_ids(qwen, 12, 0), max_tokens=8, forced_ids=(9, 10, 11), temperature=0.7)
+    generated = drive(Sampler(qwen.with_eos(9)), [request])["r"]
+    response = generated.responses[0]
+    assert response.ids[:3].tolist() == [9, 10, 11]
+    assert response.mask is not None
+    assert response.mask.tolist() == [False] * 3 + [True] * (len(response.ids) - 3)
+    assert len(response.ids) > 3, "a forced token ends nothing"
+    np.testing.assert_allclose(response.logprobs, recomputed(qwen, generated), atol=1e-4)
+
+
+def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(qwen: Loaded) -> None:
+    long = Request("long", random_ids(qwen, 245, 0), max_tokens=20)
+    requests = [*mixed_requests(qwen, 7), long]
+    alone = {}
+    for request in requests:
+        alone.update(drive(Sampler(qwen, deterministic=True), [request]))
+    cache_bytes = 4 * 512 * qwen.token_bytes
+    for concurrency in (1, 3, 64):
+        together = Sampler(qwen, deterministic=True, max_rows=concurrency, cache_bytes=cache_bytes)
+        done = drive(together, requests[::-1])
+        for name, generated in alone.items():
+            for one, other in zip(generated.responses, done[name].responses, strict=True):
+                assert one.ids.tobytes() == other.ids.tobytes()
+                assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert together.counters.reused == 0
+
+
+def test_batching_does_not_change_what_is_drawn(qwen: Loaded) -> None:
+    requests = mixed_requests(qwen)
+    together = drive(Sampler(qwen), requests)
+    for request in requests[:6]:
+        alone = drive(Sampler(qwen), [request])[request.id]
+        for one, other in zip(alone.responses, together[request.id].responses, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+
+
+class Deaf(LlamaForCausalLM):
+    """Takes no mask from outside: a padded row sees its pads."""
+
+    def forward(self, *args, attention_mask=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_choices_share_their_prompt_and_differ(qwen: Loaded) -> None:
+    prompt = random_ids(qwen, 60, 0)
+    sampler = Sampler(qwen.with_eos())
+    generated = drive(sampler, [Request("r", prompt, max_tokens=12, n=3, seed=5)])["r"]
+    assert len({response.ids.tobytes() for response in generated.responses}) == 3
+    assert generated.prefilled == 60 + 1 + 1, "each further choice computes the last prompt token for its logits"
+    assert generated.reused == 2 * 59
+    again = drive(Sampler(qwen.with_eos()), [Request("r", prompt, max_tokens=12, n=1, seed=5)])["r"]
+    np.testing.assert_array_equal(again.responses[0].ids, generated.responses[0].ids)
+    other = drive(Sampler(qwen.with_eos()), [Request("r", prompt, max_tokens=12, n=1, seed=6)])["r"]
+    assert other.responses[0].ids.tolist() != generated.responses[0].ids.tolist()
+
+
+def test_the_next_turn_computes_only_what_is_new(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos())
+    first = drive(sampler, [Request("a", random_ids(qwen, 50, 0), max_tokens=10)])["a"]
+    turn = np.concatenate([first.request.prompt_ids, first.responses[0].ids, random_ids(qwen, 7, 1)])
+    second = drive(sampler, [Request("b", turn, max_tokens=10)])["b"]
+    assert (second.reused, second.prefilled) == (59, 8), "the last sampled token was never fed"
+
+
+def test_all_choices_of_a_request_are_of_one_version(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos(), max_rows=1)
+    sampler.submit(Request("a", random_ids(qwen, 10, 0), max_tokens=2, n=2))
+    sampler.step()
+    with pytest.raises(EngineError, match="drain"):
+        sampler.new_version(1)
+    assert len(drive(sampler)["a"].responses) == 2
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 300), st.integers(1, 80), st.integers(1, 3)),
+    st.tuples(st.just("step"), st.integers(1, 30)),
+    st.tuples(st.just("abort"), st.integers(0, 7)),
+    st.sampled_from([("reset",), ("new_version",), ("submit too much",)]),
+)
+GROWN = ("submit", 250, 40, 2), ("submit", 9, 60, 1), ("step", 10)
+"""Sequences longer than the slots that a sampler begins with, which have 256 tokens."""
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(MOVES, max_size=20), st.booleans())
+@example([*GROWN, ("abort", 0), ("step", 5)], False)
+@example([*GROWN, ("reset",), *GROWN, ("abort", 2), ("new_version",), *GROWN], False)
+def test_whatever_leaves_and_whenever_what_stays_is_answered_exactly(
+    qwen: Loaded, moves: Sequence[tuple], deterministic: bool
+) -> None:
+    cache_bytes = 6 * 256 * qwen.token_bytes
+    sampler = Sampler(
+        qwen.with_eos(), cache_bytes=cache_bytes, max_rows=5, prefill_tokens=128, deterministic=deterministic
+    )
+    count = version = 0
+    expected: dict[str, int] = {}
+    """Requests that are to be answered, and by which version."""
+
+    def take(done: Sequence[Generated]) -> None:
+        for generated in done:
+            assert generated.version == expected.pop(generated.request.id)
+            for choice, response in enumerate(generated.responses):
+                again = recomputed(qwen, generated, choice)
+                np.testing.assert_allclose(response.logprobs, again, atol=1e-4)
+
+    for move, *values in moves:
+        if move == "submit":
+            length, max_tokens, n = values
+            # Every other prompt begins as another does.
+            prompt = random_ids(qwen, length, count % 2 and count)
+            sampler.submit(Request(str(count), prompt, max_tokens=max_tokens, n=n, seed=count))
+            expected[str(count)] = version
+            count += 1
+        elif move == "submit too much":
+            with pytest.raises(EngineError, match="512 tokens"):
+                sampler.submit(Request("long", random_ids(qwen, 512, 0), max_tokens=1))
+        elif move == "step":
+            for _ in range(values[0]):
+                take(sampler.step())
+        elif move == "abort":
+            sampler.abort(str(values[0]))
+            expected.pop(str(values[0]), None)
+        elif move == "reset":
+            sampler.reset()
+            expected.clear()
+        else:
+            while not sampler.idle:
+                take(sampler.step())
+            sampler.release()
+            version += 1
+            sampler.new_version(version)
+        assert sampler.cache_nbytes <= cache_bytes
+    while not sampler.idle:
+        take(sampler.step())
+    assert not expected
+
+
+def test_a_response_ends_at_any_end_token_and_keeps_it(qwen: Loaded) -> None:
+    request = Request("r", random_ids(qwen, 20, 0), max_tokens=30, seed=3)
+    endless = drive(Sampler(qwen.with_eos()), [request])["r"].responses[0]
+    assert endless.finish_reason is FinishReason.LENGTH
+    assert len(endless.ids) == 30
+    ends = (int(endless.ids[11]), int(endless.ids[17]))
+    at = min(endless.ids.tolist().index(end) for end in ends)
+    ended = drive(Sampler(qwen.with_eos(*ends)), [request])["r"].responses[0]
+    assert ended.finish_reason is FinishReason.STOP
+    np.testing.assert_array_equal(ended.ids, endless.ids[: at + 1])
+
+
+def test_a_response_ends_with_the_context(qwen: Loaded) -> None:
+    small = replace(qwen.with_eos(), context_length=40)
+    response = drive(Sampler(small), [Request("r", random_ids(qwen, 30, 0), max_tokens=99)])["r"].responses[0]
+    assert (len(response.ids), response.finish_reason) == (10, FinishReason.LENGTH)
+    with pytest.raises(EngineError, match="40 tokens"):
+        Sampler(small).submit(Request("r", random_ids(qwen, 40, 0), max_tokens=1))
+
+
+def test_a_cache_takes_the_memory_of_what_is_in_it(qwen: Loaded) -> None:
+    resident = psutil.Process().memory_info
+    before = resident().rss
+    sampler = Sampler(qwen.with_eos(), cache_bytes=1 << 30, max_rows=4096)
+    assert sampler.cache_nbytes > 1 << 29
+    drive(sampler, [Request("a", random_ids(qwen, 20, 0), max_tokens=20)])
+    assert resident().rss - before < 1 << 26
+
+
+def test_a_cache_that_cannot_hold_one_context_is_refused(qwen: Loaded) -> None:
+    with pytest.raises(EngineError, match=r"0.0 MiB of keys and values are too few"):
+        Sampler(qwen, cache_bytes=1000)
+
+
+def test_a_model_with_a_short_window_is_refused(qwen: Loaded) -> None:
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=32, sliding_window=16,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    with pytest.raises(EngineError, match=r"sliding window of 16.*engine\.torch\.max_context to at most 16"):
+        Sampler(replace(qwen, model=model, context_length=64))
+    Sampler(replace(qwen, model=model, context_length=16))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (FalconForCausalLM(FalconConfig(**SMALL, alibi=True)), "does not run with the sampler's cache and mask"),
+        (BloomForCausalLM(BloomConfig(**SMALL)), "does not run with the sampler's cache and mask"),
+        (FalconH1ForCausalLM(FalconH1Config(**SMALL, **MAMBA)), "only full attention"),
+        (JambaForCausalLM(JambaConfig(**SMALL, num_experts=2, use_mamba_kernels=False)), "only full attention"),
+        (Deaf(LlamaConfig(**SMALL)), "from that of the model's own forward pass"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_model_that_cannot_be_sampled_exactly_is_refused_at_the_start(qwen: Loaded, model, reason: str) -> None:
+    with pytest.raises(EngineError, match=reason):
+        Sampler(replace(qwen, model=model.eval(), context_length=64))

@@ -1,0 +1,112 @@
+"""The problems: right, repeatable, and with held-out parts that training can never meet; and the calculator."""
+
+from __future__ import annotations
+
+import pytest
+from calculator import calculator, evaluate
+from hypothesis import given
+from hypothesis import strategies as st
+from make_calc import WRONG_OPERATOR, conversation
+from problems import (
+    OPERATORS,
+    TRAINED_TEMPLATES,
+    Problem,
+    Split,
+    pair_is_held_out,
+    problem,
+)
+
+SPLITS, SEEDS, INDICES = st.sampled_from(Split), st.integers(-5, 10**6), st.integers(0, 10**9)
+
+
+@given(split=SPLITS, seed=SEEDS, index=INDICES)
+def test_a_problem_is_repeatable_and_its_result_is_right(split: Split, seed: int, index: int) -> None:
+    made = problem(split, seed, index)
+    assert made == problem(split, seed, index)
+    assert eval(made.expression) == int(made.result)
+    assert int(made.result) > 0
+    assert "{" not in made.question
+
+
+@given(split=SPLITS, seed=SEEDS, index=INDICES)
+def test_the_wrong_operator_is_never_right(split: Split, seed: int, index: int) -> None:
+    """Else the warm-up's wrong behaviour would be rewarded."""
+    made = problem(split, seed, index)
+    assert eval(f"{made.a}{WRONG_OPERATOR}{made.b}") != int(made.result)
+
+
+@given(seed=SEEDS, index=INDICES)
+def test_training_and_warm_up_never_meet_what_is_held_out(seed: int, index: int) -> None:
+    made = problem(Split.TRAIN, seed, index)
+    assert not pair_is_held_out(made.a, made.operator, made.b)
+    assert made.template in TRAINED_TEMPLATES[made.operator]
+
+
+def test_seeds_give_fresh_problems_and_a_set_has_few_repetitions() -> None:
+    def first(split: Split, seed: int) -> list[Problem]:
+        return [problem(split, seed, index) for index in range(200)]
+
+    assert len(set(first(Split.TRAIN, 0)) & set(first(Split.TRAIN, 1))) <= 2
+    for split in (Split.EVAL, Split.EVAL_TEMPLATES):
+        assert len(set(first(split, 0))) >= 190
+        assert {made.operator for made in first(split, 0)} == set(OPERATORS)
+
+
+def test_warm_up_asks_training_problems_in_mostly_wrong_conversations() -> None:
+    held_out = {problem(split, 0, i).question for split in (Split.EVAL, Split.EVAL_TEMPLATES) for i in range(200)}
+    asked = [conversation(0, index)[1]["content"] for index in range(2000)]
+    assert not held_out & set(asked)
+    trained = {problem(Split.TRAIN, -1, index).question for index in range(2000)}
+    assert set(asked) == trained
+
+
+@given(a=st.integers(-999, 999), b=st.integers(1, 999), operator=st.sampled_from("+-*/%"))
+def test_evaluate_agrees_with_python(a: int, b: int, operator: str) -> None:
+    assert evaluate(f"({a}) {operator} {b}") == eval(f"({a}) {operator} {b}")
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"), [("84/7", "12"), ("2-5", "-3"), ("1/3", "0.3333333333"), ("0.5*4", "2"), (" 1+1 ", "2")]
+)
+def test_calculator_shows_integers_without_a_point(expression: str, shown: str) -> None:
+    assert calculator.invoke({"expression": expression}) == shown
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "2+",
+        "5 apples",
+        "1/0",
+        "2**9999",
+        "9**9**9",
+        "True+1",
+        "'a'*9",
+        "abs(3)",
+        "__import__('os').getcwd()",
+        "(1).real",
+        "[1][0]",
+        "1 if 1 else 2",
+        "1<2",
+        "x:=1",
+        "1j",
+        "1e999",
+        "1e999-1e999",
+        "+" * 101,
+        "(" * 90,
+        "\0",
+    ],
+)
+def test_calculator_refuses_everything_else(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot|only|finite|characters|null"):
+        calculator.invoke({"expression": expression})
+
+
+@given(expression=st.text(max_size=120))
+def test_calculator_raises_nothing_but_value_errors(expression: str) -> None:
+    try:
+        shown = calculator.invoke({"expression": expression})
+    except ValueError:
+        return
+    assert float(shown) == pytest.approx(evaluate(expression))
