@@ -12,11 +12,12 @@ import contextlib
 import random
 import socket
 import struct
-import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
+
+from anyio.from_thread import start_blocking_portal
 
 _CHUNK = 2**16
 _LONGEST_DELAY = 1.0
@@ -50,19 +51,18 @@ class FaultyProxy:
         self._target, self._chance, self._row = urlsplit(target), chance, round(1 / share)
         self._spared: defaultdict[str, list[bool]] = defaultdict(list)
         """What becomes of the next connections, by whose they are."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="faulty-proxy")
-        self._listening = threading.Event()
-        self._stopped = asyncio.Event()
+        self._begun = contextlib.ExitStack()
 
     def start(self) -> str:
-        self._thread.start()
-        self._listening.wait()
+        portal = self._begun.enter_context(start_blocking_portal())
+        server = portal.call(asyncio.start_server, self._carry, "127.0.0.1", 0)
+        self._begun.callback(portal.call, server.close)
+        port = server.sockets[0].getsockname()[1]
+        self.url = urlunsplit(self._target._replace(netloc=f"127.0.0.1:{port}"))
         return self.url
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        self._begun.close()
 
     def __enter__(self) -> FaultyProxy:
         self.start()
@@ -70,18 +70,6 @@ class FaultyProxy:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_stopped())
-
-    async def _until_stopped(self) -> None:
-        server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        self.url = urlunsplit(self._target._replace(netloc=f"127.0.0.1:{port}"))
-        self._listening.set()
-        await self._stopped.wait()
-        server.close()
 
     def _drawn(self, whose: str) -> Break | None:
         chance, spared = self._chance, self._spared[whose]
