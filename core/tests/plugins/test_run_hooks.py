@@ -16,6 +16,7 @@ from agl_core.types import DropReason, Episode
 
 EPISODE = make.episode(make.transition())
 CALLS: dict[str, tuple[Any, ...]] = {
+    "server_routes": (None, None),
     "rollout_started": (make.rollout(), 0),
     "rollout_finished": (make.rollout(), make.attempt()),
     "policy_updated": ("default", 3, {"loss": 0.5}),
