@@ -144,8 +144,8 @@ class ChatRequest(BaseModel):
     @property
     def unknown(self) -> dict[str, Any]:
         """The fields that ask for something and are not honoured here."""
-        others = (self.model_extra or {}).items()
-        return {name: value for name, value in others if value and name not in _NOT_SERVED and name not in DISTORTING}
+        given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
+        return {name: value for name, value in given.items() if name not in _NOT_SERVED and name not in DISTORTING}
 
     @property
     def limit(self) -> int | None:

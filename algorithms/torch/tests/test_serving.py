@@ -173,10 +173,10 @@ async def test_what_tunes_a_hosted_service_is_ignored_and_noted(client: openai.A
     """A field that is not known here does not fail an agent, and the reply names it."""
     asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
     tuned: Any = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
-    unknown = {"temprature": 1, "größe\n": {"a": 1}, "nothing": None}
+    unknown = {"temprature": 0, "größe\n": {"a": 1}, "add_generation_prompt": False, "nothing": None}
     reply = await client.chat.completions.with_raw_response.create(**asked, **tuned, extra_body=unknown)
     noted = reply.headers["x-agl-ignored"]
-    assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A"}
+    assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A", "add_generation_prompt"}
     neutral = {"modalities": ["text"], "response_format": {"type": "text"}, "top_k": -1, "best_of": 1, "user": None}
     reply = await client.chat.completions.with_raw_response.create(**asked, extra_body=neutral)
     assert "x-agl-ignored" not in reply.headers
