@@ -172,10 +172,12 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     if not all(each.has_ids and each.logprobs is not None for each in transitions):
         yield Evidence.TOKEN_IDS
     known = {each.tool_call_id for transition in transitions for each in transition.tool_results}
-    latest = {each.agent: each for each in transitions}
-    # The last tool call that an agent was made to make is its answer (structured output): nothing runs it.
-    run = [t for t in transitions if not (t.had_to_call and t is latest[t.agent] and episode.ending is Ending.FINISHED)]
-    if any(each["id"] not in known for transition in run for each in tool_calls_of(transition.response)):
+    unknown = [each for each in transitions if not _call_ids(each.response) <= known]
+    if unknown and episode.ending is Ending.FINISHED:
+        # A tool call that had to be made, and that no later request repeats, is an answer (structured output).
+        repeated = {id for transition in transitions for message in transition.messages for id in _call_ids(message)}
+        unknown = [each for each in unknown if not each.had_to_call or _call_ids(each.response) & repeated]
+    if unknown:
         yield Evidence.TOOL_RESULTS
     prompts = {_system_prompt(each) for each in transitions if each.agent is None}
     if prompts and (len(prompts) > 1 or any(each.agent is not None for each in transitions)):
@@ -184,6 +186,10 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
 
 def _tool_calls(message: Mapping[str, Any]) -> bool:
     return bool(message.get("tool_calls"))
+
+
+def _call_ids(message: Mapping[str, Any]) -> set[str]:
+    return {call["id"] for call in tool_calls_of(message)}
 
 
 def _system_prompt(transition: Transition) -> str:

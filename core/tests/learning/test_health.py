@@ -92,7 +92,11 @@ def test_structured_output_by_a_tool_is_an_answer_and_not_a_tool_without_a_resul
     request = {"messages": [{"role": "user", "content": "Bern?"}], "tool_choice": choice}
     assert health_of(built(ASKS, ending=ending, request=request)).verdict is verdict
     if choice == "required" and ending is Ending.FINISHED:
-        again = built(ASKS, make.choice(tool_calls=["c2"]), request=request)
+        another = built(ASKS, make.choice(tool_calls=["c2"]), request=request)
+        assert health_of(another).verdict is Verdict.HEALTHY
+        goes_on: Any = {"messages": [*request["messages"], ASKS.message], "tool_choice": choice}
+        calls = [make.call(0, ASKS, request=request), make.call(1, make.choice(tool_calls=["c2"]), request=goes_on)]
+        again = build_episode(make.rollout(), make.attempt(), calls)
         assert health_of(again).missing == (Evidence.TOOL_RESULTS,), "the first was no answer: the agent went on"
 
 
