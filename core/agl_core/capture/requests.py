@@ -42,13 +42,13 @@ _RETRY_COUNT = "x-stainless-retry-count"
 _MAX_HEADER = 512
 MODEL_CALL = re.compile(
     r"/chat/completions$|/v1/(?:completions|responses)$|:(?:stream)?(?:G|g)enerateContent$|:(?:streamR|r)awPredict$"
-    r"|(?:anthropic\.com|localhost|127\.0\.0\.1|\[::1\])(?::\d+)?/(?:.*/)?messages$"
+    r"|(?:anthropic\.com|openrouter\.ai|localhost|127\.0\.0\.1|\[::1\])(?::\d+)?/(?:.*/)?messages$|/anthropic/(?:v1/)?messages$"
     r"|\.azure\.com(?::\d+)?/.*/(?:completions|responses)$|cohere\.(?:com|ai)/v\d/chat$"
     r"|amazonaws\.com(?::\d+)?/model/.*/(?:converse|invoke)(?:-stream|-with-response-stream)?$|:11434/api/(?:chat|generate)$"
 )
 """Addresses, without their query, at which models are called: also those of servers of one's own.
 
-`messages` alone may be anybody's: it counts at Anthropic's host and on this machine.
+`messages` alone may be anybody's: it counts at hosts of models, below `/anthropic` and on this machine.
 """
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
@@ -115,7 +115,7 @@ def header_value(text: str) -> str:
     >>> header_value("write_query"), header_value("Übersetzer")
     ('write_query', '%C3%9Cbersetzer')
     """
-    return quote(text, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").strip()[:_MAX_HEADER]
+    return quote(text, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~", errors="replace").strip()[:_MAX_HEADER]
 
 
 def goes_to_the_server(url: str) -> bool:

@@ -79,7 +79,7 @@ def test_only_below_the_path_of_the_base_url(wire: Wire) -> None:
     assert [bool(stamp) for stamp in wire.stamps()] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("name", ["研究员", "a\r\nx-evil: 1", "é", "100%", " spaced ", "x" * 5000])
+@pytest.mark.parametrize("name", ["研究员", "a\r\nx-evil: 1", "é", "100%", " spaced ", "x" * 5000, "\ud83c"])
 def test_any_name_makes_a_header_that_is_legal(wire: Wire, name: str) -> None:
     with wire.library.Client(transport=wire.transport) as client, running(attempt()), identify(name):
         client.get(f"{BASE}/v1")
@@ -128,6 +128,8 @@ def test_a_failure_of_stamping_does_not_fail_the_request(wire: Wire) -> None:
         ),
         ("https://api.anthropic.com:443/v1/messages?beta=true", "https://api.anthropic.com/v1/messages"),
         ("http://localhost:4000/v1/messages", "http://localhost:4000/v1/messages"),
+        ("https://api.deepseek.com/anthropic/v1/messages", "*"),
+        ("https://openrouter.ai/api/v1/messages", "*"),
         ("https://a.openai.azure.com/openai/deployments/d/chat/completions?api-version=1", "*"),
         ("https://generativelanguage.googleapis.com/v1beta/models/gemini-9:streamGenerateContent?alt=sse", "*"),
         ("https://bedrock-runtime.eu-west-1.amazonaws.com/model/claude/converse-stream", "*"),
