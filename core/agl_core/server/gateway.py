@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
 from agl_core.apis.chat import ChatCompletions, Completions
-from agl_core.apis.dialect import Dialect, ModelRequest, rendered
+from agl_core.apis.dialect import Dialect, ModelRequest, rendered, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.apis.messages import Messages
 from agl_core.apis.reply import Reply, read_reply
@@ -74,8 +74,10 @@ _MAX_NOTES = 100
 """Different notes that are logged."""
 _PATH = re.compile(
     r"(?P<prefix>/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
-    r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>[^/]+))?)(?P<route>/.*[^/])/*"
+    r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>.+?(?=/chat/|/completions|/embeddings)|[^/]+))?)"
+    r"(?P<route>/.*[^/])/*"
 )
+"""A deployment is named as its model, which may have slashes."""
 MODELS = "/v1/models"
 TRACES = "/v1/traces"
 """Where agents export spans: a plugin's route."""
@@ -220,7 +222,11 @@ class Gateway:
             if request.method == "DELETE":
                 exchange.conversation = exchange.request = None
                 return rendered({"id": reply_id, "object": "response", "deleted": True})
-            return dialect.render(replace(exchange.request, stream=False), exchange.kept.read())
+            for name in ("include", "include[]", "starting_after"):
+                if name in request.query_params:
+                    raise unsupported(name, "is not served where a response is fetched")
+            stream = request.query_params.get("stream") == "true"
+            return dialect.render(replace(exchange.request, stream=stream), exchange.kept.read())
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))
 
@@ -386,7 +392,7 @@ class ModelCalls:
         elif method == "POST" and route in PASSED_ON:
             response = await self._passthrough.answer(CallRequest(scope, receive, target), route)
             await response(scope, receive, send)
-        elif method in ("GET", "DELETE") and route.startswith(_RESPONSES):
+        elif method in ("GET", "DELETE") and route.startswith(_RESPONSES) and "/" not in route[len(_RESPONSES) :]:
             reply_id = route.removeprefix(_RESPONSES)
             response = await self._gateway.kept(CallRequest(scope, receive, target), reply_id)
             await response(scope, receive, send)
@@ -439,8 +445,8 @@ def forwarded(
 ) -> dict[str, Json]:
     """The chat completion that the upstream gets."""
     body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
-    if body.get("tools") == []:  # None are offered; chat templates may take an empty list for another thing.
-        del body["tools"]
+    if not body.get("tools"):  # None are offered; chat templates may take an empty list for another thing.
+        body.pop("tools", None)
         if body.get("tool_choice") in ("auto", "none"):
             del body["tool_choice"]
     body["model"] = upstream.models[policy]

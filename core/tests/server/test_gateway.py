@@ -224,7 +224,9 @@ async def test_azures_client(stack: Stack) -> None:
     url = f"{root_of(stack, key)}/openai/deployments/gpt-x/chat/completions?api-version=1"
     async with httpx.AsyncClient(trust_env=False, headers=headers) as bare:
         named = await bare.post(url, json={"messages": HELLO})
+        slashed = await bare.post(url.replace("gpt-x", "org/gpt-x"), json={"messages": HELLO})
     assert named.json()["model"] == "gpt-x", "the path names the model"
+    assert slashed.json()["model"] == "org/gpt-x"
 
 
 async def test_other_paths_stay_what_they_are(stack: Stack) -> None:

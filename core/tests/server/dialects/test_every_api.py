@@ -26,6 +26,7 @@ GATEWAYS = {"model", "messages", "temperature", "top_p", "seed", "return_token_i
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"name": "add", "description": "Add.", "parameters": SCHEMA}
 CHAT_ADD = {"type": "function", "function": ADD}
+MESSAGES_ADD = {"name": "add", "description": "Add.", "input_schema": SCHEMA}
 CHOICE = {"type": "function", "function": {"name": "add"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 
@@ -120,10 +121,7 @@ APIS = {
         [
             (
                 {
-                    "tools": [
-                        {"name": "add", "description": "Add.", "input_schema": SCHEMA, "type": "custom"}
-                        | {"cache_control": {"type": "ephemeral"}}
-                    ],
+                    "tools": [{**MESSAGES_ADD, "type": "custom", "cache_control": {"type": "ephemeral"}}],
                     "stop_sequences": ["END"],
                     "thinking": {"type": "disabled"},
                     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
@@ -139,13 +137,19 @@ APIS = {
                     "reasoning_effort": "low",
                 },
             ),
-            ({"tool_choice": {"type": "auto"}}, {"max_tokens": 77, "tool_choice": "auto"}),
+            (
+                {"tools": [MESSAGES_ADD], "tool_choice": {"type": "auto"}},
+                {"tools": [CHAT_ADD], "max_tokens": 77, "tool_choice": "auto"},
+            ),
             (
                 {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
                 {"max_tokens": 77, "tool_choice": "required", "parallel_tool_calls": False},
             ),
             ({"tool_choice": {"type": "tool", "name": "add"}}, {"max_tokens": 77, "tool_choice": CHOICE}),
-            ({"tool_choice": {"type": "none"}}, {"max_tokens": 77, "tool_choice": "none"}),
+            (
+                {"tools": [MESSAGES_ADD], "tool_choice": {"type": "none"}},
+                {"tools": [CHAT_ADD], "max_tokens": 77, "tool_choice": "none"},
+            ),
         ],
     ),
 }
