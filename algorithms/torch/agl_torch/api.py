@@ -28,6 +28,7 @@ from starlette.routing import Route
 from agl_core.errors import AglError, nearest
 from agl_core.learning.transitions import DISTORTING, distorting
 from agl_core.types import FinishReason
+from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_torch.conversation import ChatError, ChatText, Prompt, Sessions, normalise
 from agl_torch.formats import Message, Parsed, ToolFormat
@@ -177,7 +178,7 @@ class ChatRequest(BaseModel):
 def parse_request(body: bytes) -> ChatRequest:
     """Check a request's body. Raises ChatError that names the field and what to do."""
     try:
-        fields = orjson.loads(body)
+        fields = parse_json(body)
         if not isinstance(fields, dict):
             raise ChatError("The request body is no JSON object.")
         _refuse_unsupported(fields)

@@ -24,6 +24,7 @@ import numpy as np
 
 from agl_core.errors import ServerError
 from agl_core.types import RecordedReply, TokenizedReply, Tokens
+from agl_core.types.forms import without_halves
 from agl_torch.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
 
 
@@ -110,7 +111,7 @@ def _tool_call(call: Any, field: str) -> Message:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError):  # A text that is no JSON stays as it is.
-            arguments = json.loads(arguments)
+            arguments = json.loads(without_halves(arguments))
     normal: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         normal["id"] = call["id"]

@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from agl_core.types.forms import without_halves
+
 Message = dict[str, Any]
 
 ACTION, OBSERVATION = "Action:", "Observation:"
@@ -241,6 +243,7 @@ def _one_json(text: str) -> Any:
 
 def _json_values(text: str) -> list[Any]:
     """JSON values separated by semicolons."""
+    text = without_halves(text)
     values = []
     position = 0
     while True:

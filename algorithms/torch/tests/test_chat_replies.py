@@ -72,6 +72,17 @@ def test_tool_calls_are_parsed_where_there_are_tools(chat: ScriptedChat) -> None
         assert "tool_calls" not in plain["message"]
 
 
+def test_half_a_surrogate_pair_in_a_call_breaks_neither_its_reply_nor_a_later_one(chat: ScriptedChat) -> None:
+    text = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "\\ud83c"}}\n</tool_call>'
+    message = chat.ask([USER], text, tools=[CALCULATOR])["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"expression": "\ufffd"}
+    for arguments in (call["function"]["arguments"], '{"expression": "\\ud83c"}'):
+        echo = {**message, "tool_calls": [{**call, "function": {"name": "calculator", "arguments": arguments}}]}
+        body = chat.ask([USER, echo, USER], "42", tools=[CALCULATOR])
+        assert not body["agl"]["prefix_broken"]
+
+
 def test_call_ids_are_unique_in_a_rollout_and_repeatable(qwen: Loaded) -> None:
     def ids(session: str, seed: int) -> list[str]:
         chat = ScriptedChat(qwen)

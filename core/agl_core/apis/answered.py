@@ -21,8 +21,9 @@ from typing import Any, Protocol, TypeAlias
 import orjson
 from starlette.datastructures import Headers
 
-from agl_core.apis.reply import RawReply, Reply, called, loads, reasoning_of
+from agl_core.apis.reply import RawReply, Reply, called, reasoning_of
 from agl_core.types import Call, Json
+from agl_core.types.forms import parse_json
 
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
@@ -263,6 +264,6 @@ def _arguments(message: Message) -> list[Json]:
 
 def _value(arguments: str) -> Json:
     try:
-        return loads(arguments)
+        return parse_json(arguments)
     except orjson.JSONDecodeError:
         return arguments

@@ -157,7 +157,7 @@ def _text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
     reason = choice["finish_reason"]
     return {
         "index": choice["index"],
-        "text": choice["message"].get("content") or "",
+        "text": choice["message"].get("content") or choice["message"].get("refusal") or "",
         "logprobs": _text_logprobs(choice["logprobs"]),
         "finish_reason": reason if reason in ("length", "content_filter") else "stop",
     }

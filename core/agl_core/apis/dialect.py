@@ -20,8 +20,9 @@ from typing_extensions import TypedDict
 
 from agl_core.apis.answered import Answered, Message
 from agl_core.apis.errors import ApiError, openai_error
-from agl_core.apis.reply import Reply, loads
+from agl_core.apis.reply import Reply
 from agl_core.types import Json, Sampling
+from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED
 
 _MAX_NOTE = 1000
@@ -254,7 +255,7 @@ def _stream(parts: Iterable[bytes]) -> Response:
 def _json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
-        body = loads(raw)
+        body = parse_json(raw)
         if raw.count(b"{") + raw.count(b"[") > _MAX_WRITABLE_DEPTH:
             orjson.dumps(body)  # What is nested more deeply than this can write could not be passed on.
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:

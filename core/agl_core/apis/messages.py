@@ -31,14 +31,13 @@ from agl_core.apis.dialect import (
     wrong,
 )
 from agl_core.apis.errors import ApiError
-from agl_core.apis.reply import Reply, loads, reasoning_of
+from agl_core.apis.reply import Reply, reasoning_of
 from agl_core.types import FinishReason, Json
+from agl_core.types.forms import parse_json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_STOP_REASONS = {
-    FinishReason.STOP: "end_turn",
+_CUT = {
     FinishReason.LENGTH: "max_tokens",
-    FinishReason.TOOL_CALLS: "tool_use",
     FinishReason.CONTENT_FILTER: "refusal",
     FinishReason.ABORTED: "max_tokens",
 }
@@ -182,15 +181,14 @@ def _response_format(wanted: Mapping[str, Any] | None) -> Json:
 def _message(request: ModelRequest, reply: Reply) -> dict[str, Json]:
     choice, usage = reply.choices[0], reply.usage
     calls = choice.message.get("tool_calls") or ()
-    reason = _STOP_REASONS[choice.finish_reason]
-    if choice.finish_reason is FinishReason.STOP:
-        reason = "tool_use" if calls else "stop_sequence" if reply.stop_sequence else reason
+    ended = "refusal" if choice.message.get("refusal") else "stop_sequence" if reply.stop_sequence else "end_turn"
+    reason = _CUT.get(choice.finish_reason) or ("tool_use" if calls else ended)
     return {
         "id": reply.id,
         "type": "message",
         "role": "assistant",
         "model": request.model,
-        "content": _blocks(choice.message, reply.id),
+        "content": _blocks(choice.message),
         "stop_reason": reason,
         "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None,
         "usage": {
@@ -202,17 +200,16 @@ def _message(request: ModelRequest, reply: Reply) -> dict[str, Json]:
     }
 
 
-def _blocks(message: Mapping[str, Any], reply_id: str) -> list[dict[str, Json]]:
+def _blocks(message: Mapping[str, Any]) -> list[dict[str, Json]]:
     blocks: list[dict[str, Json]] = []
     reasoning = reasoning_of(message)
     if reasoning:
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-    if message.get("content"):
-        blocks.append({"type": "text", "text": message["content"]})
-    for number, call in enumerate(message.get("tool_calls") or ()):
-        function, call_id = call["function"], call.get("id") or f"toolu_{reply_id}_{number}"
+    blocks += [_text(message[name]) for name in ("content", "refusal") if message.get(name)]
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
         arguments = _tool_input(function["arguments"])
-        blocks.append({"type": "tool_use", "id": call_id, "name": function["name"], "input": arguments})
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
     return blocks
 
 
@@ -313,7 +310,7 @@ def _tool_input(arguments: str) -> dict[str, Any]:
     ({'city': 'Bern'}, {'INVALID_JSON': '{"city'})
     """
     try:
-        value = loads(arguments)
+        value = parse_json(arguments)
         orjson.dumps(value)  # it may be nested too deeply to be written
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return {_UNPARSED: arguments}

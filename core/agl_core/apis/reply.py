@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +11,11 @@ import orjson
 
 from agl_core.apis.errors import ApiError
 from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
+from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Clients may take no other finish reason."""
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
-)
-"""An escape in a JSON string; in its group, half of a surrogate pair."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -112,11 +108,11 @@ def read_reply(body: bytes, headers: Mapping[str, str], reply_id: str, *, logpro
 
 
 def _read(raw: RawReply) -> Reply:
-    body = loads(raw.body)
+    body = parse_json(raw.body)
     extras = body.get("agl") or {}
     extra_choices = extras.get("choices") or ()
     choices = tuple(
-        _choice(place, choice, extra_choices[place] if place < len(extra_choices) else {})
+        _choice(place, choice, extra_choices[place] if place < len(extra_choices) else {}, raw.reply_id)
         for place, choice in enumerate(body["choices"])
     )
     if not choices:
@@ -150,22 +146,6 @@ def _read(raw: RawReply) -> Reply:
     )
 
 
-def loads(text: bytes | str) -> Any:
-    r"""JSON as a value; half of a surrogate pair, which clients write where they cut a text, becomes U+FFFD.
-
-    >>> loads(rb'["\ud83c\udf0d", "\ud83c!", "\\ud83c"]') == ["🌍", "\ufffd!", r"\ud83c"]
-    True
-    """
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        raw = text.encode() if isinstance(text, str) else text
-        whole = _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw)
-        if whole == raw:
-            raise
-        return orjson.loads(whole)
-
-
 def reasoning_of(message: Mapping[str, Json]) -> str | None:
     """The reasoning that an upstream parsed out of a response; older and newer vLLM name it differently."""
     return _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
@@ -190,8 +170,8 @@ def _count(value: Json, default: int) -> int:
     return value if type(value) is int and value >= 0 else default
 
 
-def _choice(place: int, raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
-    message = _with_distinct_ids(_message(raw["message"]))
+def _choice(place: int, raw: Mapping[str, Any], extra: Mapping[str, Any], reply_id: str) -> Choice:
+    message = _with_distinct_ids(_message(raw["message"]), f"call_{reply_id}_{place}")
     ids = _ids(raw.get("token_ids"))
     calls_tools = bool(message.get("tool_calls") or message.get("function_call"))
     return Choice(
@@ -205,24 +185,24 @@ def _choice(place: int, raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Cho
     )
 
 
-def _with_distinct_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_distinct_ids(message: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     """A message whose tool calls can be told apart: agents join results to calls by their ids.
 
-    >>> calls = [{"id": "c"}, {"id": "c"}, {"id": "d"}]
-    >>> [call["id"] for call in _with_distinct_ids({"tool_calls": calls})["tool_calls"]]
-    ['c', 'c-1', 'd']
+    >>> calls = [{"id": "c"}, {"id": "c"}, {"id": "d"}, {"id": None}]
+    >>> [call["id"] for call in _with_distinct_ids({"tool_calls": calls}, "call")["tool_calls"]]
+    ['c', 'c-1', 'd', 'call-3']
     """
     calls = message.get("tool_calls") or ()
-    ids = [call.get("id") for call in calls]
-    if len({*ids} - {None}) == len(ids) - ids.count(None):
-        return message
-    distinct: list[str | None] = []
+    ids = [call.get("id") or f"{prefix}-{place}" for place, call in enumerate(calls)]
+    distinct: list[str] = []
     for id in ids:
         own, number = id, 0
-        while own is not None and (own in distinct or (number and own in ids)):
+        while own in distinct or (number and own in ids):
             number += 1
             own = f"{id}-{number}"
         distinct.append(own)
+    if distinct == [call.get("id") for call in calls]:
+        return message
     return {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, distinct, strict=True)]}
 
 
@@ -241,21 +221,24 @@ def _message(raw: Any) -> dict[str, Json]:
 
 
 def _joined(parts: list[Any]) -> dict[str, str]:
-    """Content, and reasoning if there is any, of a message whose content is a list of parts."""
-    texts = {"text": "", "thinking": ""}
+    """Content, and reasoning and refusal if there are any, of a message whose content is a list of parts."""
+    texts = {"text": "", "thinking": "", "refusal": ""}
     for part in parts:
         kind = part["type"]
         if kind not in texts or not isinstance(said := part[kind], str | list):
             raise TypeError(f"a message's content has a part of type {kind!r} that is no text")
         texts[kind] += said if isinstance(said, str) else _joined(said)["content"]
-    return {"content": texts["text"]} | ({"reasoning_content": texts["thinking"]} if texts["thinking"] else {})
+    others = {"reasoning_content": texts["thinking"], "refusal": texts["refusal"]}
+    return {"content": texts["text"]} | {name: text for name, text in others.items() if text}
 
 
 def _written(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool call whose arguments are a text; some servers send the object itself, or null where there are none."""
+    """A tool call whose arguments are a text; some servers send the object itself, or nothing where there are none."""
     written = {"type": "function", **call}
-    if written["type"] != "custom" and not isinstance(passed := call["function"].get("arguments"), str):
-        written["function"] = {**call["function"], "arguments": orjson.dumps(passed or {}).decode()}
+    if written["type"] != "custom":
+        passed = call["function"].get("arguments") or {}
+        text = passed if isinstance(passed, str) else orjson.dumps(passed).decode()
+        written["function"] = {**call["function"], "arguments": text}
     if not all(isinstance(each, str) for each in called(written)):
         raise TypeError("a tool call has no name or no input")
     return written

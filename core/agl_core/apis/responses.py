@@ -185,23 +185,28 @@ def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
 def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> list[dict[str, Json]]:
     """The output items. An empty reply has an empty text, so that its echo is a message too."""
     message = reply.choices[0].message
-    reasoning, content, calls = reasoning_of(message), message.get("content"), message.get("tool_calls") or ()
+    reasoning, calls = reasoning_of(message), message.get("tool_calls") or ()
+    content, refusal = message.get("content"), message.get("refusal")
     items: list[dict[str, Json]] = []
     if reasoning:
         text = {"type": "reasoning_text", "text": reasoning}
         own_id = _item_id("rs", reply.id)
         sealed = {"encrypted_content": own_id} if encrypted else {}  # Clients send it back; memory has what it means.
         items.append({"id": own_id, "type": "reasoning", "summary": [], "content": [text], "status": status, **sealed})
-    if content or not calls:
+    parts: list[dict[str, Json]] = []
+    if content or not (calls or refusal):
         sampled = _logprobs(reply) if logprobs else []
-        part = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": sampled}
+        parts.append({"type": "output_text", "text": content or "", "annotations": [], "logprobs": sampled})
+    if refusal:
+        parts.append({"type": "refusal", "refusal": refusal})
+    if parts:
         items.append(
             {
                 "id": _item_id("msg", reply.id),
                 "type": "message",
                 "role": "assistant",
                 "status": status,
-                "content": [part],
+                "content": parts,
             }
         )
     for number, call in enumerate(calls):
@@ -209,7 +214,7 @@ def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> li
         own_id = _item_id("ctc" if is_custom else "fc", reply.id, number)
         kind = "custom_tool_call" if is_custom else "function_call"
         name, passed = called(call)
-        item: dict[str, Json] = {"id": own_id, "type": kind, "call_id": call.get("id") or own_id, "name": name}
+        item: dict[str, Json] = {"id": own_id, "type": kind, "call_id": call["id"], "name": name}
         items.append({**item, _WRITTEN[kind][0]: passed, **({} if is_custom else {"status": status})})
     return items
 
@@ -268,14 +273,15 @@ def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
 def _part_events(place: Mapping[str, Json], part: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     """A part of an item's content, its text in pieces; log-probabilities go with the first piece."""
     kind, is_output = f"response.{part['type']}", part["type"] == "output_text"
+    written = "refusal" if part["type"] == "refusal" else "text"
     sampled: dict[str, Json] = {"logprobs": _of_event(part["logprobs"])} if is_output else {}
     none: dict[str, Json] = {"logprobs": []} if is_output else {}
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": "", **none}}
+    yield {"type": "response.content_part.added", **place, "part": {**part, written: "", **none}}
     carried = sampled
-    for piece in pieces(part["text"]):
+    for piece in pieces(part[written]):
         yield {"type": f"{kind}.delta", **place, "delta": piece, **carried}
         carried = none
-    yield {"type": f"{kind}.done", **place, "text": part["text"], **sampled}
+    yield {"type": f"{kind}.done", **place, written: part[written], **sampled}
     yield {"type": "response.content_part.done", **place, "part": part}
 
 
@@ -325,8 +331,8 @@ class _Reader:
 
     def read(self, item: Mapping[str, Any]) -> None:
         kind = item.get("type")
-        if kind is None and "role" in item:
-            kind = "message"
+        if kind is None:
+            kind = "message" if "role" in item else "item_reference"
         match kind:
             case "message":
                 self._read_message(item)
@@ -382,7 +388,7 @@ class _Reader:
                 self._assistant("tool_calls", item).setdefault("tool_calls", []).extend(called)
             return bool(called)
         part, value = {
-            "msg": ("content", own.get("content")),
+            "msg": ("content", own.get("content") or own.get("refusal") or ""),
             "rs": ("reasoning_content", reasoning_of(own)),
         }[matched[1]]
         if value is not None:

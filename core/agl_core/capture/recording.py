@@ -19,6 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agl_core.types import Json, Source, ToolResult
+from agl_core.types.forms import without_halves
 from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport
 
 logger = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ def loads(value: Json) -> Json:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(without_halves(value))
     except (ValueError, RecursionError):
         return value
 

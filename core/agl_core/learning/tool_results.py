@@ -10,6 +10,7 @@ from typing import Any
 
 from agl_core.capture.status import message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
+from agl_core.types.forms import without_halves
 
 _FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 CONTRADICTED = "contradicted"
@@ -174,5 +175,5 @@ def function_of(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
     arguments: Json = function.get("input" if is_custom else "arguments")
     if not is_custom:
         with contextlib.suppress(TypeError, ValueError):
-            arguments = json.loads(arguments)
+            arguments = json.loads(without_halves(arguments))
     return name if isinstance(name, str) and name else "tool", arguments

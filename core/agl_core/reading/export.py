@@ -23,7 +23,7 @@ from agl_core.reading.runs import open_store
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition
-from agl_core.types.forms import to_json
+from agl_core.types.forms import to_json, without_halves
 
 _PAGE = 200
 _ROW_GROUP = 256
@@ -353,7 +353,7 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
 def _tool_call(tool_call: Any) -> Json:
     try:
         function = tool_call["function"]
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(without_halves(function["arguments"]))
     except (TypeError, LookupError, ValueError):
         return tool_call
     return {**tool_call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else tool_call

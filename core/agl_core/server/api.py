@@ -236,7 +236,7 @@ async def unserved(request: Request, error: Exception) -> Response:
         status = 405
     message = (
         f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])}, and "
-        "GET /v1/models, also below an attempt's path; /openapi.json has the others. "
+        "GET /v1/models and /v1/responses/ID, also below an attempt's path; /openapi.json has the others. "
         "Does the base URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
     )
     if target is not None and target.route == TRACES and status == 404:

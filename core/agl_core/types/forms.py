@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -22,6 +23,10 @@ from numpy.typing import NDArray
 from agl_core.types.records import Json
 
 Record = TypeVar("Record")
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape in a JSON string; in its group, half of a surrogate pair."""
 
 
 class Form(NamedTuple):
@@ -128,6 +133,24 @@ def dump_json(value: Json) -> str:
 def load_json(text: str) -> Json:
     """The inverse of `dump_json`."""
     return json.loads(text) if text[:1] == " " else orjson.loads(text)
+
+
+def without_halves(text: str) -> str:
+    r"""JSON text in which half of a surrogate pair is U+FFFD: clients and models write halves, which cannot be encoded.
+
+    >>> without_halves(r'["\ud83c\udf0d", "\ud83c!", "\\ud83c"]')
+    '["\\ud83c\\udf0d", "\\ufffd!", "\\\\ud83c"]'
+    """
+    return _ESCAPE.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if r"\u" in text else text
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON of elsewhere as a value (see `without_halves`); orjson.JSONDecodeError if it is none."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        whole = without_halves(text if isinstance(text, str) else text.decode(errors="surrogateescape"))
+        return orjson.loads(whole)
 
 
 def _as_dict(value: object) -> dict[Any, Any]:

@@ -20,6 +20,7 @@ from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending
+from agl_core.types.forms import parse_json
 from agl_core.wire.workers import MAX_RESULT, Assignment
 from agl_core.worker.agent import Ended, attempt_variables, finished
 from agl_core.worker.processes import (
@@ -207,7 +208,7 @@ def _printed(output: _Tail) -> object:
     """The result of a command that printed this."""
     text = output.text()
     try:
-        return orjson.loads(text.rpartition("\n")[2])
+        return parse_json(text.rpartition("\n")[2])
     except orjson.JSONDecodeError:
         kept = text[-_MAX_TEXT:]
         left_out = output.dropped + len(text) - len(kept)

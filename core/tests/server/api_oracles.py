@@ -46,6 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
         "content": None,
         "tool_calls": [call("c1", "f", '{"a":' + "[" * 300 + "]" * 300 + "}")],
     },
+    "reasoning alone": {"role": "assistant", "content": None, "reasoning_content": "I need not answer."},
     "reasoning": {"role": "assistant", "content": "4", "reasoning_content": "2 + 2 is"},
     "reasoning of a newer vLLM, before a call": {
         "role": "assistant",

@@ -45,7 +45,11 @@ async def chat(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
     # The SDK does not check what it gets; frameworks do.
     message = ChatCompletion.model_validate(completion.to_dict()).choices[0].message
     calls: Any = message.tool_calls or ()
-    return message.content or "", reasoning_of(message), [json.loads(call.function.arguments) for call in calls]
+    return (
+        message.content or message.refusal or "",
+        reasoning_of(message),
+        [json.loads(call.function.arguments) for call in calls],
+    )
 
 
 async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
@@ -54,7 +58,8 @@ async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any
         model="m", messages=HELLO, tools=[TOOL], stream=True
     ):
         (choice,) = chunk.choices
-        content, reasoning = content + (choice.delta.content or ""), reasoning + reasoning_of(choice.delta)
+        content += choice.delta.content or choice.delta.refusal or ""
+        reasoning += reasoning_of(choice.delta)
         for call in choice.delta.tool_calls or ():
             assert call.function is not None
             arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
@@ -96,7 +101,9 @@ def reasoning_of(message: Any) -> str:
 def of_response(response: Any) -> tuple[str, str, list[Any]]:
     reasoning = "".join(part.text for item in response.output if item.type == "reasoning" for part in item.content)
     calls = [json.loads(item.arguments) for item in response.output if item.type == "function_call"]
-    return response.output_text, reasoning, calls
+    parts = [part for item in response.output if item.type == "message" for part in item.content]
+    refusal = "".join(part.refusal for part in parts if part.type == "refusal")
+    return response.output_text + refusal, reasoning, calls
 
 
 def anthropic_client(stack: Stack, key: AttemptKey) -> anthropic.AsyncAnthropic:
@@ -132,13 +139,22 @@ def tool_call(**function: Any) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
 
 
-@pytest.mark.parametrize("ask", [chat, chat_stream, responses, responses_stream, messages, messages_stream])
+every_client = pytest.mark.parametrize(
+    "ask", [chat, chat_stream, responses, responses_stream, messages, messages_stream]
+)
+
+
+@every_client
 @pytest.mark.parametrize(
     ("message", "content", "reasoning", "calls"),
     [
         (tool_call(name="add", arguments={"a": "é"}), "", "", [{"a": "é"}]),
         (tool_call(name="add", arguments=None), "", "", [{}]),
         (tool_call(name="add"), "", "", [{}]),
+        (tool_call(name="add", arguments=""), "", "", [{}]),
+        ({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}] * 2}, "", "", [{}, {}]),
+        ({"content": None, "refusal": "No."}, "No.", "", []),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No.", "", []),
         ({"content": None, "reasoning": "hm"}, "", "hm", []),
         ({"reasoning_content": "hm", "tool_calls": []}, "", "hm", []),
         ({"content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "!"}]}, "Hello!", "", []),
@@ -165,10 +181,13 @@ async def test_a_message_reaches_every_client(
     stack.upstream.script(reply(message))
     assert await ask(stack, key) == (content, reasoning, calls)
     said = (await recorded(stack, key)).choices[0].message
-    assert (said["role"], said.get("content") or "") == ("assistant", content)
-    assert [json.loads(call["function"]["arguments"]) for call in said.get("tool_calls") or ()] == calls
+    assert (said["role"], said.get("content") or said.get("refusal") or "") == ("assistant", content)
+    tool_calls = said.get("tool_calls") or ()
+    assert [json.loads(call["function"]["arguments"]) for call in tool_calls] == calls
+    assert len({call["id"] for call in tool_calls} - {None, ""}) == len(calls), "results are joined by them"
 
 
+@every_client
 @pytest.mark.parametrize(
     ("word", "reason", "dropped"),
     [
@@ -183,12 +202,12 @@ async def test_a_message_reaches_every_client(
     ],
 )
 async def test_whatever_a_response_ended_by(
-    stack: Stack, word: Any, reason: FinishReason, dropped: DropReason | None
+    stack: Stack, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
 ) -> None:
     """It reaches the agent; what the model server broke off is not trained on: the policy did not end it."""
     key = await stack.lease()
     stack.upstream.script(reply({"content": "Hello"}, word))
-    assert (await chat_stream(stack, key))[0] == "Hello"
+    assert (await ask(stack, key))[0] == "Hello"
     call = await recorded(stack, key)
     assert call.choices[0].finish_reason is reason
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
@@ -217,6 +236,12 @@ async def test_no_tools_are_offered_in_one_way(stack: Stack, choice: Any) -> Non
         await stack.client(key).chat.completions.create(model="m", messages=HELLO, **tools, **(choice if tools else {}))
     bare, empty = ({k: v for k, v in each.body.items() if k != "seed"} for each in stack.upstream.received)
     assert empty == bare
+    for ask in (
+        stack.client(key).responses.create(model="m", input="hello", tools=[], **choice),
+        stack.client(key).chat.completions.create(model="m", messages=HELLO, **choice),
+    ):
+        await ask
+        assert not {"tools", "tool_choice"} & stack.upstream.received[-1].body.keys()
 
 
 async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:

@@ -31,6 +31,8 @@ async def test_stop_reasons(stack: Stack) -> None:
         (reply(OWN["text"], stop_reason=151645), "end_turn"),
         (reply(called, "stop"), "tool_use"),
         (reply(called, "length"), "max_tokens"),
+        (reply(OWN["text"], "function_call"), "end_turn"),
+        (reply({"role": "assistant", "content": None, "refusal": "No."}), "refusal"),
     ):
         stack.upstream.script(step, step)
         message = await client.messages.create(**GOOD)

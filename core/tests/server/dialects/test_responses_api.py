@@ -106,6 +106,7 @@ async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, str
         for again in (
             {"input": [user(), *response.output, *outputs(response), user()]},
             {"input": [user(), *references, *outputs(response), user()]},
+            {"input": [user(), *({"id": each["id"]} for each in references), *outputs(response), user()]},
             {"input": [*outputs(response), user()], "previous_response_id": response.id},
         ):
             raw = await client.responses.with_raw_response.create(model="m", **again)
@@ -289,6 +290,12 @@ async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, strea
     else:
         response = await client.responses.create(**asked)
     assert await client.responses.retrieve(response.id) == response
+    events: list[Any] = [event async for event in await client.responses.retrieve(response.id, stream=True)]
+    assert (events[0].type, events[-1].response) == ("response.created", response)
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        await client.responses.retrieve(response.id, stream=True, starting_after=3)
+    with pytest.raises(openai.NotFoundError, match="does not serve GET"):
+        await client.responses.input_items.list(response.id)
     echo: Any = [user(), *response.output, user()]
     await client.responses.delete(response.id)
     for asking in (client.responses.retrieve(response.id), client.responses.delete(response.id)):
