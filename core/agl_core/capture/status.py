@@ -157,7 +157,16 @@ _LOOKS_LIKE_ERROR = re.compile(
       | no\ such | not\ found | (?: access | permission )\ denied | timed?[\ -]?outs?
       | (?: integer\ | float\ )? (?: division | modulo )\ by\ zero | maximum\ recursion\ depth | math\ domain
       | can\ only\ concatenate | unsupported\ operand | unhashable\ type | no\ module\ named | fetch\ failed
-      | (?: not\ enough | too\ many )\ values | \d+\ validation\ errors?\ for ) \b
+      | (?: not\ enough | too\ many )\ values | \d+\ validation\ errors?\ for
+      | can't | pop\ from\ empty | bad\ operand | extra\ data:\ line | unconverted\ data | undefined\ is\ not
+      | object\ of\ type\ \S{1,60}\ (?: has\ no | is\ not ) | string\ indices | request\ failed
+      | (?: month | day | hour | minute | second | year )\ (?: must\ be\ in | is\ out\ of\ range )
+      | (?: the | this )\ operation\ was\ aborted | maximum\ call\ stack | local\ variable\ '[^'\n]{1,60}'\ referenced
+      | (?: (?: getaddrinfo | connect | read | write | spawn )\ )? (?-i: E(?: NOENT | ACCES | PERM | XIST | ISDIR
+      | NOTDIR | NOTFOUND | AI_AGAIN | CONN(?: REFUSED | RESET | ABORTED ) | TIMEDOUT | PIPE | HOSTUNREACH ) ) ) \b
+  | http\ [45]\d\d \s*\Z | (?: internal\ server\ error | bad\ gateway | service\ unavailable ) \s*\Z
+  | expected\ [^\n]{1,120},\ (?: got | not )\ \w | time\ data\ '[^\n]{1,200}\ does\ not\ match
+  | '[^'\n]{1,30}'\ (?: codec\ can't | was\ never\ closed ) | near\ "[^"\n]{1,100}":\ syntax
   | \[Errno\ -?\d+\]
   | (?: expecting | unexpected ) \b .{1,60} (?: :\ line\ \d+ | \bJSON\b )
   | '[^'\n]{0,200}' \s*\Z

@@ -220,6 +220,15 @@ BARE = [
     "1 validation error for look\ncity\n  Missing required argument [type=missing_argument, input_value=1]",
     *("fetch failed", "x.map is not a function", "Cannot read properties of undefined (reading 'town')"),
     """Unexpected token 'a', "abc" is not valid JSON""",
+    *("string indices must be integers, not 'str'", "object of type 'NoneType' has no len()", "pop from empty list"),
+    *("Object of type set is not JSON serializable", "expected str, bytes or os.PathLike object, not NoneType"),
+    *("can't multiply sequence by non-int of type 'float'", "bad operand type for unary -: 'str'"),
+    *("local variable 'x' referenced before assignment", "Extra data: line 1 column 5 (char 4)"),
+    *("time data 'x' does not match format '%Y'", "month must be in 1..12", "day is out of range for month"),
+    *("'utf-8' codec can't decode byte 0xff in position 0: invalid start byte", 'near "selec": syntax error'),
+    *("getaddrinfo ENOTFOUND api.example", "connect ECONNREFUSED 127.0.0.1:80", "ENOENT: no such file, open 'x'"),
+    *("Request failed with status code 404", "HTTP 500", "Internal Server Error", "This operation was aborted"),
+    *("Maximum call stack size exceeded", "undefined is not an object", "'(' was never closed (<unknown>, line 1)"),
 ]
 """Texts of exceptions as agno, Griptape, mirascope and the AI SDK send them: nothing says that they are no result."""
 
