@@ -11,13 +11,13 @@ from typing import Any
 from agl_core.types import Call, Choice, Json
 
 PATTERNS: Mapping[str, str] = {
-    "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
+    "email": r"[\w.%+-]{1,64}@[\w-]+(?:\.[\w-]+)+",
     "card": r"\b\d(?:[ -]?\d){12,18}\b",
     "phone": r"(?<![\w+])(?:\+|00)?\d(?:[ ()./-]{0,2}\d){7,14}(?!\w)",
     "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b",
     "secret": r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abprs]|AKIA)[-_A-Za-z0-9]{12,}|(?<=Bearer )[-_.=+/A-Za-z0-9]{12,}",
 }
-"""The patterns that have a name."""
+"""The patterns that have a name. What stands before an @ is bounded, as in RFC 5321, so that looking for it is."""
 
 
 def _is_text_part(value: Json) -> bool:

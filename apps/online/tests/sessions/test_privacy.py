@@ -11,7 +11,7 @@ import pytest
 
 from agl_core.testing.scripts import Hold, Say
 from agl_core.types import RolloutState
-from agl_online.redaction import Redaction
+from agl_online.redaction import PATTERNS, Redaction
 
 from .deployed import Deployed, deployed
 
@@ -197,3 +197,10 @@ async def test_old_sessions_are_removed(tmp_path: Path) -> None:
         assert await use.sessions() == [new]
         assert (await use.say(session=old.id, rewards={"thumbs": 1})).status_code == 410
     assert b"Rumpelstilzchen" not in raw(tmp_path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_long_text_without_an_end_is_redacted_in_time(pattern: str) -> None:
+    for text in ("a" * 400_000, "a@" * 200_000, "1" * 400_000, "1 " * 200_000, "sk-" * 130_000):
+        Redaction([pattern]).text(text)
