@@ -139,6 +139,7 @@ class ChatRequest(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = Field(None, description="Reply with token ids, and with agl's extras.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
 
@@ -222,7 +223,6 @@ _ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_toke
 _OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
 _NOT_SERVED: Mapping[str, tuple[Any, str]] = {
     "stream": (False, "this engine does not stream, but agl's gateway does"),
-    "top_logprobs": (0, "log-probabilities are returned of the sampled tokens alone, by logprobs=true"),
     "prompt_logprobs": (None, "log-probabilities are returned of responses alone"),
     "functions": ([], "it is the older form of tools. Send 'tools'"),
     "response_format": ({"type": "text"}, _UNENFORCED),
@@ -298,6 +298,7 @@ class ModelServer:
             top_p=1.0 if chat.top_p is None else chat.top_p,
             seed=secrets.randbits(63) if chat.seed is None else chat.seed,
             forced_ids=tuple(self.text.encode(forced)),
+            top=(chat.top_logprobs or 0) if chat.logprobs else 0,
             stop=stop_at(self.text, (*chat.stops, *_one_call_end(chat, tool_format))),
         )
         parse = tool_format.parse if tool_format else Parsed
@@ -359,13 +360,17 @@ class ModelServer:
         return choice
 
     def _logprobs(self, response: Response) -> list[dict[str, Any]]:
-        entries = []
-        for token, logprob in zip(response.ids.tolist(), response.logprobs.tolist(), strict=True):
-            piece = self.text.piece(token)
-            # A token that is part of a character has no text, and so no bytes of its own.
-            known = None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
-            entries.append({"token": piece, "logprob": logprob, "bytes": known, "top_logprobs": []})
-        return entries
+        likeliest = response.likeliest or [dict[int, float]()] * len(response.ids)
+        return [
+            {**self._entry(token, logprob), "top_logprobs": [self._entry(*other) for other in others.items()]}
+            for token, logprob, others in zip(response.ids.tolist(), response.logprobs.tolist(), likeliest, strict=True)
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.text.piece(token)
+        # A token that is part of a character has no text, and so no bytes of its own.
+        known = None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
+        return {"token": piece, "logprob": logprob, "bytes": known}
 
     def _body(self, exchange: Exchange, generated: Generated, choices: list[dict[str, Any]]) -> dict[str, Any]:
         prompt, completion = len(exchange.prompt.ids), sum(len(r.ids) for r in generated.responses)

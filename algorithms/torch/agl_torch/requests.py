@@ -32,6 +32,8 @@ class Request:
     """What is drawn depends on the seed, the choice's index and the position only."""
     forced_ids: tuple[int, ...] = ()
     """Tokens that every response starts with, whatever the policy prefers; they are masked."""
+    top: int = 0
+    """How many of the likeliest tokens are reported at each position."""
     stop: Callable[[Sequence[int]], bool] | None = None
     """Asked after each sampled token, with the response so far: whether it is complete."""
 
@@ -48,6 +50,8 @@ class Response:
     """[T] bool, False where a token was forced; None: all sampled."""
     finish_reason: FinishReason
     """STOP or LENGTH."""
+    likeliest: tuple[dict[int, float], ...] = ()
+    """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +105,7 @@ class Row:
     """Tokens that the response may have: by the request and by the context."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likeliest: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     started: bool = False
 
@@ -130,6 +135,7 @@ class Row:
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             mask=np.arange(len(self.ids)) >= forced if forced else None,
+            likeliest=tuple(self.likeliest),
             finish_reason=self.finish_reason,
         )
 
@@ -168,13 +174,13 @@ class Uniforms:
 
 def choose(
     logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor, forced_B: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its log-probability.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next token of each row, its log-probability, and those of all tokens.
 
     `temperature_B` 0 means greedy, with the log-probability under temperature 1. With `top_p_B` below 1 the
     token is drawn from the smallest set of likeliest tokens that has this probability; the log-probability is
     that of the full distribution all the same. `uniform_B` (float64) are numbers in [0, 1); `forced_B` (int64)
-    are the tokens to take instead, or -1. Returns ids [B] int64 and log-probabilities [B] float32.
+    are the tokens to take instead, or -1. Returns ids [B] int64, log-probabilities [B] and [B, V] float32.
     """
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, torch.ones_like(temperature_B), temperature_B)
@@ -183,7 +189,7 @@ def choose(
     if not bool(greedy_B.all()):
         ids_B = torch.where(greedy_B, ids_B, _draw(logprobs_BV, top_p_B, uniform_B))
     ids_B = torch.where(forced_B >= 0, forced_B, ids_B)
-    return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+    return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], logprobs_BV
 
 
 def _draw(logprobs_BV: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ class Sampler:
 
     def _append(self, slots: NDArray[np.int64], logits_BV: Tensor) -> None:
         rows = [self._active[slot] for slot in slots]
-        ids_B, logprobs_B = choose(
+        ids_B, logprobs_B, logprobs_BV = choose(
             logits_BV,
             self._tensor([row.request.temperature for row in rows], torch.float32),
             self._tensor([row.request.top_p for row in rows], torch.float64),
@@ -274,6 +274,10 @@ class Sampler:
             ),
             self._tensor([row.forced_id for row in rows], torch.int64),
         )
+        for place, row in enumerate(rows):
+            if row.request.top:
+                best = logprobs_BV[place].topk(min(row.request.top, logprobs_BV.shape[1]))
+                row.likeliest.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
         for row, slot, token, logprob in zip(rows, slots, ids_B.tolist(), logprobs_B.tolist(), strict=True):
             forced = len(row.ids) < len(row.request.forced_ids)
             self._cache.tokens[slot, len(row)] = token

@@ -207,12 +207,18 @@ def drive(sampler: Sampler, requests: Sequence[Request] = ()) -> dict[str, Gener
 @torch.inference_mode()
 def recomputed(loaded: Loaded, generated: Generated, choice: int = 0) -> np.ndarray:
     """The log-probabilities of a response by one plain forward pass over prompt and response."""
+    ids = torch.from_numpy(generated.responses[choice].ids).long()
+    picked: np.ndarray = distributions(loaded, generated, choice).gather(1, ids[:, None])[:, 0].numpy()
+    return picked
+
+
+@torch.inference_mode()
+def distributions(loaded: Loaded, generated: Generated, choice: int = 0) -> torch.Tensor:
+    """The log-probabilities of all tokens at each position of a response, likewise."""
     request, response = generated.request, generated.responses[choice]
     ids = torch.tensor(np.concatenate([request.prompt_ids, response.ids]), dtype=torch.long)
     logits = loaded.model(input_ids=ids[None]).logits[0, len(request.prompt_ids) - 1 : -1].float()
-    logprobs = torch.log_softmax(logits / (request.temperature or 1.0), -1)
-    picked: np.ndarray = logprobs.gather(1, ids[len(request.prompt_ids) :, None])[:, 0].numpy()
-    return picked
+    return torch.log_softmax(logits / (request.temperature or 1.0), -1)
 
 
 def parsed(body: dict[str, Any]) -> ChatRequest:

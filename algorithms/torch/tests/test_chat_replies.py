@@ -180,7 +180,7 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
         ({"response_format": {"type": "json_object"}}, "cannot be enforced", "unsupported_parameter"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_parameter"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "invalid_value"),
         ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
         ({"functions": [{"name": "f"}]}, "Send 'tools'", "unsupported_parameter"),
         ({"structured_outputs": {"regex": "a+"}}, "cannot be enforced", "unsupported_parameter"),

@@ -34,12 +34,12 @@ from agl_core.types import FinishReason
 from agl_torch.requests import Generated, Request, Uniforms, choose
 from agl_torch.sampler import Sampler
 
-from .conftest import Loaded, drive, random_ids, recomputed
+from .conftest import Loaded, distributions, drive, random_ids, recomputed
 
 
 def pick(logits: list[float], uniforms: list[float], temperature: float = 1.0, top_p: float = 1.0, forced: int = -1):
     count = len(uniforms)
-    ids, logprobs = choose(
+    ids, logprobs, _ = choose(
         torch.tensor([logits] * count),
         torch.full((count,), temperature),
         torch.full((count,), top_p, dtype=torch.float64),
@@ -205,6 +205,20 @@ def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:
     assert response.mask.tolist() == [False] * 3 + [True] * (len(response.ids) - 3)
     assert len(response.ids) > 3, "a forced token ends nothing"
     np.testing.assert_allclose(response.logprobs, recomputed(qwen, generated), atol=1e-4)
+
+
+def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_drawn_from(qwen: Loaded) -> None:
+    prompt = random_ids(qwen, 12, 0)
+    requests = [
+        Request("some", prompt, max_tokens=5, n=2, temperature=0.7, top=4),
+        Request("none", prompt, max_tokens=9),
+    ]
+    done = drive(Sampler(qwen), requests)
+    for choice, response in enumerate(done["some"].responses):
+        expected = distributions(qwen, done["some"], choice).topk(4)
+        assert [list(others) for others in response.likeliest] == expected.indices.tolist()
+        np.testing.assert_allclose([list(o.values()) for o in response.likeliest], expected.values, atol=1e-4)
+    assert done["none"].responses[0].likeliest == ()
 
 
 def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(qwen: Loaded) -> None:
