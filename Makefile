@@ -135,7 +135,7 @@ packages_of_each = name=$${each%%=*}; needs=$${each\#*=}; case $$needs in \
 	*) packages="$${needs//,/ } -e adapters/otel"; tests=;; esac
 # The newest releases that go together, without our pins. The pip that Python 3.11 brings does not find veRL's in half an
 # hour; a new one takes minutes.
-newest_in = { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && \
+newest_in = { test -x $(1)/bin/pip || $(PYTHON) -m venv $(1); } && \
 	pip="$(1)/bin/python -m pip install -q --disable-pip-version-check --upgrade" && $$pip pip && \
 	$$pip --upgrade-strategy eager -e $(2) pytest pytest-asyncio pytest-timeout
 say_failed = test -z "$$failed" || { echo "It does not pass: $$failed" >&2; exit 1; }
@@ -190,7 +190,7 @@ clean: ## Remove the environment and all caches; runs are kept
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "agl needs Python 3.11 or newer. Name one, for instance: make PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing into $(VENV), once (1.6 GB, some minutes) '
 	@$(call install_all,constraints.txt) || \
 		{ $(FOUND_CUDA) && printf '$(WITH_CUDA)' && grep -v '<0$$' constraints.txt >$(VENV)/constraints.txt && \
@@ -210,7 +210,7 @@ WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is install
 $(ORACLES)/.installed: VENV := $(ORACLES)
 $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorithms/policy/pyproject.toml \
 		algorithms/torch/pyproject.toml
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing veRL and TRL into $(VENV), once (1.7 GB, some minutes) '
 	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
@@ -221,7 +221,7 @@ $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorit
 
 $(TRACKERS)/.installed: VENV := $(TRACKERS)
 $(TRACKERS)/.installed: constraints.txt core/pyproject.toml
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing W&B and MLflow into $(VENV), once (1 GB, some minutes) '
 	@export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	$(VENV)/bin/python -m pip install --progress-bar off -e 'core[wandb,mlflow,test]' >$(VENV)/install.log 2>&1 \
@@ -232,7 +232,7 @@ $(TRACKERS)/.installed: constraints.txt core/pyproject.toml
 # Without dependencies: vLLM's requirement of torchvision would bring a CUDA build that breaks transformers.
 $(VERL)/.installed: VENV := $(VERL)
 $(VERL)/.installed: algorithms/verl/constraints.txt $(VERL_PACKAGES:%=%/pyproject.toml)
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing veRL, Ray and vLLM into $(VENV), once (4 GB, some minutes) '
 	@export PIP_DISABLE_PIP_VERSION_CHECK=1; pip="$(VENV)/bin/python -m pip install --progress-bar off --no-deps"; \
 	{ $$pip -r algorithms/verl/constraints.txt && $$pip $(VERL_PACKAGES:%=-e %); } >$(VENV)/install.log 2>&1 \

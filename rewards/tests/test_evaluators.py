@@ -204,9 +204,9 @@ class TestToolResults:
         assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {"unparsed": -0.2}
 
     def test_each_tool_may_have_its_weight(self, make: Any) -> None:
-        rule = make.rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5})
+        rule = make.rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5}, default_weight=0.1)
         episode = make.episode([make.tool_result(tool="fetch"), make.tool_result("error")])
-        assert names_and_values(rule, episode) == {"fetch.0.ok": 0.5, "search.1.error": -0.2}
+        assert names_and_values(rule, episode) == {"fetch.0.ok": 0.5, "search.1.error": -0.1}
 
     async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
         episode = make.episode(

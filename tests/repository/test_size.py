@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 43424,
+    "lines of the product": 43439,
     "files of the product": 238,
     "lines of the core": 26298,
     "lines of the core's largest room": 3629,
-    "lines of all Python": 97010,
+    "lines of all Python": 97045,
     "files that one call passes": 40,
     "folders that one call passes": 12,
     "settings": 145,
