@@ -183,7 +183,7 @@ def test_a_damaged_log_is_read_up_to_the_damage(tiny_run: Callable[..., TinyRun]
 
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
-"""Where one may mount a disk of one's own, which nobody else sees."""
+"""A place where a user can mount a disk that no other process sees."""
 
 
 def may_mount() -> bool:

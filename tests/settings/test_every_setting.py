@@ -66,7 +66,7 @@ def engines(bench: Bench, given: Given) -> list[str]:
 
 
 def specs(bench: Bench, given: Given) -> dict[str, Any]:
-    """What the engine is told of each policy; what it makes of it, its own tests see."""
+    """The settings of each policy as the engine gets them; their effect is tested with the engine."""
     loaded = bench.load(given)
     return {name: asdict(spec) for name, spec in engine_context(loaded, bench.folder).policies.items()}
 
@@ -122,7 +122,7 @@ async def passthrough(bench: Bench, given: Given) -> Any:
 
 
 def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
-    """Look at a run's server while it serves; the URL is the one that workers are told in the run's folder."""
+    """Look at a run's server while it serves, at the URL in the run's folder."""
 
     async def observe(bench: Bench, given: Given) -> Any:
         loaded = bench.load(given)
@@ -193,7 +193,7 @@ def rewards(run: Ran) -> list[float]:
 
 
 def _free_port() -> int:
-    """One that the system gives to nobody by itself until it is used."""
+    """A port that the system gives to no other process before it is used."""
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

@@ -1,4 +1,4 @@
-"""A scripted model server that speaks the Responses API too, as the SDK does unless it is told otherwise."""
+"""A scripted model server that also speaks the Responses API, which is the default of the SDK."""
 
 from __future__ import annotations
 

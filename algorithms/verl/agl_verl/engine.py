@@ -105,7 +105,7 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
     def describe(self) -> str:
-        """All that veRL is told, and the resources that it would take."""
+        """The settings that veRL gets, and the resources that it would take."""
         from agl_verl.config import ChosenAlgorithm, compose, overrides
         from agl_verl.environment import runs_on_cpu
 

@@ -57,7 +57,7 @@ class Reporter(ABC):
 
 
 class Loop:
-    """The agents of one scenario for one client. What it says around calls and tools is told as `Reporter` wants."""
+    """The agents of one scenario for one client; they report tools as `Reporter` does."""
 
     def __init__(self, reporter: Reporter, client: Any, setting: Setting, scenario: Scenario) -> None:
         self._reporter, self._client, self._setting, self._scenario = reporter, client, setting, scenario
