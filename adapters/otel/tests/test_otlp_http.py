@@ -18,6 +18,7 @@ from agl_core.apis.errors import ApiError
 from agl_core.errors import StoreError
 from agl_core.server.listening import MAX_AGENT_BODY
 from agl_core.types import AttemptKey, ToolStatus
+from agl_core.types.forms import to_json
 from agl_otel.intake import _decoded
 from agl_otel.spans import SpanTree, see
 
@@ -204,6 +205,7 @@ def test_any_json_is_decoded_or_refused(value: Any) -> None:
 @settings(max_examples=4 * settings.default.max_examples)
 def test_any_damaged_protobuf_is_decoded_or_refused(data: st.DataObject) -> None:
     body = bytearray(exported(tools).SerializeToString())
+    read_all(PROTOBUF, bytes(body))
     for _ in range(data.draw(st.integers(0, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     read_all(PROTOBUF, bytes(body[: data.draw(st.integers(0, len(body)))]))
@@ -219,5 +221,5 @@ def read_all(kind: str, body: bytes) -> None:
     tree = SpanTree()
     for span in spans:
         tree.add(see(span))
-    json.dumps([report.model_dump(mode="json") for report in tree.tool_results()])
+    json.dumps([to_json(report) for report in tree.tool_results()])
     tree.calls()
