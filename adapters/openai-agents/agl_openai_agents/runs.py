@@ -41,9 +41,9 @@ from agl_core.capture import (
     tool_result_report,
 )
 from agl_core.capture.context import current_scope, holding
-from agl_core.capture.recording import loads
 from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Json
+from agl_core.types.forms import parse_if_json
 
 _Function: TypeAlias = Callable[..., Any]
 _MAX_CONTEXT = 1 << 20
@@ -193,7 +193,7 @@ def _report(run: _ToolRun, context: Any, result: Any) -> None:
             who_calls(),
             decided=run.decided,
             tool_call_id=call.call_id or None,
-            arguments=loads(call.arguments or "{}"),
+            arguments=parse_if_json(call.arguments or "{}"),
             started=run.started,
             adapter="openai-agents",
         )

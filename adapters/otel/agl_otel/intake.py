@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ from agl_core.server.keys import ActiveAttempt
 from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
+from agl_core.types.forms import parse_json
 from agl_otel.spans import SeenCall, Span, SpanTree, see
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _decoded(body: bytes, kind: str) -> tuple[list[Span], Counter[str]]:
         if kind == _PROTOBUF:
             request = ExportTraceServiceRequest.FromString(body)
         else:
-            export = json.loads(body)
+            export = parse_json(body)
             for span in _json_spans(export):
                 span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
             request = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)

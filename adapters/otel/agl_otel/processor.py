@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
 from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
-from agl_core.capture.recording import loads
 from agl_core.learning import build_episode
 from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, Episode, FinishReason, Json, Tokens, Transition
+from agl_core.types.forms import parse_if_json
 from agl_otel.plugin import otel
 from agl_otel.spans import ModelCall, Span, SpanTree, see
 from agl_otel.watching import WatchingProcessor, plain
@@ -169,7 +169,7 @@ def _request_of(spans: Sequence[Span]) -> dict[str, Json]:
     """The request body of one call, from its spans: the agent's own if OpenInference kept it."""
     settings: dict[str, Json] = {}
     for span in spans:
-        raw = loads(span.attributes.get("input.value"))
+        raw = parse_if_json(span.attributes.get("input.value"))
         if isinstance(raw, Mapping) and isinstance(raw.get("messages"), list):
             return dict(raw)
         settings.update(_settings(span))
@@ -203,18 +203,18 @@ def _prompt_ids_of(spans: Sequence[Span]) -> Tokens | None:
 
 def _input_of(root: Span) -> Json:
     """The input of a trace's root, if the span has it."""
-    return loads(root.attributes.get("input.value", root.attributes.get("traceloop.entity.input")))
+    return parse_if_json(root.attributes.get("input.value", root.attributes.get("traceloop.entity.input")))
 
 
 def _output_of(root: Span) -> Json:
     """The output of a trace's root, if the span has it."""
-    return loads(root.attributes.get("output.value", root.attributes.get("traceloop.entity.output")))
+    return parse_if_json(root.attributes.get("output.value", root.attributes.get("traceloop.entity.output")))
 
 
 def _raw_reply(spans: Sequence[Span]) -> Mapping[str, Any]:
     """The endpoint's own reply, or nothing."""
     for span in spans:
-        raw = loads(span.attributes.get("output.value"))
+        raw = parse_if_json(span.attributes.get("output.value"))
         if isinstance(raw, Mapping) and isinstance(raw.get("choices"), list):
             return raw
     return {}
@@ -234,15 +234,15 @@ def _raw_choice(index: int, choice: Mapping[str, Any], is_whole: bool) -> Choice
 def _settings(span: Span) -> dict[str, Json]:
     attributes = span.attributes
     settings = {ours: attributes[theirs] for theirs, ours in _SETTINGS.items() if theirs in attributes}
-    if definitions := loads(attributes.get("gen_ai.tool.definitions")):
+    if definitions := parse_if_json(attributes.get("gen_ai.tool.definitions")):
         settings["tools"] = definitions
-    invocation = loads(attributes.get("llm.invocation_parameters"))
+    invocation = parse_if_json(attributes.get("llm.invocation_parameters"))
     return {**settings, **invocation} if isinstance(invocation, Mapping) else settings
 
 
 def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
-    messages = loads(span.attributes.get(f"gen_ai.{side}.messages"))
-    instructions = loads(span.attributes.get("gen_ai.system_instructions"))
+    messages = parse_if_json(span.attributes.get(f"gen_ai.{side}.messages"))
+    instructions = parse_if_json(span.attributes.get("gen_ai.system_instructions"))
     if side == "input" and isinstance(instructions, list):
         yield from _from_parts({"role": "system", "parts": instructions})
     for message in messages if isinstance(messages, list) else ():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agl_core.capture.recording import SPANS, jsonable, loads
+from agl_core.capture.recording import SPANS, jsonable
 from agl_core.capture.status import (
     Decided,
     failure_status,
@@ -23,6 +23,7 @@ from agl_core.capture.status import (
     unknown_status,
 )
 from agl_core.types import Identity, Json, ToolResult, ToolStatus
+from agl_core.types.forms import parse_if_json
 
 _MAX_LINEAGE = 1000
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
@@ -166,7 +167,7 @@ def _agent_name(span: Span, is_agent: bool) -> str | None:
 def _call(attributes: Mapping[str, Json]) -> ModelCall:
     response_id = _text(attributes, "gen_ai.response.id", "ai.response.id")
     if response_id is None and "output.value" in attributes:
-        raw = loads(attributes["output.value"])
+        raw = parse_if_json(attributes["output.value"])
         raw_id = raw.get("id") if isinstance(raw, Mapping) else None
         response_id = raw_id if isinstance(raw_id, str) else None
     return ModelCall(response_id)
@@ -200,7 +201,8 @@ def _tool(span: Span) -> ToolResult:
 
 
 def _arguments(span: Span) -> Json:
-    arguments = loads(_first(span.attributes, *_ARGUMENTS) or _event(span, "gen_ai.tool.message").get("content"))
+    attribute = _first(span.attributes, *_ARGUMENTS)
+    arguments = parse_if_json(attribute or _event(span, "gen_ai.tool.message").get("content"))
     if not isinstance(arguments, Mapping):
         return arguments
     if not arguments and "gcp.vertex.agent.tool_call_args" in span.attributes:
@@ -215,7 +217,7 @@ def _result(span: Span) -> tuple[Json, Decided]:
     """The tool's result, and its status if the span did not fail."""
     attribute = next((name for name in _RESULT if name in span.attributes), None)
     result = span.attributes[attribute] if attribute else _event(span, "gen_ai.choice").get("message")
-    value = loads(result)
+    value = parse_if_json(result)
     is_left_out = attribute == "gcp.vertex.agent.tool_response" and value in ({}, {"result": _LEFT_OUT})
     if is_left_out or (attribute is None and result is None):
         return None, unknown_status()  # users may leave results out of spans for privacy: that is no empty result

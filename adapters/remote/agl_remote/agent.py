@@ -16,6 +16,7 @@ import orjson
 from agl_core.capture import reward
 from agl_core.errors import AgentError
 from agl_core.types import Json
+from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.workers import MAX_RESULT
 from agl_core.worker import AgentContext
@@ -94,7 +95,7 @@ class _Service:
         if not response.is_success:
             raise self.failure(f"answered with status {response.status_code}: {_shown(received)}")
         try:
-            answer = orjson.loads(received)
+            answer = parse_json(received)
         except ValueError as error:
             raise self.failure(f"returned what is not JSON: {_shown(received)}") from error
         if not isinstance(answer, dict):

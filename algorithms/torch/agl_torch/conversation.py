@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from agl_core.errors import ServerError
 from agl_core.types import RecordedReply, TokenizedReply, Tokens
-from agl_core.types.forms import without_halves
+from agl_core.types.forms import parse_if_json
 from agl_torch.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
 
 
@@ -108,10 +107,7 @@ def _tool_call(call: Any, field: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ChatError(f"{field} is no function call: it needs function.name and function.arguments.", param=field)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        with suppress(ValueError):  # A text that is no JSON stays as it is.
-            arguments = json.loads(without_halves(arguments))
+    arguments = parse_if_json(function.get("arguments") or {})
     normal: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         normal["id"] = call["id"]

@@ -249,7 +249,7 @@ def _json_values(text: str) -> list[Any]:
     while True:
         try:
             value, position = _DECODER.raw_decode(text, position)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _MalformedError(f"the tool call is no JSON: {error}") from None
         values.append(value)
         rest = text[position:].lstrip()

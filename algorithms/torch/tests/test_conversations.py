@@ -52,6 +52,7 @@ def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]])
         (HERMES, '<tool_call>{"name": "f"}</tool_call>', "'arguments'"),
         (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'arguments'"),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
+        (HERMES, f"<tool_call>{'[' * 9999}</tool_call>", "no JSON"),
         (HERMES, '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "unexpected text"),
         (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>', "no JSON"),
         (LLAMA_JSON, '{"name": "f", "parameters": {', "no JSON"),

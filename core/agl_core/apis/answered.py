@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 
-import orjson
 from starlette.datastructures import Headers
 
 from agl_core.apis.reply import RawReply, Reply, called, reasoning_of
 from agl_core.types import Call, Json
-from agl_core.types.forms import parse_json
+from agl_core.types.forms import parse_if_json
 
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
@@ -259,11 +258,4 @@ def _key(message: Message) -> Any:
 
 
 def _arguments(message: Message) -> list[Json]:
-    return [_value(called(call)[1]) for call in message.get("tool_calls") or ()]
-
-
-def _value(arguments: str) -> Json:
-    try:
-        return parse_json(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
+    return [parse_if_json(called(call)[1]) for call in message.get("tool_calls") or ()]

@@ -27,8 +27,6 @@ from agl_core.wire.headers import HEADER_IGNORED
 
 _MAX_NOTE = 1000
 """Characters of the header that says what was ignored."""
-_MAX_WRITABLE_DEPTH = 250
-"""Levels of nesting that orjson writes in any case."""
 _PIECE = 80
 """Characters per streamed piece of text."""
 OWN_FIELDS = frozenset(
@@ -256,11 +254,8 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
         body = parse_json(raw)
-        if raw.count(b"{") + raw.count(b"[") > _MAX_WRITABLE_DEPTH:
-            orjson.dumps(body)  # What is nested more deeply than this can write could not be passed on.
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
-        problem = f"The request body is not valid JSON, or is nested too deeply: {error}."
-        raise ApiError(400, problem, code="invalid_json") from error
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
     return body

@@ -33,7 +33,7 @@ from agl_core.apis.dialect import (
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, reasoning_of
 from agl_core.types import FinishReason, Json
-from agl_core.types.forms import parse_json
+from agl_core.types.forms import parse_if_json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _CUT = {
@@ -309,11 +309,7 @@ def _tool_input(arguments: str) -> dict[str, Any]:
     >>> _tool_input('{"city": "Bern"}'), _tool_input('{"city')
     ({'city': 'Bern'}, {'INVALID_JSON': '{"city'})
     """
-    try:
-        value = parse_json(arguments)
-        orjson.dumps(value)  # it may be nested too deeply to be written
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        return {_UNPARSED: arguments}
+    value = parse_if_json(arguments)
     return value if isinstance(value, dict) else {_UNPARSED: arguments}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import logging
 import os
 import stat
@@ -19,7 +18,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agl_core.types import Json, Source, ToolResult
-from agl_core.types.forms import without_halves
 from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport
 
 logger = logging.getLogger(__name__)
@@ -234,20 +232,6 @@ def jsonable(value: Any, limit: int = 16_384) -> Json:
     except Exception:  # It contains itself, a number of more than 64 bits, …
         return _cut(_text_of(value), limit)
     return orjson.loads(encoded) if len(encoded) <= limit else _cut(encoded.decode(), limit)
-
-
-def loads(value: Json) -> Json:
-    """A value that may be written as JSON text; text that is not JSON stays text.
-
-    >>> loads('{"a": 1}'), loads("a: 1")
-    ({'a': 1}, 'a: 1')
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(without_halves(value))
-    except (ValueError, RecursionError):
-        return value
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,6 @@ docs/tool-status.md shows the table. A framework's own words are brought by its 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from agl_core import kinds
 from agl_core.plugins import Plugins
 from agl_core.types import Json, ToolStatus
+from agl_core.types.forms import parse_json
 
 UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
 """Rules that found nothing: a source that knows more of the tool call overrides them."""
@@ -80,7 +80,7 @@ def _object(text: str) -> Mapping[str, Any]:
         if text.startswith("{'") and len(text) <= _MAX_PRINTED:
             value = ast.literal_eval(text)
         else:
-            value = json.loads(text) if text.startswith("{") else {}
+            value = parse_json(text) if text.startswith("{") else {}
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
     return value if isinstance(value, Mapping) else {}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agl_core.capture.status import message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
-from agl_core.types.forms import without_halves
+from agl_core.types.forms import parse_if_json
 
 _FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 CONTRADICTED = "contradicted"
@@ -173,7 +171,4 @@ def function_of(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
     function = function if isinstance(function, Mapping) else {}
     name = function.get("name")
     arguments: Json = function.get("input" if is_custom else "arguments")
-    if not is_custom:
-        with contextlib.suppress(TypeError, ValueError):
-            arguments = json.loads(without_halves(arguments))
-    return name if isinstance(name, str) and name else "tool", arguments
+    return name if isinstance(name, str) and name else "tool", arguments if is_custom else parse_if_json(arguments)

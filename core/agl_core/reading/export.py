@@ -23,7 +23,7 @@ from agl_core.reading.runs import open_store
 from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition
-from agl_core.types.forms import to_json, without_halves
+from agl_core.types.forms import parse_if_json, to_json
 
 _PAGE = 200
 _ROW_GROUP = 256
@@ -353,8 +353,8 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
 def _tool_call(tool_call: Any) -> Json:
     try:
         function = tool_call["function"]
-        arguments = json.loads(without_halves(function["arguments"]))
-    except (TypeError, LookupError, ValueError):
+        arguments = parse_if_json(function["arguments"])
+    except (TypeError, LookupError):
         return tool_call
     return {**tool_call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else tool_call
 

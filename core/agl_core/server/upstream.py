@@ -29,6 +29,7 @@ from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_u
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.types import AttemptKey, Json
+from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_ROLLOUT
 
 if TYPE_CHECKING:
@@ -401,7 +402,7 @@ def _refused(status: int, payload: bytes, url: str) -> ApiError:
 def _error_object(payload: bytes) -> Mapping[str, Json]:
     """The error in OpenAI's shape, in older vLLM's (fields at the top) or in FastAPI's (`detail`)."""
     try:
-        body = orjson.loads(payload)
+        body = parse_json(payload)
         error = body.get("error", body)
         if isinstance(error, str):
             return {"message": error}

@@ -27,6 +27,8 @@ _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 """An escape in a JSON string; in its group, half of a surrogate pair."""
+_MAX_WRITABLE_DEPTH = 250
+"""Levels of nesting that orjson writes in any case."""
 
 
 class Form(NamedTuple):
@@ -144,13 +146,36 @@ def without_halves(text: str) -> str:
     return _ESCAPE.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if r"\u" in text else text
 
 
-def parse_json(text: bytes | str) -> Any:
-    """JSON of elsewhere as a value (see `without_halves`); orjson.JSONDecodeError if it is none."""
+def parse_json(text: bytes | bytearray | str) -> Any:
+    """JSON of elsewhere as a value that orjson can write; orjson.JSONDecodeError if there is none.
+
+    Half of a surrogate pair is U+FFFD, an integer of more than 64 bits is a float, and the last of equal keys counts.
+    NaN, infinity and what is nested too deeply to be written again are refused.
+    """
     try:
-        return orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         whole = without_halves(text if isinstance(text, str) else text.decode(errors="surrogateescape"))
-        return orjson.loads(whole)
+        value = orjson.loads(whole)
+    braces, brackets = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    if text.count(braces) + text.count(brackets) > _MAX_WRITABLE_DEPTH:  # type: ignore[arg-type]
+        try:
+            orjson.dumps(value)
+        except orjson.JSONEncodeError as error:
+            raise orjson.JSONDecodeError(f"nested too deeply ({error})", "", 0) from None
+    return value
+
+
+def parse_if_json(value: Json) -> Json:
+    """A value that may be written as JSON text; text that is not JSON stays text.
+
+    >>> parse_if_json('{"a": 1}'), parse_if_json("a: 1")
+    ({'a': 1}, 'a: 1')
+    """
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError:
+        return value
 
 
 def _as_dict(value: object) -> dict[Any, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from agl_core.learning import build_episode
+from agl_core.learning.tool_results import function_of
 from agl_core.testing import episodes as make
 from agl_core.training.failures import contradicted_tool_results
-from agl_core.types import Episode, Source, ToolResult, ToolStatus
+from agl_core.types import Episode, Json, Source, ToolResult, ToolStatus
 
 
 def answer(tool_call_id: str, content: Any = "22 °C", **more: Any) -> dict[str, Any]:
@@ -306,3 +307,18 @@ def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_proces
     over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
     episode = asking(["t1"], reported=(own, over_otlp)[::order])
     assert episode.transitions[0].tool_results == (replace(own, arguments={}, agent="solver"),)
+
+
+DEEP = "[" * 999 + "]" * 999
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (r'{"a": "\ud83c"}', {"a": "\ufffd"}),
+        (f'{{"a": {2**70}}}', {"a": 2.0**70}),
+        *((text, text) for text in ("[NaN]", "[-Infinity]", "1" * 5000, "[" * 9999, DEEP, '"\ud83c"', "{")),
+    ],
+)
+def test_arguments_that_are_no_json_which_can_be_written_stay_text(written: str, arguments: Json) -> None:
+    assert function_of({"function": {"name": "f", "arguments": written}}) == ("f", arguments)
