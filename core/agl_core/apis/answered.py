@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
 
@@ -40,12 +40,6 @@ NOT_KEPT = (
 )
 
 
-class Connection(Protocol):
-    """That of a client."""
-
-    is_gone: bool
-
-
 @dataclass(slots=True, eq=False)
 class Exchange:
     """One call, everything its client sent to get the reply, and the reply."""
@@ -57,8 +51,8 @@ class Exchange:
     """What an earlier server recorded of it, without its client getting the reply."""
     call: Call | None = None
     """The call as it was recorded; None before, and if it does not count."""
-    waiting: list[Connection] = field(default_factory=list)
-    """The connections that asked for it."""
+    waiting: list[Any] = field(default_factory=list)
+    """The clients' connections (`server.listening`) that asked for it."""
     arrived: bool = False
     """Whether one of them got the reply."""
     reply: asyncio.Future[Reply] | None = None
