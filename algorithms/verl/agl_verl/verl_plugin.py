@@ -95,7 +95,7 @@ def register_cpu_platform() -> None:
 
 
 def cpu_device() -> types.SimpleNamespace:
-    """`torch.cpu` with what veRL asks of `torch.cuda` besides: memory, of which there is nothing to say."""
+    """`torch.cpu` with what veRL asks of `torch.cuda` besides: random state, and memory, of which there is none."""
     import torch
 
     counters = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
@@ -106,7 +106,9 @@ def cpu_device() -> types.SimpleNamespace:
         "current_device": torch.device("cpu"),
         "get_device_name": "cpu",
     }
-    return types.SimpleNamespace(**vars(torch.cpu) | {name: _always(value) for name, value in constants.items()})
+    random_state = {"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state}
+    answers = {name: _always(value) for name, value in constants.items()}
+    return types.SimpleNamespace(**vars(torch.cpu) | random_state | answers)
 
 
 def _always(value: Any) -> Any:
