@@ -120,7 +120,7 @@ asyncio.run(SqliteStore(Path(sys.argv[1])).open())
 
 
 SHOWING = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from agl_core.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
@@ -130,6 +130,7 @@ async def show(folder):
         print(address, flush=True)
         await asyncio.Event().wait()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore it.
 asyncio.run(show(Path(sys.argv[1])))
 """
 

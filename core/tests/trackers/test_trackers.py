@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,16 @@ CONFIG = {"name": "calc", "train": {"steps": 4}}
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "calc"
     folder.mkdir()
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    return folder
+    yield folder
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # It remembers its mode for the rest of the process.
 
 
 def log_two_steps(run_dir: Path, trackers: dict[str, Any], first: int = 1) -> None:
