@@ -26,7 +26,7 @@ FLOORS = [
     {"reading"},
     {"builtin"},
     {"testing"},
-    {"cli", ""},  # "" is agl_core itself: what it re-exports
+    {"cli", "__main__", ""},  # "" is agl_core itself: what it re-exports
 ]
 
 NEIGHBOURS = {

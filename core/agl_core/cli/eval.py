@@ -108,11 +108,10 @@ def _resolve(target: str) -> tuple[Path | None, Path | None]:
 
 def _evaluate_apart(target: str, repeat: int, seed: int | None, set_: list[str]) -> dict[str, Any]:
     """The JSON of `agl eval TARGET`. A process of its own: what agents make at import belongs to one server."""
-    program = "from agl_core.cli import main; main()"
     arguments = ["eval", target, "--json", f"--repeat={repeat}", *(f"--set={override}" for override in set_)]
     if seed is not None:
         arguments.append(f"--seed={seed}")
-    done = subprocess.run([sys.executable, "-P", "-c", program, *arguments], stdout=subprocess.PIPE, check=False)
+    done = subprocess.run([sys.executable, "-P", "-m", "agl_core", *arguments], stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)  # It has said why.
     evaluated: dict[str, Any] = json.loads(done.stdout)

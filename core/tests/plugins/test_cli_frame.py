@@ -147,6 +147,17 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.endswith("heavy: []\n")
 
 
+def test_ctrl_c_while_commands_are_imported_ends_without_a_traceback() -> None:
+    interrupting = (
+        "import sys\nfrom agl_core.__main__ import main\nclass Finder:\n"
+        "    def find_spec(*_): raise KeyboardInterrupt\nsys.meta_path.insert(0, Finder)\nmain()"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", interrupting], capture_output=True, text=True, timeout=120)
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [(KeyboardInterrupt(), 130, ""), (StoreError("no"), 2, "Error: no\n")],
