@@ -24,8 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
-from agl_core.apis.chat import ChatCompletions, Completions
-from agl_core.apis.dialect import Dialect, ModelRequest, rendered, unsupported
+from agl_core.apis.dialect import ChatCompletions, Completions, Dialect, ModelRequest, rendered, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.apis.messages import Messages
 from agl_core.apis.reply import Reply, read_reply
@@ -382,22 +381,18 @@ class ModelCalls:
         self._app, self._gateway, self._passthrough = app, gateway, passthrough
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        target = find_route(scope["path"])
-        if target is None:
-            await self._app(scope, receive, send)
-            return
-        route, method = target.route, scope["method"]
-        if method == "POST" and route in DIALECTS:
-            await self._gateway.answer(CallRequest(scope, receive, target), send, DIALECTS[route])
-        elif method == "POST" and route in PASSED_ON:
-            response = await self._passthrough.answer(CallRequest(scope, receive, target), route)
-            await response(scope, receive, send)
-        elif method in ("GET", "DELETE") and route.startswith(_RESPONSES) and "/" not in route[len(_RESPONSES) :]:
-            reply_id = route.removeprefix(_RESPONSES)
-            response = await self._gateway.kept(CallRequest(scope, receive, target), reply_id)
-            await response(scope, receive, send)
-        else:
-            await self._app({**scope, "path": target.path}, receive, send)
+        response, target = self._app, find_route(scope["path"])
+        if target is not None:
+            route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
+            scope = {**scope, "path": target.path}
+            if method == "POST" and route in DIALECTS:
+                await self._gateway.answer(request, send, DIALECTS[route])
+                return
+            if method == "POST" and route in PASSED_ON:
+                response = await self._passthrough.answer(request, route)
+            elif method in ("GET", "DELETE") and re.fullmatch(f"{_RESPONSES}[^/]*", route):
+                response = await self._gateway.kept(request, route.removeprefix(_RESPONSES))
+        await response(scope, receive, send)
 
 
 def _this_task() -> asyncio.Task[Any]:
@@ -421,11 +416,7 @@ def effective_sampling(rollout: Rollout, requested: Sampling, settings: Sampling
             max_tokens=settings.max_tokens if requested.max_tokens is None else requested.max_tokens,
             seed=requested.seed,
         )
-    temperature = {
-        Mode.TRAIN: settings.temperature,
-        Mode.EVAL_SAMPLED: settings.temperature,
-        Mode.EVAL_GREEDY: 0.0,
-    }[rollout.mode]
+    temperature = 0.0 if rollout.mode is Mode.EVAL_GREEDY else settings.temperature
     limit = settings.max_tokens if requested.max_tokens is None else min(requested.max_tokens, settings.max_tokens)
     return Sampling(temperature=temperature, top_p=1.0, max_tokens=limit, seed=seed)
 
