@@ -19,7 +19,8 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call
 from agl_online.config import OnlineSection
-from agl_online.sessions import Sessions, fixed_upstream
+from agl_online.deployed import fixed_upstream
+from agl_online.sessions import Sessions
 from agl_online.wire import HEADER_SESSION, ApplicationKeys
 
 KEYS = Keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -277,7 +278,9 @@ class PolicyOptimizer:
         self.training_steps = training_steps
         self._weights = list(weights)
         self._masters: list[Tensor] = [_master(weight) for weight in self._weights]
-        for weight, master in self._pairs():
+        self._pairs = [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if w is not m]
+        """Each low-precision weight and its master."""
+        for weight, master in self._pairs:
             gather: Any = functools.partial(_gather, master)
             weight.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
         self._adamw = torch.optim.AdamW(self._masters, weight_decay=settings.weight_decay)
@@ -299,7 +302,7 @@ class PolicyOptimizer:
         self._adamw.step()
         self.steps += 1
         with torch.no_grad():
-            for weight, master in self._pairs():
+            for weight, master in self._pairs:
                 weight.copy_(master)
         self.discard()
         return grad_norm
@@ -320,25 +323,20 @@ class PolicyOptimizer:
         return {
             "adamw": self._adamw.state_dict(),
             "steps": self.steps,
-            "masters": [master.detach() for _, master in self._pairs()],
+            "masters": [master.detach() for _, master in self._pairs],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pairs = self._pairs()
-        if len(state["masters"]) != len(pairs):
-            raise ValueError(f"{len(state['masters'])} master weights for {len(pairs)} low-precision weights")
+        if len(state["masters"]) != len(self._pairs):
+            raise ValueError(f"{len(state['masters'])} master weights for {len(self._pairs)} low-precision weights")
         self.discard()
         self._adamw.load_state_dict(state["adamw"])
         for group in self._adamw.param_groups:
             group["weight_decay"] = self.settings.weight_decay
         self.steps = state["steps"]
         with torch.no_grad():
-            for (_, master), saved in zip(pairs, state["masters"], strict=True):
+            for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
                 master.copy_(saved)
-
-    def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each low-precision weight and its master."""
-        return [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if w is not m]
 
 
 def _gather(master: Tensor, weight: Tensor) -> None:
@@ -373,7 +371,7 @@ def train(
     grad_norm (before clipping, the mean over steps), learning_rate (of the last step), steps_applied, steps_skipped.
     """
     sums: dict[str, float] = {}
-    weight, skipped, rate = 0.0, 0, optimizer.learning_rate
+    weight, rate = 0.0, optimizer.learning_rate
     grad_norms: list[float] = []
     module.train()  # Gradient checkpointing asks for it.
     try:
@@ -395,7 +393,6 @@ def train(
                 grad_norm = optimizer.step()
             if grad_norm is None:
                 optimizer.discard()
-                skipped += 1
                 continue
             _add(sums, step_sums)
             weight, rate = weight + step_weight, step_rate
@@ -409,7 +406,7 @@ def train(
     return means | {
         "learning_rate": rate,
         "steps_applied": float(len(grad_norms)),
-        "steps_skipped": float(skipped),
+        "steps_skipped": float(len(steps) - len(grad_norms)),
     }
 
 
@@ -431,7 +428,7 @@ class Work:
         self._progress = progress
         self._total, self._done = total, 0.0
         self._started = self._lap_started = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._seconds = defaultdict[str, float](float)
 
     def advance(self, tokens: int, cost: float) -> None:
         """`tokens` went through a pass that costs `cost` times a forward pass."""
@@ -446,8 +443,7 @@ class Work:
     def lap(self, phase: str) -> None:
         """A phase, or another part of it, ended."""
         now = time.perf_counter()
-        name = f"seconds_{phase}"
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._lap_started
+        self._seconds[f"seconds_{phase}"] += now - self._lap_started
         self._lap_started = now
 
     def seconds(self) -> dict[str, float]:

@@ -80,7 +80,8 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
     from agl_core.errors import ConfigError
     from agl_core.training.server import local_server, run_settings
     from agl_online.config import online_section
-    from agl_online.sessions import fixed_upstream, sessions_of
+    from agl_online.deployed import fixed_upstream
+    from agl_online.sessions import sessions_of
 
     online = online_section(loaded)
     if "learn" in loaded.sections:

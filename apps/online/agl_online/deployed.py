@@ -1,4 +1,4 @@
-"""The versions that answer sessions: loaded, assigned to sessions, and swapped without dropping a call."""
+"""What answers sessions: one model server, or versions of the run, loaded and swapped without dropping a call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +19,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
 from agl_core.server.keys import ActiveAttempt
-from agl_core.server.upstream import Destination, UpstreamClient
+from agl_core.server.upstream import Destination, Relay, RunSettings, UpstreamClient
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.server import run_settings
 from agl_online.policies import Version, load_run, make_engine, policy_spec
@@ -28,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "deployed"
 """In the run's folder: the log of the engine that serves."""
+
+
+def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
+    """A model server that answers all sessions; `withdraw` closes its connections."""
+    relay = Relay(lambda lending: None)
+    # What does not return ids may be a hosted API, which refuses settings that it does not know.
+    relay.serve(upstream, settings if upstream.returns_ids else replace(settings, sampling=None))
+    return relay
 
 
 class DeployedVersions:

@@ -24,10 +24,9 @@ from starlette.routing import Route
 from agl_core.apis.errors import ApiError
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, StoreError, StoreRefusedError
-from agl_core.protocols import Upstream
 from agl_core.server.api import route, route_of
 from agl_core.server.keys import AttemptState, Keys, SourceFactory
-from agl_core.server.upstream import DestinationProvider, Relay, RunSettings
+from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
@@ -429,14 +428,6 @@ def _no_call(call: str) -> ApiError:
         f"There is no call {call!r} in a session here. A call is named by the `id` of the reply that its client got.",
         code="call_unknown",
     )
-
-
-def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
-    """A model server that answers all sessions; `withdraw` closes its connections."""
-    relay = Relay(lambda lending: None)
-    # What does not return ids may be a hosted API, which refuses settings that it does not know.
-    relay.serve(upstream, settings if upstream.returns_ids else replace(settings, sampling=None))
-    return relay
 
 
 def sessions_of(

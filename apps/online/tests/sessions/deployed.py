@@ -20,8 +20,9 @@ from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Mode, Rollout
 from agl_online.config import OnlineSection
+from agl_online.deployed import fixed_upstream
 from agl_online.feedback import Feedback, said_of
-from agl_online.sessions import Sessions, fixed_upstream
+from agl_online.sessions import Sessions
 from agl_online.wire import ApplicationKeys
 
 SAMPLED = RunSettings(SamplingSection(temperature=0.7, max_tokens=512), seed=1, timeout=30, attempts=2)
