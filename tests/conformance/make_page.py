@@ -50,19 +50,24 @@ A driver plays the scenarios with your framework. From a clone of this repositor
 its folder in `PYTHONPATH`:
 
 ```
-python -m pytest tests/conformance --driver your_module:YourDriver
+python -m pytest tests/conformance/test_conformance_cells.py --driver your_module:YourDriver
 ```
 
-Then your driver alone is played. A driver is one class; this one is `tests/conformance/example_driver.py`:
+Then your driver alone is played, and no other framework is imported. A driver is one class; this one is
+`tests/conformance/example_driver.py`:
 
 ```python
 {example}```
 
 `build` makes the agents as a user of your framework would, from `scenario.agents`. Each agent has a `prompt` (the
 scripted model recognises the agent by it), `tools` (functions in `TOOLS` of `.scenarios`),
-`experts` (agents called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All
-agents are answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is
-set. What `build` returns is awaited once for each rollout, inside it.
+`experts` (agents called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). Some
+scenarios ask for more: an answer by a schema (`agent.answers`), a shortened conversation (`agent.keeps`), tools in
+plain text (`scenario.react`), the same prompt several times at once (`scenario.samples`), several replies to one call
+(`scenario.choices`). Several agents of a scenario run at the same time. The rest is played by the suite.
+
+All agents are answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming`
+is set. What `build` returns is awaited once for each rollout, inside it.
 
 In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. To play an
 adapter that is not installed, give the driver `forms = ("mine",)` and a method `adapters(self, form)` that returns a

@@ -185,17 +185,24 @@ async def _try_store(store: Any) -> None:
 
 
 def _try_adapter(adapter: Any) -> None:
+    async def run(agent: Any) -> Identity | None:
+        return current_identity()
+
     framework: Any = ModuleType("tiny_agents")
-    framework.Agent = type("Agent", (), {"name": "solver", "run": lambda self: current_identity()})
-    framework.Agent.call_tool = lambda self, call_id, tool, arguments: tool.upper()
+    framework.Agent = type("Agent", (), {"name": "solver", "run": run})
+    framework.on_tool_end = []
     sys.modules["tiny_agents"] = framework
     try:
         adapter.attach()
-        assert framework.Agent().run() == Identity("solver")
+        adapter.attach()
+        assert asyncio.run(framework.Agent().run()) == Identity("solver")
         active = AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording())
         with running(active):
-            assert framework.Agent().call_tool("c1", "search", {}) == "SEARCH"
-        assert [(each.tool, each.tool_call_id) for each in active.recording.tool_results] == [("search", "c1")]
+            for report in framework.on_tool_end:
+                report(framework.Agent(), "c1", "search", {}, None, ValueError("no city"))
+        assert [(result.tool, result.tool_call_id, result.error) for result in active.recording.tool_results] == [
+            ("search", "c1", "ValueError: no city")
+        ]
     finally:
         del sys.modules["tiny_agents"]
 

@@ -124,7 +124,7 @@ class ToolRun:
     def __init__(
         self,
         tool: str,
-        call_id: str | None,
+        tool_call_id: str | None,
         arguments: Any,
         adapter: str | None = None,
         *,
@@ -135,7 +135,7 @@ class ToolRun:
         """Its status, if the framework says more than the result."""
         self.only_failures = only_failures
         """It is recorded only if it failed: it answers in the agent's name, or was cut off."""
-        self._tool, self._call_id, self._arguments, self._adapter = tool, call_id, arguments, adapter
+        self._tool, self._tool_call_id, self._arguments, self._adapter = tool, tool_call_id, arguments, adapter
         self._agent: str | None = None
         self._parent_span: str | None = None
         self._scope: context.IdentityScope | None = None
@@ -175,7 +175,7 @@ class ToolRun:
                 error if error is not None else None if is_not_set else self.result,
                 Identity(self._agent, span, self._parent_span),
                 decided=unknown_status() if is_not_set else self.decided,
-                tool_call_id=self._call_id,
+                tool_call_id=self._tool_call_id,
                 arguments=self._arguments,
                 started=self._started,
                 adapter=self._adapter,
@@ -201,22 +201,22 @@ def agent(name: str) -> Marker[AgentRun]:
 @overload
 def tool(tool: F) -> F: ...
 @overload
-def tool(tool: str, *, call_id: str | None = None, arguments: Any = None) -> Marker[ToolRun]: ...
-def tool(tool: F | str, *, call_id: str | None = None, arguments: Any = None) -> F | Marker[ToolRun]:
+def tool(tool: str, *, tool_call_id: str | None = None, arguments: Any = None) -> Marker[ToolRun]: ...
+def tool(tool: F | str, *, tool_call_id: str | None = None, arguments: Any = None) -> F | Marker[ToolRun]:
     """The code inside is a tool: its tool result (ok, error, timeout or empty) is recorded.
 
-    A decorator or a context manager, sync or async. `call_id` is the id of the tool call that asked for it, where
-    the model's API has one; without it, the tool belongs to the latest call of the `agent` around it. A decorated
+    A decorator or a context manager, sync or async. `tool_call_id` is the id of the tool call that asked for it,
+    where the model's API has one; without it, the tool belongs to the latest call of the `agent` around it. A decorated
     function reports its arguments and result by itself. Outside any rollout nothing is recorded.
 
     >>> @tool
     ... def add(a, b):
     ...     return a + b
-    >>> with tool("add", call_id="call_1", arguments={"a": 1, "b": 2}) as run:
+    >>> with tool("add", tool_call_id="call_1", arguments={"a": 1, "b": 2}) as run:
     ...     run.result = add(1, 2)
     """
     if isinstance(tool, str):
-        return Marker("tool", lambda: ToolRun(tool, call_id, arguments))
+        return Marker("tool", lambda: ToolRun(tool, tool_call_id, arguments))
     name = _name_of(tool)
     return Marker("tool", lambda: ToolRun(name, None, None))(tool)
 

@@ -117,7 +117,7 @@ def _plugins() -> Findings:
         yield Finding("ok", f"{kind}s", ", ".join(sorted(plugins.components(kind))) or "none")
     for broken in plugins.broken:
         text = f"'{broken.name}' of {broken.origin} cannot be used ({broken.error})"
-        yield Finding("note", "plugins", text, "reinstall or uninstall it; what it brings is missing")
+        yield Finding("note", "plugins", text, "fix, reinstall or uninstall it; what it brings is missing")
 
 
 def _configuration(file: Path) -> Findings:
@@ -168,10 +168,10 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
         if session.engine.supports("estimate"):
             findings.append(_resources(work, await session.engine.estimate(work)))
         look = await first_look(session, observer)
-        findings += [Finding("ok", "rollout", seen) for seen in look.seen]
+        mark = "ok" if look.fault is None else "FAIL"
+        findings += [Finding(mark, "rollout", seen) for seen in look.seen]
         if look.fault is not None:
-            remedy = f"{look.fault.remedy} {look.fault.details}".strip()
-            findings[-1] = replace(findings[-1], mark="FAIL", remedy=remedy)
+            findings[-1] = replace(findings[-1], remedy=f"{look.fault.remedy} {look.fault.details}".strip())
     return findings
 
 

@@ -127,7 +127,7 @@ PROGRAM = """
     asked = [{"role": "user", "content": "1 + 2?"}]
     message = client.chat.completions.create(model="default", messages=asked).choices[0].message
     for call in message.tool_calls:
-        with agl_core.tool(call.function.name, call_id=call.id) as run:
+        with agl_core.tool(call.function.name, tool_call_id=call.id) as run:
             run.result = 3
     agl_core.reward(1.0)
     print("done")

@@ -156,7 +156,7 @@ class Functions(Reporter):
 
     @contextlib.contextmanager
     def using(self, tool: str, arguments: Mapping[str, Any], id: str | None) -> Iterator[Callable[[str], None]]:
-        with agl_core.tool(tool, call_id=id, arguments=dict(arguments)) as run:
+        with agl_core.tool(tool, tool_call_id=id, arguments=dict(arguments)) as run:
             yield lambda result: setattr(run, "result", result)
 
 
