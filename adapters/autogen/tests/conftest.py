@@ -13,9 +13,8 @@ from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from agl_autogen import plugin
-from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, attached_stack
+from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)

@@ -13,9 +13,8 @@ import pytest
 from testing_aids import tools_by_call
 
 import agl_core
-from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, running_stack
+from agl_core.testing.server import LeasedAttempt, Stack, no_problems, running_stack  # noqa: F401
 from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_dspy import plugin

@@ -21,9 +21,8 @@ from haystack.tools import create_tool_from_function
 from haystack.tracing.tracer import NullTracer, Span, Tracer
 from haystack.utils import Secret
 
-from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, attached_stack
+from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_haystack import plugin
 

@@ -12,7 +12,7 @@ from running_servers import attempt_maker, scripted_server  # noqa: F401
 
 import agl_core
 import agl_langchain
-from agl_core.testing.fixtures import no_problems  # noqa: F401
+from agl_core.testing.server import no_problems  # noqa: F401
 from agl_langchain import callback
 
 

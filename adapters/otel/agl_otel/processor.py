@@ -114,7 +114,7 @@ def _captured_of(spans: Sequence[Span]) -> CapturedRollout:
 
 
 @dataclass(slots=True, eq=False)
-class _Trace:
+class _OpenTrace:
     root: tuple[str, str]
     spans: list[Span] = field(default_factory=list)
     """Those that have ended."""
@@ -127,14 +127,14 @@ class _Traces:
 
     def __init__(self, keep: int) -> None:
         self._lock = threading.Lock()
-        self._running: Latest[tuple[str, str], _Trace] = Latest()
-        self._ended: Latest[tuple[str, str], _Trace] = Latest(keep)
+        self._running: Latest[tuple[str, str], _OpenTrace] = Latest()
+        self._ended: Latest[tuple[str, str], _OpenTrace] = Latest(keep)
 
     def start(self, span: Span) -> None:
         """A span started; it is a root if the one around it is not running here."""
         key = span.trace, span.id
         with self._lock:
-            self._running[key] = self._running.get((span.trace, span.parent or "")) or _Trace(key)
+            self._running[key] = self._running.get((span.trace, span.parent or "")) or _OpenTrace(key)
 
     def end(self, span: Span) -> None:
         """A span ended."""

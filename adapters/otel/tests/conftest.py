@@ -13,8 +13,7 @@ from testing_aids import instrumenting
 import agl_core
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.server import Stack, no_problems, running_stack  # noqa: F401
 from agl_otel import plugin, watching
 
 from .otlp_intake import IntakeStack

@@ -39,7 +39,7 @@ _STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 _Count = Annotated[int, Field(ge=1)]
 
 
-class _Body(TypedDict, total=False):
+class _CommonFields(TypedDict, total=False):
     """The fields of any API that the gateway itself reads; null is absent."""
 
     __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
@@ -59,7 +59,7 @@ class _Body(TypedDict, total=False):
     return_token_ids: bool | None
 
 
-class _Message(TypedDict, total=False):
+class _ChatMessage(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
 
     role: Required[str]
@@ -70,11 +70,11 @@ class _Message(TypedDict, total=False):
 class _Chat(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
 
-    messages: Required[Annotated[list[_Message], Field(min_length=1)]]
+    messages: Required[Annotated[list[_ChatMessage], Field(min_length=1)]]
     tools: list[dict[str, Any]] | None
 
 
-_BODY, _CHAT = TypeAdapter(_Body), TypeAdapter(_Chat)
+_BODY, _CHAT = TypeAdapter(_CommonFields), TypeAdapter(_Chat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

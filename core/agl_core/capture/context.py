@@ -169,15 +169,15 @@ class IdentityScope:
 
 
 @dataclass(slots=True)
-class _Process:
+class _ProcessState:
     """State that holds in every context of this process."""
 
     attempt: AttemptContext | None = None
 
 
 @functools.cache
-def _this_process() -> _Process:
-    return _Process()
+def _this_process() -> _ProcessState:
+    return _ProcessState()
 
 
 _attempt: ContextVar[AttemptContext | None] = ContextVar("agl_attempt", default=None)

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _NOT_SET: Any = object()
 
 
-class _Run(Protocol):
+class _MarkedRun(Protocol):
     """A marked agent or tool, while it runs."""
 
     result: Any
@@ -33,7 +33,7 @@ class _Run(Protocol):
     def end(self, error: BaseException | None) -> None: ...
 
 
-R = TypeVar("R", bound=_Run)
+R = TypeVar("R", bound=_MarkedRun)
 
 _entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
 """The markers that this context has entered by `with`, with their runs: concurrent contexts may share a marker."""

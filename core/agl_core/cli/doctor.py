@@ -146,7 +146,7 @@ def _start(loaded: LoadedConfig) -> Findings:
     shutil.rmtree(folder)
 
 
-class _Served(Observer):
+class _UpstreamObserver(Observer):
     def serving(self, upstream: Upstream) -> None:
         self.upstream = upstream
 
@@ -158,7 +158,7 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
 
     workers = loaded.config.workers.model_copy(update={"embedded": True})
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))
-    observer = _Served()
+    observer = _UpstreamObserver()
     findings: list[Finding] = []
     async with local_server(loaded, folder) as server, open_session(here, folder, server, observer) as session:
         served = observer.upstream

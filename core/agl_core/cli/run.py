@@ -58,7 +58,7 @@ _LONGEST = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _Setting:
     """Where a run is recorded, and what answers its calls: an upstream, or the engine of a configuration."""
 
     folder: Path
@@ -100,7 +100,7 @@ def run(
 
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
-) -> _Recording:
+) -> _Setting:
     address = choose_url(url)
     upstream, missing = open_upstream(address, choose_key(key_variable), model)
     _say(f"forwarding to {address}")
@@ -113,7 +113,7 @@ def _forwarding(
     before = RUNS / check_name(name) if name else None
     is_new = before is None or not is_capture(before)
     folder = new_capture(name or "capture", described) if before is None or is_new else before
-    return _Recording(folder, open_store(folder, read_only=False), is_new, described, upstream)
+    return _Setting(folder, open_store(folder, read_only=False), is_new, described, upstream)
 
 
 def new_capture(name: str, described: Mapping[str, Any]) -> Path:
@@ -121,13 +121,13 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
     return first_free(RUNS / name, lambda folder: write_capture(folder, described))
 
 
-def _configured(config: Path, name: str | None) -> _Recording:
+def _configured(config: Path, name: str | None) -> _Setting:
     loaded = load(config, [f"name={name}"] if name else [])
     folder = new_run_dir(loaded)
-    return _Recording(folder, loaded.store.build(folder), True, loaded.config.model_dump(mode="json"), loaded)
+    return _Setting(folder, loaded.store.build(folder), True, loaded.config.model_dump(mode="json"), loaded)
 
 
-async def _record(command: Sequence[str], setting: _Recording, begun: Callable[[], None]) -> int:
+async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
     run_id = setting.folder.name
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(setting.store)

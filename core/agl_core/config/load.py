@@ -13,7 +13,7 @@ import tomli_w
 
 from agl_core import kinds, private
 from agl_core.config.models import RunConfig, UntrainedConfig
-from agl_core.config.resolve import Chosen, PolicyPlan, Report, below, resolve
+from agl_core.config.resolve import Chosen, PolicyPlan, Problems, below, resolve
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
@@ -152,10 +152,10 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, runs_agent: bool =
     return config
 
 
-def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Path, Report]:
+def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Path, Problems]:
     """The configuration with its `folder` absolute, that folder, and where to report what else is wrong."""
     data = _read(path)
-    report = Report(path, apply_overrides(data, overrides))
+    report = Problems(path, apply_overrides(data, overrides))
     if seed is not None:
         data["seed"] = seed
     # What is for a plugin alone needs no tasks and no model; with either of them, it is to be trained too.
@@ -168,7 +168,7 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     return config.model_copy(update={"folder": folder}), folder, report
 
 
-def _check_folder(folder: Path, report: Report) -> None:
+def _check_folder(folder: Path, report: Problems) -> None:
     """ConfigError if the agent's folder is not there."""
     if not folder.is_dir():
         report.add(

@@ -80,7 +80,7 @@ def label(component: Component) -> str:
 
 
 def resolve(
-    config: RunConfig, plugins: Plugins, folder: Path, report: Report, needs: Collection[Kind]
+    config: RunConfig, plugins: Plugins, folder: Path, report: Problems, needs: Collection[Kind]
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The configuration with every setting filled in, and what it chose: the fields of `LoadedConfig` by name.
 
@@ -118,12 +118,12 @@ class _Resolver:
     of plugins that are not installed.
     """
 
-    def __init__(self, plugins: Plugins, folder: Path, report: Report, needs: Collection[Kind]) -> None:
+    def __init__(self, plugins: Plugins, folder: Path, report: Problems, needs: Collection[Kind]) -> None:
         self._plugins, self._folder, self._needed, self._needs = plugins, folder, report, needs
 
-    def _report(self, kind: Kind) -> Report:
+    def _report(self, kind: Kind) -> Problems:
         """Where problems with components of a kind go: nowhere, if none is needed."""
-        return self._needed if kind in self._needs else Report(Path())
+        return self._needed if kind in self._needs else Problems(Path())
 
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
@@ -289,7 +289,7 @@ def written(place: Place) -> str:
     return f"[{'.'.join(table)}] {key}" if table else key
 
 
-class Report:
+class Problems:
     """Collects what is wrong, so that one error lists all of it."""
 
     def __init__(self, path: Path, overridden: Collection[Place] = ()) -> None:

@@ -87,7 +87,7 @@ class StepBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _CreditedTransition:
     transition: Transition
     value: float
     group: int
@@ -106,7 +106,7 @@ def make_batches(
     the rewards of other calls go to the policy's trained transitions before them (`propagate_rewards`), and so stay in
     the return. `weights` has the weight of each group in the loss; empty: all 1.
     """
-    rows: dict[str, list[_Row]] = {}
+    rows: dict[str, list[_CreditedTransition]] = {}
     dropped: list[TrainingRecord] = []
     episodes_dropped: Counter[DropReason] = Counter()
     rollouts = 0
@@ -136,7 +136,7 @@ def make_batches(
                     values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
                 weight = weights[group_index] if weights else 1.0
                 rows.setdefault(policy, []).extend(
-                    _Row(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
+                    _CreditedTransition(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
                 )
             rollouts += 1
     batches: dict[str, Batch] = {}
@@ -171,7 +171,7 @@ def _dropped(transition: Transition, step: int, credit: float | None, reason: Dr
     return TrainingRecord(*transition.key, step=step, credit=credit, advantage=None, weight=0.0, dropped=reason)
 
 
-def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
+def _batch(rows: Sequence[_CreditedTransition], kind: CreditKind, step: int) -> Batch:
     transitions = [row.transition for row in rows]
     prompts = [np.asarray(t.prompt_ids, np.int32) for t in transitions]
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]

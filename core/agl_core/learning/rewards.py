@@ -103,7 +103,7 @@ async def score(
     if treatment != "score":
         fixed = _reward(episode, episode.ending.value, float(treatment), "endings")
         return replace(episode, rewards=(*episode.rewards, fixed), terminal=fixed.value), []
-    judging, turn = _Comparison(episode), turn or asyncio.Lock()
+    judging, turn = _EpisodeScores(episode), turn or asyncio.Lock()
     for scoring in rules:
         if isinstance(scoring.rule, GroupRewardRule) or episode.mode not in scoring.modes:
             continue
@@ -131,11 +131,11 @@ async def score_groups(
     if not together:
         return list(scored)
     compared = {
-        place: _Comparison(episode)
+        place: _EpisodeScores(episode)
         for place, (episode, _) in enumerate(scored)
         if episode.dropped is None and endings.get(episode.ending, "score") == "score"
     }
-    groups: dict[tuple[Mode, str], list[_Comparison]] = {}
+    groups: dict[tuple[Mode, str], list[_EpisodeScores]] = {}
     for each in compared.values():
         groups.setdefault((each.episode.mode, each.episode.group), []).append(each)
     turn = asyncio.Lock()
@@ -147,7 +147,7 @@ async def score_groups(
     ]
 
 
-async def _compare(group: Sequence[_Comparison], rules: Sequence[ScoringRule], turn: asyncio.Lock) -> None:
+async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule], turn: asyncio.Lock) -> None:
     """Let rules that see a group at once judge one."""
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
@@ -167,7 +167,7 @@ async def _compare(group: Sequence[_Comparison], rules: Sequence[ScoringRule], t
                 each.fail(scoring, error)
 
 
-class _Comparison:
+class _EpisodeScores:
     """An episode while rules judge it."""
 
     def __init__(self, episode: Episode) -> None:

@@ -41,7 +41,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TaskChange:
     """A task that two policies solve unequally often."""
 
     task: str
@@ -59,9 +59,9 @@ class Comparison:
     tasks: int
     difference: Estimate
     """Of the mean reward; the interval is a bootstrap over the tasks."""
-    gained: Sequence[Change]
+    gained: Sequence[TaskChange]
     """Tasks that are solved now, or more often."""
-    lost: Sequence[Change]
+    lost: Sequence[TaskChange]
     """Tasks that are solved no longer, or less often."""
     p: float
     """By how small a chance as many or more of these would go one way, were both policies equally good (sign test)."""
@@ -126,7 +126,7 @@ def compare(now: Sequence[TaskScore], before: Sequence[TaskScore], success: floa
         pairs = [(new, earlier[key]) for new in of_set if (key := (new.set, new.mode, new.task)) in earlier]
         if not pairs:
             continue
-        changes = [Change(new.task, old.solved(success), new.solved(success)) for new, old in pairs]
+        changes = [TaskChange(new.task, old.solved(success), new.solved(success)) for new, old in pairs]
         gained = [change for change in changes if change.now > change.before]
         lost = [change for change in changes if change.now < change.before]
         difference = _bootstrap([mean(new.rewards) - mean(old.rewards) for new, old in pairs])

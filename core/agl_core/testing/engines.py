@@ -342,10 +342,9 @@ ENGINE_CHECKS: tuple[EngineCheck, ...] = tuple(
 @contextmanager
 def _raises(kind: type[AglError], part: str) -> Iterator[None]:
     """An AglError of this kind, whose message names the thing."""
+    message = ""
     try:
         yield
     except kind as error:
-        raised = str(error)
-    else:
-        raised = ""
-    assert part in raised, f"not a {kind.__name__} with '{part}': '{raised}'"
+        message = str(error)
+    assert part in message, f"not a {kind.__name__} with '{part}': '{message}'"

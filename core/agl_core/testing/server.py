@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
-from agl_core.capture import AttemptContext, Recording, attach, running
+from agl_core.capture import AttemptContext, Recording, attach, reports, running
 from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
 from agl_core.plugins import Plugins
@@ -33,7 +34,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, ToolResult
 from agl_core.wire.headers import rollout_path
-from agl_core.wire.workers import HeldAttempt, LeaseRequest
+from agl_core.wire.workers import LeaseRequest
 from agl_core.worker.agent import PLACEHOLDER_KEY, Ended, closing
 
 
@@ -69,24 +70,19 @@ class Stack:
     def key(self, attempt: AttemptKey) -> str:
         return self.server.keys.of_attempt(attempt)
 
-    def held(self, attempt: AttemptKey) -> HeldAttempt:
-        """An attempt as a heartbeat of its worker names it."""
-        return HeldAttempt(**attempt._asdict(), secret=self.server.keys.of_lease(attempt))
-
     def client(self, key: AttemptKey | None = None, **options: Any) -> openai.AsyncOpenAI:
         """A client that is closed with the stack; without an attempt it has no key, as one made before any attempt."""
         api_key = PLACEHOLDER_KEY if key is None else self.key(key)
-        made = openai.AsyncOpenAI(**{"base_url": self.url(key), "api_key": api_key, "max_retries": 0, **options})
-        self._clients.append(made)
-        return made
+        client = openai.AsyncOpenAI(**{"base_url": self.url(key), "api_key": api_key, "max_retries": 0, **options})
+        self._clients.append(client)
+        return client
 
     async def calls(self, key: AttemptKey) -> list[Call]:
-        calls: list[Call] = await self.store.calls([key])
-        return calls
+        return list(await self.store.calls([key]))
 
     async def episode(self, key: AttemptKey) -> Episode:
         """The episode of an attempt, from what is in the store."""
-        (attempt,) = [each for each in await self.store.attempts(key.rollout) if each.key == key]
+        (attempt,) = [attempt for attempt in await self.store.attempts(key.rollout) if attempt.key == key]
         rollout, calls = await self.store.rollout(key.rollout), await self.store.calls([key])
         return build_episode(rollout, attempt, calls, await self.store.tool_results([key]))
 
@@ -172,3 +168,15 @@ async def until(condition: Callable[[], object]) -> None:
     """Wait for a condition of another task or process that has no event to wait for."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def no_problems(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Adapters swallow their failures; here they fail the test, unless it is marked with `expects_problems`.
+
+    Import it into a `conftest.py`.
+    """
+    yield
+    if "expects_problems" not in request.keywords:
+        problems = [record for record in caplog.get_records("call") if record.name == reports.__name__]
+        assert [problem.getMessage() for problem in problems] == []

@@ -148,7 +148,6 @@ class ScriptedUpstream:
                 "total_tokens": len(prompt_ids) + produced,
             },
             "prompt_token_ids": prompt_ids,
-            "kv_transfer_params": None,
             **self.more,
         }
         if not self.returns_ids:

@@ -56,13 +56,14 @@ async def test_only_the_secret_of_its_lease_keeps_an_attempt(stack: Stack) -> No
     own, other = await stack.lease(), await stack.lease()
     active = stack.server.queue.attempt(own)
     assert active is not None
+    held_own, held_other = (HeldAttempt(**key._asdict(), secret=keys.of_lease(key)) for key in (own, other))
     async with LightningClient(stack.server.base_url, keys.worker) as worker:
         for secret in (keys.of_attempt(own), keys.of_lease(other), keys.worker, ""):
             forged = HeldAttempt(rollout=own.rollout, attempt=0, secret=secret)
-            told = await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[forged, stack.held(other)]))
+            told = await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[forged, held_other]))
             assert told.lost == [AttemptRef(rollout=own.rollout, attempt=0)]
         before = active.due
-        assert (await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[stack.held(own)]))).lost == []
+        assert (await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[held_own]))).lost == []
         assert active.due > before
 
 
