@@ -199,7 +199,7 @@ class RunHooks:
         return episode
 
     def _call(self, name: str, **arguments: object) -> list[Any]:
-        """What the plugins returned."""
+        """The results of the plugins."""
         results = []
         for hook in self._implementations(name):
             with self._guard(hook):

@@ -115,7 +115,7 @@ def expected_answer(episode: Episode, field: str) -> Json:
 
 
 def text_of(value: Json) -> str:
-    """What the agent returned, as text; None is the empty text."""
+    """The agent's return value as text; None is the empty text."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

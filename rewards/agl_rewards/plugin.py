@@ -1,4 +1,4 @@
-"""What this package registers."""
+"""The package's components."""
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register

@@ -91,7 +91,7 @@ def _pieces(text: str) -> Counter[str]:
 
 
 def _requests(transition: Transition) -> list[str]:
-    """What the user said before a reply, in order."""
+    """The user's messages before a reply, in order."""
     messages: tuple[Mapping[str, Any], ...] = transition.messages
     return [message_text(each.get("content")) for each in messages if each.get("role") == "user"]
 

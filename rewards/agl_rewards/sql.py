@@ -126,7 +126,7 @@ def _located(database: Path) -> tuple[str, list[Path]]:
 
 
 def _is_no_guess(read: _Columns, needed: _Columns, wanted: Sequence[Row]) -> bool:
-    """Whether rows that are right can be no accident of a query that has not looked for them.
+    """True if rows that are right can be no accident of a query that has not looked for them.
 
     Only constants are read from no table. No rows, and rows of nothing but zeros and NULL, come of many wrong queries
     (`SELECT 1 WHERE 0`): there the query has to name each table and column that the expected one does.

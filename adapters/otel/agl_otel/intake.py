@@ -60,14 +60,14 @@ class _Trace:
     """By response id."""
 
     def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], list[SeenCall]]:
-        """What is to be recorded because of these spans: tool results that are new or changed, and calls."""
+        """Tool results that are new or changed, and calls, to be recorded because of these spans."""
         for span in spans:
             self.tree.add(see(span))
         reports = [report for report in self.tree.tool_results() if self.tool_results.get(report.id) != report]
         return reports, [call for call in self.tree.calls() if self._tells(call)]
 
     def _tells(self, call: SeenCall) -> bool:
-        """Whether a call's spans name an agent or a parent span that they did not name before."""
+        """True if a call's spans name an agent or a parent span that they did not name before."""
         identity = call.identity
         is_new = call.response_id is not None and self.identities.get(call.response_id) != identity
         return is_new and (identity.agent is not None or identity.parent_span is not None)

@@ -1,4 +1,4 @@
-"""What this package registers: an adapter for all spans, one for each framework whose tracing has to be on, and routes.
+"""The package's components: an adapter for all spans, one for each framework whose tracing has to be on, and routes.
 
 A framework's adapter switches on what the framework brings itself, when the agent has imported it. No text of prompts,
 arguments or results is added to spans that an exporter of the user's sees.

@@ -49,7 +49,7 @@ class PolicyGradientOptions(BaseModel):
     minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
 
     def needs(self) -> frozenset[Capability]:
-        """What an algorithm with these settings needs of a run: ids; with a KL term a reference model."""
+        """The needs of an algorithm with these settings: token ids; with a KL term a reference model."""
         reference = {Capability.REFERENCE} if self.beta > 0 else set()
         return frozenset({Capability.TOKEN_IDS} | reference)
 

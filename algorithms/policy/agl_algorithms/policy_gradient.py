@@ -30,7 +30,7 @@ WHITENING_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What advantages are computed from. All tensors share one device."""
+    """The data that advantages are computed from. All tensors share one device."""
 
     transition_R: Tensor
     """[R] int64: the transition that each response token belongs to, 0 … N-1, ascending."""

@@ -64,7 +64,7 @@ def use(model: Any) -> None:
 
 
 def follows_branches(model: Any) -> bool:
-    """Whether the model takes the inputs that `branch_inputs` makes."""
+    """True if the model takes the inputs that `branch_inputs` makes."""
     return bool(model.config._attn_implementation == NAME)
 
 

@@ -37,7 +37,7 @@ SMALLEST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a forward pass."""
+    """The bounds of a forward pass."""
 
     tokens: int
     """Pads included; a transition that is longer goes alone."""
@@ -87,7 +87,7 @@ class MicroBatch:
 
 
 class TokenScores(NamedTuple):
-    """What the model says about response tokens, under each transition's own temperature."""
+    """The model's scores of response tokens, under each transition's own temperature."""
 
     logprobs_R: Tensor
     """[R] at least float32; carries the gradient."""
@@ -110,7 +110,7 @@ def micro_batches(
 
 
 def _fit(trees: Sequence[Tree], responses: int, limits: Limits) -> bool:
-    """Whether these trees, largest first, go into one pass: all are paths, or none is."""
+    """True if these trees, largest first, go into one pass: all are paths, or none is."""
     if responses > limits.responses or trees[0].is_path != trees[-1].is_path:
         return False
     if not trees[0].is_path:
@@ -226,7 +226,7 @@ def _inputs(micro: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
 
 
 COPYING, BRANCHING = 13, 80_000
-"""What copying the keys and values of a branch's token takes, and what a branch costs by itself, measured on a CPU, in
+"""The cost of copying the keys and values of a branch's token, and of a branch by itself, measured on a CPU, in
 tokens of a model of hidden size 1. A larger model computes fewer in the same time: hidden² fewer, but copies hidden
 times as much."""
 
@@ -250,7 +250,7 @@ class Tree:
 
     @property
     def is_path(self) -> bool:
-        """Whether each token sees all tokens before it, as in a transition alone."""
+        """True if each token sees all tokens before it, as in a transition alone."""
         return len(self.branches) == 1
 
 
@@ -347,7 +347,7 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 def _pays(shared: int, length: int, hidden_size: int | None) -> bool:
-    """Whether a path of `length` tokens is cheaper as a branch that shares its first ones than apart.
+    """True if a path of `length` tokens is cheaper as a branch that shares its first ones than apart.
 
     The tokens that it spares are compared with what a branch costs; what both take for attention differs little.
     """

@@ -26,7 +26,7 @@ from agl_torch.loading import LoadedModel
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps for one token."""
+    """The memory of one layer for one token."""
 
     heads: int
     key_dim: int
@@ -34,7 +34,7 @@ class LayerShape(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What a slot is to hold: the first `length` tokens of what slot `source` holds now."""
+    """The content that a slot is to have: the first `length` tokens of what slot `source` holds now."""
 
     source: int
     length: int
@@ -251,7 +251,7 @@ depends much on what shares a pass. Wrong attention differs by more."""
 
 @torch.inference_mode()
 def cache_layers(loaded: LoadedModel) -> tuple[list[LayerShape], torch.dtype]:
-    """What each layer caches per token, and in which type.
+    """The cache of each layer per token, and its type.
 
     The one guard of sampler and trainer: EngineError for a model whose tokens do not see all earlier ones by attention
     alone (recurrent layers, a sliding window shorter than the context), and for one that takes no mask of the sampler's

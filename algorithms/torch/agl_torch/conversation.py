@@ -138,7 +138,7 @@ class ChatText:
         self.tool_format: ToolFormat | None = detect_format(self.template)
         self._in_plain_text = isinstance(self.tool_format, PlainText)
         self.takes_tools = "tools" in self.template or self._in_plain_text
-        """Whether tools are shown to the model."""
+        """True if tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}

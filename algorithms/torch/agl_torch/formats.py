@@ -105,16 +105,16 @@ class ToolFormat(Protocol):
     markers: tuple[str, ...]
     """Tokens of the format; they stay in the text even where a tokenizer calls them special."""
     call_end: str | None
-    """What ends one call; None if the format has no such mark."""
+    """The mark that ends one call; None if the format has none."""
 
     def detect(self, template: str) -> bool:
-        """Whether a chat template writes tool calls in this format."""
+        """True if a chat template writes tool calls in this format."""
 
     def parse(self, text: str) -> Parsed:
         """Find the calls in a response's text (without its end token)."""
 
     def forced_prefix(self, tool: str | None) -> str:
-        """What a response must start with to call this tool; None: any tool."""
+        """The start of every response that calls this tool; None: of any tool."""
 
 
 class _MalformedError(ValueError):

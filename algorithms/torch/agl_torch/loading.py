@@ -46,7 +46,7 @@ class LoadedModel:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether it is wrapped by peft and only its adapter is trained."""
+        """True if it is wrapped by peft and only its adapter is trained."""
         return hasattr(self.model, "peft_config")
 
     @property
@@ -61,7 +61,7 @@ class LoadedModel:
 
 
 class Bases:
-    """What adapters are put on: each base is loaded once, and everything above it has the same frozen tensors.
+    """The models that adapters are put on: each is loaded once, and everything above it has the same frozen tensors.
 
     Policies, and critics, that adapt the same weights in the same dtype so cost one base and an adapter each.
     """
@@ -169,7 +169,7 @@ def _dtype(spec: PolicySpec, device: torch.device) -> torch.dtype | str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it; torch computes it by way of float32 else, which is slower.
+    """True if the processor has instructions for it; torch computes it by way of float32 else, which is slower.
 
     torch versions that do not know the processor are taken to have none.
     """

@@ -1,4 +1,4 @@
-"""What fits into a device's memory, and what a run would take: bytes by arithmetic, seconds by timing."""
+"""Memory and time of a run on a device: bytes by arithmetic, seconds by timing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokens_per_pass(model: Any, device: torch.device) -> int:
 
 
 def activation_bytes(model: Any, device: torch.device) -> float:
-    """What a training pass keeps for the backward pass, per token, without logits; measured on a few tokens.
+    """The bytes per token that a training pass keeps for the backward pass, without logits; measured on a few tokens.
 
     Weights do not count, and what several operations keep counts once.
     """
@@ -74,7 +74,7 @@ FULL_PRECISION = 4
 LOGITS = 2**28
 """Bytes of the logits that exist at the same time, with copies (`agl_torch.batching`)."""
 DECODING = 2.5
-"""What sampling a token takes against one of a long forward pass, measured on a CPU with 64 rows of a 135M model."""
+"""Time to sample a token, in times of one of a long forward pass; measured on a CPU with 64 rows of a 135M model."""
 STEP_SECONDS = 1e-8
 """Of an optimizer step, for each trained weight, measured on a CPU."""
 _TIMED_TOKENS, _TIMED_PASSES = 128, 3

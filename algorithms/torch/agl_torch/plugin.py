@@ -1,4 +1,4 @@
-"""What this package registers, and its settings. Importing it imports no torch; nor does a run that uses the engine."""
+"""The package's components and settings. Importing it imports no torch; nor does a run that uses the engine."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Request:
     """0 takes the likeliest token; its log-probabilities are then those of temperature 1."""
     top_p: float = 1.0
     seed: int = 0
-    """What is drawn depends on the seed, the choice's index and the position only."""
+    """The draw depends on the seed, the choice's index and the position only."""
     forced_ids: tuple[int, ...] = ()
     """Tokens that every response starts with, whatever the policy prefers; they are masked."""
     top: int = 0
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def response(self) -> Response:
-        """What it came to; only of a row that is finished."""
+        """The finished row's response."""
         assert self.finish_reason is not None
         forced = len(self.request.forced_ids)
         return Response(

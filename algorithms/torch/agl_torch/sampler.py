@@ -183,7 +183,7 @@ class Sampler:
         return phase
 
     def _fits(self, row: Row) -> bool:
-        """Whether the next row can be admitted, with longer slots if it needs them."""
+        """True if the next row can be admitted, with longer slots if it needs them."""
         need, active = row.longest if self._deterministic else len(row), len(self._active)
         if active >= self._max_rows:
             return False
@@ -345,7 +345,7 @@ class Pass(NamedTuple):
     starts: NDArray[np.int64]
     counts: NDArray[np.int64]
     last: bool
-    """Whether it ends at each row's last token, whose logits are wanted."""
+    """True if it ends at each row's last token, whose logits are wanted."""
 
 
 def passes(

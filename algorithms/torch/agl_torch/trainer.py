@@ -33,7 +33,7 @@ BACKWARD_COST = 2.0
 
 
 def passes_of(algorithm: PolicyGradient) -> float:
-    """What an update takes of each token, in forward passes over it."""
+    """The cost of an update per token, in forward passes over it."""
     steps = algorithm.epochs * algorithm.minibatches
     passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1)
     if algorithm.needs_critic:

@@ -101,7 +101,7 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
 
 
 def open_online_upstream(settings: OnlineSection, console: Screen) -> Upstream:
-    """What answers real use. ConfigError without its key, EngineError if it does not answer."""
+    """The model server of real use. ConfigError without its key, EngineError if it does not answer."""
     from agl_core.cli.upstreams import open_upstream
     from agl_core.errors import ConfigError
     from agl_core.wire.keys import take_key

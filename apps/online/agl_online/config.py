@@ -65,7 +65,7 @@ class OnlineSection(Section):
 
 
 class GateSection(Section):
-    """What a new version has to show on held-out tasks before it answers any session.
+    """The conditions on held-out tasks that a new version meets before it answers any session.
 
     Each limit compares it with the version that is served, on the same tasks; docs/deploy-and-learn.md has those that
     are fixed.
@@ -142,7 +142,7 @@ class LearnSection(Section):
         return max(1, round(exactly)) if self.offline_share else 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights after this step are proposed as a version."""
+        """True if the weights after this step are proposed as a version."""
         return step % self.propose_every == 0
 
 

@@ -124,7 +124,7 @@ class DeployedVersions:
             self._calls[version] -= 1
 
     def _version_of(self, group: str) -> int:
-        """What answers the sessions of a name now; ApiError 503 if nothing does."""
+        """The destination of a name's sessions now; ApiError 503 if there is none."""
         stable, canary = self._standing.stable, self._standing.canary
         if canary in self._loaded and is_drawn(group, canary, self._share):
             return canary
@@ -181,12 +181,12 @@ class DeployedVersions:
 
 
 def _model(step: int) -> str:
-    """What the engine calls a version."""
+    """The engine's name for a version."""
     return f"version-{step}"
 
 
 def is_drawn(group: str, canary: int, share: float) -> bool:
-    """Whether a canary answers the sessions of a name: the same for all of them, drawn anew for each canary.
+    """True if a canary answers the sessions of a name: the same for all of them, drawn anew for each canary.
 
     `group` stands for the name. It is made with the server's secret, so that no user can choose the version.
     """

@@ -1,4 +1,4 @@
-"""What the learner trains on: finished sessions with a reward, each once, and beside them rollouts of tasks.
+"""The learner's data: finished sessions with a reward, each once, and beside them rollouts of tasks.
 
 Which step a session was used in is recorded with it, in the same transaction as what the step made of it. So a learner
 that is killed and goes on from an earlier checkpoint gives the steps that it repeats the sessions that they had.
@@ -47,7 +47,7 @@ class _Ended:
     """When it ended, in Unix seconds."""
     scored: Scored
     is_usable: bool
-    """Whether a step has something to train on in it."""
+    """True if a step has something to train on in it."""
 
 
 class SessionExperience:

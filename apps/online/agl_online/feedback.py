@@ -16,7 +16,7 @@ from agl_core.types import Annotation, AttemptKey, Episode, TransitionKey
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a user, or a system beside the agent, said of a session or of one of its calls."""
+    """A judgement by a user, or by a system beside the agent, on a session or one of its calls."""
 
     session: str
     id: str
@@ -56,7 +56,7 @@ def users_said(
         Field(description="Weights by name, for instance `thumbs`; other names weigh 1."),
     ] = {},
 ) -> RewardValue:
-    """What users said about a session or a call: the weighted mean of their numbers. A missing one is not 0.
+    """The reward by users of a session or a call: the weighted mean of their numbers. A missing one is not 0.
 
     Of a session it is the terminal reward, of a call the reward of that call.
 

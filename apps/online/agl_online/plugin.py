@@ -1,4 +1,4 @@
-"""What this package registers."""
+"""The package's components."""
 
 from __future__ import annotations
 

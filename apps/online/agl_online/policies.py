@@ -72,7 +72,7 @@ class Version:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether what was saved is an adapter of other weights."""
+        """True if what was saved is an adapter of other weights."""
         return self.saved is not None and (self.saved / _ADAPTER).is_file()
 
 
@@ -92,7 +92,7 @@ def find_policy(name: str) -> tuple[Path, str]:
 
 
 def name_of(run: Path, policy: str) -> str:
-    """What a policy is called: its run's name, and after a colon its own where the run has several."""
+    """The name of a policy: its run's name, and after a colon its own where the run has several."""
     name = run.resolve().name
     return name if len(policy_names(run)) == 1 else f"{name}:{policy}"
 
@@ -103,7 +103,7 @@ def load_run(run: Path, overrides: Sequence[str] = (), plugins: Plugins | None =
 
 
 def policy_spec(version: Version, loaded: LoadedConfig) -> PolicySpec:
-    """What an engine loads of a version of this run. ConfigError if the weights below an adapter are gone."""
+    """The spec by which an engine loads a version of this run. ConfigError if the weights below an adapter are gone."""
     model = loaded.config.policies[version.policy].model
     saved, adapter = version.saved, None
     if saved is None or version.is_adapter:

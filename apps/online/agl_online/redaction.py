@@ -1,4 +1,4 @@
-"""What is taken out of texts before they are stored."""
+"""Patterns that are taken out of texts before they are stored."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _MAX_WAITING = 256
 
 
 COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
-"""What is counted since the server's start: sessions, then calls that were not recorded or lost some of their text."""
+"""Counters since the server's start: sessions, then calls that were not recorded or lost some of their text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,9 +130,9 @@ class ActiveSession(ActiveAttempt):
     used: float
     """When it was last used, in Unix seconds."""
     recorded: bool = True
-    """Whether it is stored."""
+    """True if it is stored."""
     begun: bool = False
-    """Whether the store has it."""
+    """True if the store has it."""
     missed: int = 0
     """Calls that were not recorded."""
     ends_with_reply: bool = False

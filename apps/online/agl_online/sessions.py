@@ -58,7 +58,7 @@ from agl_online.wire import (
 logger = logging.getLogger(__name__)
 
 _RECORDED, _UNRECORDED = "use", "off"
-"""What the ids of sessions begin with: those that are stored, and those that are not."""
+"""The prefixes of sessions' ids: of those that are stored, and of those that are not."""
 _SESSION_ID = re.compile(rf"({_RECORDED}|{_UNRECORDED})-([0-9a-f]{{24}})-([0-9a-f]{{12}})")
 _DAY = 86_400.0
 _BETWEEN_REMOVALS = 600.0
@@ -180,7 +180,7 @@ class Sessions:
         return session
 
     async def _has_opted_out(self, place: str) -> bool:
-        """Whether the sessions of a name are not to be stored; True if the store cannot be read."""
+        """True if the sessions of a name are not to be stored, or if the store cannot be read."""
         try:
             return bool(await self._store.erased([place]))
         except StoreError as error:

@@ -1,4 +1,4 @@
-"""Whether a new version may answer sessions: at the gate by held-out tasks, and then as a canary by some sessions.
+"""Trials of a new version before it may answer sessions: the gate by held-out tasks, then a canary by some sessions.
 
 The gate compares two evaluations task by task. A canary's sessions come one by one, and the question is asked after
 each. So its bounds hold at all times at once: confidence sequences for means of bounded values by betting (Waudby-Smith
@@ -48,7 +48,7 @@ _MAX_RISES = (
 _NO_CREDIT = PolicyCredit(
     "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], kind=CreditKind.RETURN
 )
-"""What is only scored earns nothing."""
+"""A rollout that is only scored earns nothing."""
 _POINTS = 400
 """The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
 _BOLDEST = 0.75
@@ -62,7 +62,7 @@ _REASONS = 3
 def decide_at_gate(
     step: int, candidate: Evaluated, incumbent: Evaluated, settings: GateSection, *, divergence: Mapping[str, float]
 ) -> Decision:
-    """Whether a candidate passes the gate, with the figures that say so.
+    """The decision on a candidate at the gate, with its figures.
 
     `candidate` and `incumbent` are evaluations of both versions on the same tasks, `divergence` how far apart they
     are.
@@ -146,12 +146,12 @@ async def measure_divergence(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one session came to."""
+    """The outcome of one session."""
 
     version: int
     """The version that answered it."""
     name: str
-    """What ties sessions of one name: `Rollout.group`."""
+    """`Rollout.group`, which ties sessions of one name."""
     reward: float | None
     """None: no user gave any."""
     tool_errors: float = 0.0
@@ -168,7 +168,7 @@ _LIMITS: Sequence[tuple[str, str, float, Callable[[Outcome], float]]] = (
 
 
 def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Decision | None:
-    """What the sessions since the canary began say: promote it, roll it back, or (None) go on.
+    """The decision by the sessions since the canary began: promote it, roll it back, or (None) go on.
 
     `outcomes` are those of sessions that began after the canary did, in the order of their ends. Asked after every
     session, a canary whose mean reward is lower by `tolerance` or more is promoted with a probability of at most
@@ -292,7 +292,7 @@ class Outcomes:
 
 
 def outcome_of(scored: Scored) -> Outcome | None:
-    """What one session came to; None if no version of the run answered it, or several did."""
+    """The outcome of one session; None if no version of the run answered it, or several did."""
     episode = scored.episode
     versions = {transition.version for transition in episode.transitions}
     version = versions.pop() if len(versions) == 1 else None

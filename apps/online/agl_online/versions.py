@@ -30,7 +30,7 @@ class LedgerError(AglError, ValueError):
 
 
 class State(StrEnum):
-    """What a version is."""
+    """The state of a version."""
 
     CANDIDATE = "candidate"
     """It has a checkpoint, and was not tested."""
@@ -95,7 +95,7 @@ class Standing:
 
     @property
     def previous(self) -> int | None:
-        """What is stable again if the stable version is rolled back."""
+        """The version that is stable again if the stable one is rolled back."""
         return self.stables[-2] if len(self.stables) > 1 else None
 
     @property
@@ -116,7 +116,7 @@ class Standing:
         return list(dict.fromkeys(step for step in needed if step is not None))
 
     def state(self, step: int) -> State | None:
-        """What a version is now; None if nothing was ever decided on it."""
+        """The state of a version now; None if nothing was ever decided on it."""
         if step == self.stable:
             return State.STABLE
         if step in self.stables and step != self.canary:
@@ -206,7 +206,7 @@ class Ledger:
         return decisions
 
     def current(self) -> Standing:
-        """What each version is now."""
+        """The state of each version now."""
         return functools.reduce(Standing.after, self.decisions(), Standing())
 
     def begin(self, step: int, reason: str) -> None:
@@ -255,7 +255,7 @@ class Ledger:
             self._checkpoints.mark_stable(self._policy, standing.stable, standing.kept)
 
     def _missing(self, step: int | None) -> str | None:
-        """What is wrong if a version is not there."""
+        """The error for a version that is not there."""
         is_there = not step or (self._checkpoints.path(step) / self._policy / "model").is_dir()
         return None if is_there else f"There is no checkpoint of step {step}."
 

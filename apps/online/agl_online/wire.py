@@ -79,7 +79,7 @@ class FeedbackRequest(Body):
 
 
 class FeedbackReply(Body):
-    """What the feedback was joined with."""
+    """The call or session that the feedback was joined with."""
 
     session: str
     call: str | None = Field(description="Null: it is about the whole session.")

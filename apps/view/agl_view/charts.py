@@ -217,7 +217,7 @@ class Scale:
 
 
 def _targets(scale: Scale, series: Mapping[str, Points], link: Link | None) -> list[Markup]:
-    """What can be pointed at: for each step all its values, with a link."""
+    """The areas that can be pointed at: for each step all its values, with a link."""
     at_step: dict[int, list[str]] = {}
     for name, points in series.items():
         for x, y in points:

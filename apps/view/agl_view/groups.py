@@ -31,7 +31,7 @@ class Member:
     advantage: float | None
     """The mean over its trained transitions, of the last step that used it; None if none was trained on."""
     matches: bool
-    """Whether the query asks for it."""
+    """True if the query asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Group:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it has no contrast: several rewards, and all of them are equal."""
+        """True if it has no contrast: several rewards, and all of them are equal."""
         return self.std == 0
 
 
@@ -75,7 +75,7 @@ class GroupList:
     total: int
     """The number of rollouts that were looked at: the newest ones."""
     is_all: bool
-    """Whether these are all of this step and mode."""
+    """True if these are all of this step and mode."""
 
 
 async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
@@ -129,7 +129,7 @@ class AlignedTurn:
 
     cells: Sequence[Cell | None]
     parts: bool
-    """Whether sides with the same history went different ways here."""
+    """True if sides with the same history went different ways here."""
 
 
 @dataclass(frozen=True, slots=True)

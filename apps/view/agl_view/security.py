@@ -96,13 +96,13 @@ class Guard:
 
 
 def _is_here(request: Request) -> bool:
-    """Whether the browser runs on this machine."""
+    """True if the browser runs on this machine."""
     own, client = request.scope.get("server"), request.client
     return client is None or is_loopback(client.host) or (own is not None and client.host == own[0])
 
 
 def _passwords(request: Request) -> list[str]:
-    """What the browser has asked its user for, or a program has sent as its bearer token."""
+    """The password that the browser asked its user for, or a program's bearer token."""
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return [sent.strip()]

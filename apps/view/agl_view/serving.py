@@ -103,7 +103,7 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
 
 
 def answer_beside(descriptor: int, orders: IO[bytes]) -> None:
-    """What the process of `shown_beside` does: `orders` has a line of settings, and ends with the run's process."""
+    """The program of `shown_beside`'s process: `orders` has a line of settings, and ends with the run's process."""
     settings = orjson.loads(orders.readline())
     with contextlib.suppress(OSError):
         os.nice(5)  # Training goes first.

@@ -82,7 +82,7 @@ def _shown(value: Any) -> Any:
 
 
 def make_environment() -> Environment:
-    """What renders the templates of this package."""
+    """The environment that renders the templates of this package."""
     environment = Environment(
         loader=PackageLoader("agl_view"),
         autoescape=True,

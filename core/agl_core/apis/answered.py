@@ -1,4 +1,4 @@
-"""What was answered in an attempt: for its client's retries, for echoes of a reply, and for what continues one.
+"""Replies of an attempt, kept for its client's retries, for echoes of a reply, and for what continues one.
 
 - A client's own retry of a call gets that call's reply; a second, equal request is a call of its own.
 - An assistant message that echoes a reply becomes the upstream's own message again. Other APIs than chat completions
@@ -48,13 +48,13 @@ class Exchange:
     tries: int = 0
     """The highest retry count seen."""
     supersedes: Call | None = None
-    """What an earlier server recorded of it, without its client getting the reply."""
+    """An earlier server's record of it, whose client did not get the reply."""
     call: Call | None = None
     """The call as it was recorded; None before, and if it does not count."""
     waiting: list[Any] = field(default_factory=list)
     """The clients' connections (`server.listening`) that asked for it."""
     arrived: bool = False
-    """Whether one of them got the reply."""
+    """True if one of them got the reply."""
     reply: asyncio.Future[Reply] | None = None
     """Of the call in flight; None before and after, so that a retry of one that failed asks the upstream again."""
     kept: RawReply | None = None
@@ -236,7 +236,7 @@ def retry_count(headers: Headers) -> int:
 
 
 def digest_of(api: str, body: bytes) -> bytes:
-    """What equal requests of one API have in common."""
+    """The digest that equal requests of one API have in common."""
     return blake2b(body, digest_size=16, person=api.encode()[:16]).digest()
 
 

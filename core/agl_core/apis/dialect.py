@@ -86,13 +86,13 @@ class ModelRequest:
     chat: Mapping[str, Json]
     """The same as a chat completion for the upstream, without model, streaming and sampling parameters."""
     recorded: Mapping[str, Json]
-    """What is recorded: the body with its conversation, tools and format as a chat completion has them, so that
+    """The request on record: the body with its conversation, tools and format as a chat completion has them, so that
     whatever reads `messages` of a recorded request (tool results, transitions, rewards) need not know the API."""
     model: str
     """Empty if the request names none."""
     stream: bool
     logprobs: bool
-    """Whether the agent wants to see log-probabilities."""
+    """True if the agent wants to see log-probabilities."""
     requested: Sampling
     conversation: Sequence[Message] | None
     """The messages that a later request may continue by the reply's id; None if none may."""
@@ -115,7 +115,7 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Translation:
-    """What a request's fields become in a chat completion."""
+    """A request in the fields of a chat completion."""
 
     fields: Mapping[str, Json]
     """By their names there; None: not set."""
@@ -123,7 +123,7 @@ class Translation:
     logprobs: bool = False
     conversation: Sequence[Message] | None = None
     recorded: Mapping[str, Json] = field(default_factory=dict)
-    """What is recorded otherwise than it is forwarded."""
+    """The fields that are recorded otherwise than they are forwarded."""
 
 
 class Dialect(ABC):
@@ -132,9 +132,9 @@ class Dialect(ABC):
     api: str
     """Its name, as recorded with each call."""
     id_prefix: ClassVar[str]
-    """What the ids of its replies begin with."""
+    """The prefix of its replies' ids."""
     counts = False
-    """Whether it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
+    """True if it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
     refused: ClassVar[frozenset[str]] = frozenset()
     """Fields of other APIs, or that need a provider's own servers: refused unless they ask for nothing."""
     rewritten: ClassVar[frozenset[str]] = frozenset()

@@ -38,7 +38,7 @@ class ApiError(ServerError):
 
     @property
     def is_context_overflow(self) -> bool:
-        """Whether the prompt was longer than the model's context."""
+        """True if the prompt was longer than the model's context."""
         return self.code == CONTEXT_OVERFLOW
 
 

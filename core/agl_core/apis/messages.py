@@ -372,7 +372,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _texts(block: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
-    """What a block says about its content."""
+    """The block's fields of these names, as parts of text."""
     return [_text(block[name]) for name in names if block.get(name) is not None]
 
 

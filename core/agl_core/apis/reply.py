@@ -31,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawReply:
-    """What the upstream answered with status 200, as it came, and what the gateway makes of it.
+    """An upstream's reply with status 200, as it came, and what the gateway makes of it.
 
     Replies are kept like this for retries: taken apart, each is a dozen objects for the garbage collector.
     """
@@ -43,7 +43,7 @@ class RawReply:
     """The header `x-agl-ignored`."""
     reply_id: str
     logprobs: bool
-    """Whether the agent is to see the log-probabilities."""
+    """True if the agent is to see the log-probabilities."""
 
     def read(self) -> Reply:
         """Take it apart; ApiError 502 if it is no chat completion."""
@@ -95,7 +95,7 @@ class Reply:
 
     @property
     def has_ids(self) -> bool:
-        """Whether prompt and every choice came with token ids."""
+        """True if prompt and every choice came with token ids."""
         return self.prompt_ids is not None and all(choice.response_ids is not None for choice in self.choices)
 
 

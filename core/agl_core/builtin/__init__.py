@@ -1,4 +1,4 @@
-"""What the core itself brings, through the same hook as any plugin."""
+"""The core's own components, registered through the same hook as any plugin's."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from agl_core.types.forms import dump_json, load_json
 
 
 class ColumnOptions(BaseModel):
-    """What the columns of a table, or the keys of objects, are to a task."""
+    """The roles of a table's columns, or of objects' keys, in a task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

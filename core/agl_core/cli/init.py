@@ -77,7 +77,7 @@ name = "grpo"
 """
 
 _REWARD = '''\
-"""What a rollout is worth. Try it on what was recorded: agl reward try {config}"""
+"""The reward of a rollout. Try it on what was recorded: agl reward try {config}"""
 
 import agl_core
 

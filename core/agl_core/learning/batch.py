@@ -30,7 +30,7 @@ class PolicyCredit:
     """The rule's name, for messages."""
     rule: CreditRule
     kind: CreditKind
-    """Whether the policy's algorithm reads its values as rewards or as returns."""
+    """Rewards or returns, as the policy's algorithm reads its values."""
 
     @classmethod
     def planned(cls, plan: PolicyPlan) -> PolicyCredit:
@@ -66,7 +66,7 @@ class BatchPlan:
     min_group_size: int = 1
     """A group with fewer members left is dropped whole."""
     without_logprobs: bool = False
-    """Whether transitions without log-probabilities are trained on."""
+    """True if transitions without log-probabilities are trained on."""
 
     @classmethod
     def configured(cls, loaded: LoadedConfig, *, without_logprobs: bool) -> BatchPlan:

@@ -193,6 +193,6 @@ def _call_ids(message: Mapping[str, Any]) -> set[str]:
 
 
 def _system_prompt(transition: Transition) -> str:
-    """What tells an unnamed agent from another: the instructions that it begins with."""
+    """The instructions that an agent begins with, which tell it from another if it has no name."""
     first = transition.messages[0] if transition.messages else {}
     return message_text(first.get("content")) if first.get("role") in ("system", "developer") else ""

@@ -122,7 +122,7 @@ async def score_groups(
     rules: Sequence[ScoringRule],
     endings: Mapping[Ending, float | Json],
 ) -> list[tuple[Episode, list[Exception]]]:
-    """What `score` gave for whole groups, with what the rules add that see a group at once; in the same order.
+    """The rewards of `score` for whole groups, with those of the rules that see a group at once; in the same order.
 
     Such a rule sees the episodes of a group that the others rewarded, as they left them: not one that was dropped, or
     that has a fixed reward. Where it fails, all of them are dropped.

@@ -1,4 +1,4 @@
-"""What a conversation shows of tools: the tool calls of responses, and the messages that answer them."""
+"""Tools in a conversation: the tool calls of responses, and the messages that answer them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server answers besides model calls: operations as routes, those of workers, the lists of models, what is
+"""The server's routes besides model calls: operations, those of workers, the lists of models, what is
 passed on without being recorded, the OpenAPI document, and what clients get at other paths.
 """
 

@@ -97,7 +97,7 @@ class ModelRoute(NamedTuple):
 
 
 def find_route(path: str) -> ModelRoute | None:
-    """What a path, decoded, says; None if it is of no model API, alone or after an attempt's.
+    """The API, attempt and id that a decoded path names; None if it is of no model API, alone or after an attempt's.
 
     >>> find_route("//openai/deployments/m/chat/completions/")
     ModelRoute(path='/v1/chat/completions', route='/v1/chat/completions', parameters={'deployment': 'm'})
@@ -166,7 +166,7 @@ class Gateway:
         """Calls, and the requests that make them."""
 
     def current_destination(self, attempt: ActiveAttempt) -> Destination:
-        """What answers the calls of an attempt; ApiError 503 while nothing does."""
+        """The destination of an attempt's calls; ApiError 503 while there is none."""
         return self._provider_of(attempt).current_destination()
 
     def models(self, attempt: ActiveAttempt) -> list[str]:

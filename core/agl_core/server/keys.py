@@ -111,7 +111,7 @@ class ActiveAttempt:
     reported: Ending | None = None
     """The ending with which it was closed, as reported."""
     answered_by: DestinationProvider | None = None
-    """What answers its calls; None: what answers those of the run."""
+    """The provider of its calls' destination; None: the run's."""
 
     @property
     def key(self) -> AttemptKey:
@@ -123,12 +123,12 @@ class ActiveAttempt:
 
     @property
     def closed(self) -> bool:
-        """Whether its calls no longer count."""
+        """True if its calls no longer count."""
         return self.state is not AttemptState.OPEN
 
     @property
     def over(self) -> bool:
-        """Whether its end is recorded."""
+        """True if its end is recorded."""
         return self.state not in (AttemptState.OPEN, AttemptState.CLOSING)
 
     @property
@@ -143,7 +143,7 @@ class ActiveAttempt:
 
     @property
     def refuses_late(self) -> bool:
-        """Whether its calls are refused once it is closed."""
+        """True if its calls are refused once it is closed."""
         return True
 
     @property
@@ -201,7 +201,7 @@ def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str 
 
 
 def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
-    """Whether the rollout gets another attempt: if this one was lost, or broke before the policy acted in it.
+    """True if the rollout gets another attempt: if this one was lost, or broke before the policy acted in it.
 
     An attempt in which the policy already acted is data. `budget` is the number of attempts a rollout may have.
     """
@@ -237,7 +237,7 @@ class Keys:
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     chosen: frozenset[str] = frozenset()
     passthrough: str | None = field(default=None, repr=False)
-    """What the server sends with requests that it passes through."""
+    """The key that the server sends with requests that it passes through."""
 
     @classmethod
     def of_run(cls, file: Path) -> Keys:
@@ -302,7 +302,7 @@ class Keys:
             raise refused_key(request, f"This route takes the key of: {right}.")
 
     def holds(self, secret: str, attempt: AttemptKey) -> bool:
-        """Whether this is the secret of the attempt's lease."""
+        """True if this is the secret of the attempt's lease."""
         return _same(secret, self.of_lease(attempt))
 
     def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey:
@@ -360,7 +360,7 @@ class RolloutSource(Protocol):
 
     @property
     def operations(self) -> Sequence[AnyOperation]:
-        """What its routes answer, for the OpenAPI document and the limits of bodies."""
+        """The operations of its routes, for the OpenAPI document and the limits of bodies."""
 
     @property
     def routes(self) -> Sequence[Route]:
@@ -368,7 +368,7 @@ class RolloutSource(Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What the server's health shows of it."""
+        """The part of the server's health that is about it."""
 
     async def start(self, base_url: str) -> None:
         """Called when the server has its port, before it listens."""

@@ -223,7 +223,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _expect(self) -> None:
-        """What has begun to come has to be whole in time."""
+        """A request that has begun to come has to be whole in time."""
         self._begun = self.loop.time()
         self._late = self.loop.call_later(REQUEST_TIMEOUT, self._is_late)
 

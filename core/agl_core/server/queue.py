@@ -213,7 +213,7 @@ class RolloutQueue:
             await self._store.put(*records)
 
     def lend(self, lending: bool) -> None:
-        """Whether rollouts are leased now; if not, leases wait."""
+        """Lease rollouts from now on, or have leases wait."""
         self._lending = lending
         self._changed.set()
 

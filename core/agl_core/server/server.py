@@ -164,7 +164,7 @@ class LightningServer:
         await self.stop()
 
     def health(self) -> Health:
-        """What the server is doing."""
+        """The server's health."""
         return Health(
             serving=self._relay.is_there,
             queued=self.queue.queued,
@@ -174,7 +174,7 @@ class LightningServer:
         )
 
     def activity(self) -> Activity:
-        """What the rollouts wait for."""
+        """The state of the rollouts: how many wait, and for what."""
         now, queue = time.time(), self.queue
 
         def since(begun: float | None) -> float | None:

@@ -47,7 +47,7 @@ _IDLE = 4.0
 """Seconds an idle connection is kept: less than the 5 after which uvicorn, vLLM's server, closes it."""
 _CONNECT = 10.0
 _PROXYS_OWN = frozenset({502, 503, 504})
-"""What a proxy answers for a server that is away."""
+"""The statuses by which a proxy answers for a server that is away."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
 _ERROR_FIELDS = ("type", "param", "code")
 _FIRST_FINAL_STATUS = 200
@@ -322,7 +322,7 @@ class RunSettings:
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """What answers model calls, and how they are sampled."""
+    """The model server that answers calls, and how they are sampled."""
 
     upstream: Upstream
     settings: RunSettings
@@ -335,10 +335,10 @@ class DestinationProvider(Protocol):
     """Knows what answers model calls. All methods belong to the server's event loop."""
 
     def current_destination(self) -> Destination:
-        """What answers in general; ApiError 503 if nothing does."""
+        """The destination in general; ApiError 503 if there is none."""
 
     def acquire_destination(self, attempt: ActiveAttempt) -> AbstractContextManager[Destination]:
-        """What answers a call of this attempt, as long as the block lasts; ApiError 503 if nothing does."""
+        """The destination of a call of this attempt, for as long as the block lasts; ApiError 503 if there is none."""
 
 
 class Relay:
@@ -357,7 +357,7 @@ class Relay:
         return self._destination is not None
 
     def current_destination(self) -> Destination:
-        """What answers; ApiError 503 if nothing does."""
+        """The current destination; ApiError 503 if there is none."""
         if self._destination is None:
             raise no_upstream()
         return self._destination

@@ -33,7 +33,7 @@ Data: TypeAlias = str | bytes
 DataType = TypeVar("DataType", str, bytes)
 Row: TypeAlias = tuple[Any, ...]
 Rows: TypeAlias = dict[Table, list[Row]]
-"""What one `put` writes, by table."""
+"""The rows that one `put` writes, by table."""
 
 BLOCK_BYTES = 256 * 4
 """256 int32 tokens: large enough that a block's row costs little beside its content, small enough that the
@@ -52,7 +52,7 @@ _KEYS: Mapping[type, tuple[str, ...]] = {
     TrainingRecord: ("call", "choice", "step"),
     Annotation: ("id",),
 }
-"""What names a record of an attempt among those of its kind."""
+"""The key of an attempt's record among those of its kind."""
 _FILLED = ("tool_call_id", "agent", "parent_span")
 """Spans around a tool's own come after it, and may know whose it is and which call it answers."""
 

@@ -302,7 +302,7 @@ class GroupWriter:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def between_writes(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """What `work` returns, which has the connection for itself; then the log is cut off, for what it removed."""
+        """Run `work`, which has the connection for itself; then the log is cut off, for what it removed."""
         loop, last = asyncio.get_running_loop(), time.monotonic() + BUSY_SECONDS
         result = await loop.run_in_executor(self._thread, self._checked, work)
         while not await loop.run_in_executor(self._thread, self._checked, self._cut_log_off):
@@ -317,7 +317,7 @@ class GroupWriter:
         return result
 
     async def erase(self, work: Callable[[sqlite3.Connection, int], Result]) -> Result:
-        """What `work` returns; it may remove pieces below the number that it gets.
+        """Run `work`; it may remove pieces below the number that it gets.
 
         What was put before refers to such pieces, and is written before. What is put from now on does not.
         """
@@ -422,7 +422,7 @@ class GroupWriter:
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """What tells a file from others, whatever its name; None if there is none of this name."""
+    """The identity of a file, whatever its name; None if there is none of this name."""
     try:
         status = os.stat(file)
     except OSError:

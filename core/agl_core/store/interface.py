@@ -77,7 +77,7 @@ class Store(Protocol):
         """The rewards of these attempts, with provenance."""
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        """What training made of the transitions of these attempts; of one that was replayed, by each step."""
+        """The training records of these attempts' transitions; of one that was replayed, by each step."""
 
     async def __aenter__(self) -> Self:
         await self.open()

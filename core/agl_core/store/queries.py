@@ -1,4 +1,4 @@
-"""What the store is asked, and what is removed from it: each function runs in one transaction."""
+"""The store's queries and removals: each function runs in one transaction."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Table(NamedTuple):
     row: str
     """Its values, in SQL."""
     conflict: str
-    """What is done with a row whose key is there already."""
+    """The clause for a row whose key is there already."""
 
 
 PIECES = Table("pieces", ("seq", "data"), "(?, ?)", "")

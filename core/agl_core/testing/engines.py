@@ -1,4 +1,4 @@
-"""What every engine must honour (`agl_core.protocols.Engine`), as checks of a real one.
+"""The contract of every engine (`agl_core.protocols.Engine`), as checks of a real one.
 
 A plugin's tests start their engine once, and run the checks with it in this order (the last one stops it):
 
@@ -152,11 +152,11 @@ class Row:
     logprobs: Sequence[float]
     value: float
     trained: bool = True
-    """Whether the response's tokens take part in the loss."""
+    """True if the response's tokens take part in the loss."""
 
     @classmethod
     def of_reply(cls, reply: Any, value: float) -> Row:
-        """What the core makes of a chat completion."""
+        """The row that the core makes of a chat completion."""
         choice = reply["choices"][0]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         return cls(reply["prompt_token_ids"], choice["token_ids"], logprobs, value)

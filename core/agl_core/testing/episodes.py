@@ -86,7 +86,7 @@ def call(sequence: int = 0, *choices: Choice, rollout: str = "r", **changes: Any
 
 
 def tool_result(id: str, tool_call_id: str | None = None, **changes: Any) -> ToolResult:
-    """What the tool `look` did for a tool call."""
+    """A result of the tool `look` for a tool call."""
     fields: dict[str, Any] = {"rollout": "r", "attempt": 0, "tool": "look", "status": ToolStatus.OK}
     return ToolResult(id=id, tool_call_id=tool_call_id, **(fields | changes))
 
@@ -94,7 +94,7 @@ def tool_result(id: str, tool_call_id: str | None = None, **changes: Any) -> Too
 def transition(
     turn: int = 0, *tool_results: ToolResult, rollout: str = "r", choice: int = 0, **changes: Any
 ) -> Transition:
-    """What learning makes of a call; without token ids unless they are given."""
+    """The transition that learning makes of a call; without token ids unless they are given."""
     fields: dict[str, Any] = {
         "agent": "solver",
         "turn": turn,

@@ -1,4 +1,4 @@
-"""What a scripted model server gets and says: requests as they arrived, and the steps that answer them."""
+"""The script of a model server: requests as they arrived, and the steps that answer them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def in_turn(*steps: Step) -> Callable[[Received], Step]:
 
 
 def echo(received: Received) -> Say:
-    """What the model says where a test does not care."""
+    """A reply for tests that do not care."""
     content = received.items[-1].get("content") or ""
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     asked = " ".join(texts) or "nothing"

@@ -44,9 +44,9 @@ class ScriptedUpstream:
         self.received: list[Received] = []
         """The requests so far."""
         self.answer: Answer = echo
-        """What answers requests for which no step is queued. It may block, which holds up its own request alone."""
+        """Answers requests for which no step is queued. It may block, which holds up its own request alone."""
         self.returns_ids = True
-        """Whether replies have token ids and log-probabilities."""
+        """True if replies have token ids and log-probabilities."""
         self.models = ["served"]
         self.more: Mapping[str, Any] = {}
         """More fields of each reply, or other values of those that it has."""

@@ -1,4 +1,4 @@
-"""What a run and its engine exchange: training batches, replies that are known as texts alone, and the workload.
+"""The data between a run and its engine: training batches, replies that are known as texts alone, and the workload.
 
 A batch is ragged from the store to the loss: flat arrays and offsets, no pads.
 """
@@ -35,7 +35,7 @@ class Batch:
     values_N: NDArray[np.float64]
     """Credited values."""
     kind: CreditKind
-    """What `values_N` are: rewards or returns."""
+    """The kind of `values_N`: rewards or returns."""
     group_N: NDArray[np.int64]
     """0 … groups-1."""
     rollout_N: NDArray[np.int64]
@@ -47,7 +47,7 @@ class Batch:
     weight_N: NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
     """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`); by default 1."""
     sampled_N: NDArray[np.bool_] = field(default_factory=lambda: np.ones(0, np.bool_))
-    """Whether the log-probabilities are known; by default of all. Where not, an engine takes the policy's own from
+    """True if the log-probabilities are known; by default of all. Where not, an engine takes the policy's own from
     before the update for them, so that importance weights are 1."""
     step: int = 0
     """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
@@ -75,7 +75,7 @@ class RecordedReply:
     tools: Sequence[Mapping[str, Json]]
     response: Mapping[str, Json]
     is_complete: bool = True
-    """Whether it ended by itself, so that an end token belongs to it."""
+    """True if it ended by itself, so that an end token belongs to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class TokenizedReply:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of its engine, in rollouts of one call each."""
+    """The work that a run asks of its engine, in rollouts of one call each."""
 
     steps: int
     groups: int
@@ -102,7 +102,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Needs:
-    """What an engine takes for a workload, by its own arithmetic: the order of magnitude."""
+    """The memory and time of a workload, by the engine's own arithmetic: the order of magnitude."""
 
     memory_bytes: int
     """At most, of its process and its devices."""

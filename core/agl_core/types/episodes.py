@@ -60,11 +60,11 @@ class Transition:
     tools: tuple[Mapping[str, Json], ...] = ()
     """The tools that the request offered, as a chat completion has them: part of the observation."""
     had_to_call: bool = False
-    """Whether the request left the model no choice but to call a tool, as for structured output."""
+    """True if the request left the model no choice but to call a tool, as for structured output."""
 
     @property
     def has_ids(self) -> bool:
-        """Whether prompt and response token ids were both recorded."""
+        """True if prompt and response token ids were both recorded."""
         return self.prompt_ids is not None and self.response_ids is not None
 
     @property
@@ -86,7 +86,7 @@ class Episode:
     ending: Ending
     transitions: tuple[Transition, ...]
     result: Json = None
-    """What the agent returned."""
+    """The agent's return value."""
     rewards: tuple[Reward, ...] = ()
     """Components of the terminal reward, with provenance."""
     terminal: float | None = None
@@ -104,5 +104,5 @@ class Episode:
     unattributed: int = 0
     """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
     annotations: tuple[Annotation, ...] = ()
-    """What others than the agent said of it, the earliest first."""
+    """Judgements by others than the agent, the earliest first."""
     step: int = 0

@@ -46,7 +46,7 @@ class Field(NamedTuple):
     dump: Callable[[Any], Json]
     load: Callable[[Json, str], Any]
     optional: bool
-    """Whether it may be None."""
+    """True if it may be None."""
     has_default: bool
 
 

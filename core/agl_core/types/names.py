@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """What a rollout is for; it fixes the sampling at the gateway, over what the agent asks for."""
+    """The purpose of a rollout; it fixes the sampling at the gateway, over what the agent asks for."""
 
     TRAIN = "train"
     EVAL_GREEDY = "eval-greedy"
@@ -61,7 +61,7 @@ class FinishReason(StrEnum):
 
     @classmethod
     def read(cls, word: object, *, calls_tools: bool) -> FinishReason:
-        """What the word of a model server or a framework says; one that says nothing leaves what the response shows.
+        """The reason for the word of a model server or a framework; without one, that which the response shows.
 
         >>> FinishReason.read("repetition", calls_tools=False), FinishReason.read(None, calls_tools=True)
         (<FinishReason.LENGTH: 'length'>, <FinishReason.TOOL_CALLS: 'tool_calls'>)
@@ -71,7 +71,7 @@ class FinishReason(StrEnum):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the response has no end."""
+        """True if the response has no end."""
         return self in (FinishReason.LENGTH, FinishReason.ABORTED)
 
 
@@ -107,12 +107,12 @@ class Source(StrEnum):
 
     @property
     def is_asserted(self) -> bool:
-        """Whether only the agent's side asserts it, and nothing that the gateway recorded shows it."""
+        """True if only the agent's side asserts it, and nothing that the gateway recorded shows it."""
         return self is not Source.CONVERSATION
 
 
 class CreditKind(StrEnum):
-    """Whether a credited value is what one step earned, or already contains what came after."""
+    """The meaning of a credited value: what one step earned, or a sum that contains what came after."""
 
     REWARD = "reward"
     RETURN = "return"
@@ -157,7 +157,7 @@ class DropReason(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Whether a rollout went as it should, from what was recorded of it (`agl_core.learning.health`)."""
+    """A judgement on a rollout, by what was recorded of it: did it go as it should? (`agl_core.learning.health`)"""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -192,7 +192,7 @@ class Symptom(StrEnum):
 
 
 class Evidence(StrEnum):
-    """What was not recorded of a rollout, though it happened."""
+    """A part of a rollout that was not recorded, though it happened."""
 
     CALLS = "calls"
     """A call to a model API that is not agl's."""
@@ -207,7 +207,7 @@ class Evidence(StrEnum):
 
 
 class AlarmName(StrEnum):
-    """What a run raises an alarm about; each is explained in docs/health.md."""
+    """The alarms of a run; each is explained in docs/health.md."""
 
     REWARD_COLLAPSE = "reward_collapse"
     ENTROPY_COLLAPSE = "entropy_collapse"
@@ -234,7 +234,7 @@ class AlarmName(StrEnum):
 
     @property
     def has_threshold(self) -> bool:
-        """Whether it is raised where a number passes a threshold."""
+        """True if it is raised where a number passes a threshold."""
         return self not in _WITHOUT_THRESHOLD
 
 

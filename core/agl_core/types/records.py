@@ -31,11 +31,11 @@ class Task:
     id: str
     """Unique within its split."""
     input: Json
-    """What the agent is called with."""
+    """The agent's input."""
     split: str = "train"
     """A held-out task has the name of its set, unless its source gives it another split."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
-    """What rewards need and the agent must not see, for instance the expected answer."""
+    """Data for rewards that the agent must not see, for instance the expected answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Attempt:
     ended: Time | None = None
     ending: Ending | None = None
     result: Json = None
-    """What the agent returned."""
+    """The agent's return value."""
     error: str | None = None
     """The exception's type and message, when it crashed; a hint what to do, when it made no call."""
     passed_through: Mapping[str, Json] | None = None
@@ -146,7 +146,7 @@ class Choice:
     mask: TokenMask | None = None
     """[T] bool, True where the policy sampled the token, False where it was forced; None: all sampled."""
     parse_error: str | None = None
-    """What was wrong with the tool calls in this response, if they did not parse."""
+    """The error of the tool calls in this response, if they did not parse."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +193,7 @@ class Call:
     undelivered: bool = False
     """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
     stamped: bool = True
-    """Whether the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
+    """True if the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
 
     @property
     def key(self) -> AttemptKey:
@@ -201,13 +201,13 @@ class Call:
 
     @property
     def is_unattributed(self) -> bool:
-        """Whether nothing says who made it, and so what the tools after it belong to."""
+        """True if nothing says who made it, and so what the tools after it belong to."""
         return not self.stamped and self.agent is None and self.parent_span is None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool did after a call."""
+    """The result of a tool that ran after a call."""
 
     id: str
     """Unique among the tool results of its source and attempt: one that is reported twice is recorded once."""
@@ -252,7 +252,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What somebody beside the agent said of an attempt, or of one of its calls, perhaps long after its end."""
+    """A judgement by somebody beside the agent on an attempt, or on one of its calls, perhaps long after its end."""
 
     rollout: str
     attempt: int
@@ -276,7 +276,7 @@ class TransitionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """What one training step made of one transition. It answers "why did this token get this advantage?"."""
+    """The outcome of one transition in one training step. It answers "why did this token get this advantage?"."""
 
     rollout: str
     attempt: int

@@ -59,7 +59,7 @@ class RefusedError(ServerError):
 
 
 class LightningClient:
-    """What workers and operators ask of a server; one instance per event loop.
+    """A client of workers and operators; one instance per event loop.
 
     >>> async def example():
     ...     async with LightningClient("http://127.0.0.1:8000", key="…") as client:
@@ -74,7 +74,7 @@ class LightningClient:
         )
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
-        """What the server replies to one request, which may be about the attempt of a lease."""
+        """Send one request, which may be about the attempt of a lease, and return the reply."""
         try:
             response = await self._http.request(**_request(self.base_url, operation, body, lease))
         except httpx.HTTPError as error:
@@ -110,7 +110,7 @@ class BlockingClient:
         )
 
     def ask(self, operation: Operation[Asked, Answer], body: Asked) -> Answer:
-        """What the server replies to one request."""
+        """Send one request, and return the reply."""
         try:
             response = self._http.request(**_request(self.base_url, operation, body))
         except httpx.HTTPError as error:
@@ -233,7 +233,7 @@ def find_server(
 
 
 def is_over(config: RunConfig | None, folder: Path | None, server: ServerAddress) -> bool:
-    """Whether the file of this server says that its run is over; False on a machine that does not have the file."""
+    """True if the file of this server says that its run is over; False on a machine that does not have the file."""
     file = _newest(config, folder, server.base_url)
     return file is not None and file.base_url == server.base_url and file.over
 

@@ -65,7 +65,7 @@ def take_key(name: str) -> str | None:
 
 
 def problem_of_key(name: str, key: str) -> str | None:
-    """What is wrong with a key, without showing it; None if it is valid. `name` is where it comes from.
+    """The fault of a key, without showing it; None if it is valid. `name` is where it comes from.
 
     >>> problem_of_key("AGL_WORKER_KEY", "s3cret"), problem_of_key("AGL_WORKER_KEY", "a\\nb")
     (None, 'AGL_WORKER_KEY has a line break or another control character in it, which no HTTP header can carry.')

@@ -1,4 +1,4 @@
-"""What is asked of a Lightning Server below /agl/v1: each request is described once, as an `Operation`.
+"""The requests to a Lightning Server below /agl/v1: each is described once, as an `Operation`.
 
 The server's routes, its OpenAPI document and the clients are made of these descriptions: here of workers (leases,
 heartbeats, and the ends of attempts) and of those who watch the server; a source of rollouts may bring others.
@@ -66,7 +66,7 @@ class Operation(Generic[Asked, Answer]):
     largest: int = MAX_BODY
     """Bytes of the request's body."""
     waits: bool = False
-    """Whether the reply may wait for something; then the server stops when the client goes away."""
+    """True if the reply may wait for something; then the server stops when the client goes away."""
 
     @property
     def has_body(self) -> bool:
@@ -175,13 +175,13 @@ class CloseRequest(Body):
 
 
 class CloseReply(Body):
-    """Whether the attempt counts."""
+    """The reply to the report of an attempt's end."""
 
     counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
 
 
 class Health(Body):
-    """What the server is doing."""
+    """The server's health."""
 
     status: str = "ok"
     serving: bool = Field(description="Whether an engine is there to answer model calls.")
@@ -203,7 +203,7 @@ class RunningAttempt(Body):
 
 
 class Activity(Body):
-    """What the rollouts of the run wait for."""
+    """The state of a run's rollouts: how many wait, and for what."""
 
     serving: bool = Field(description="Whether an engine is there to answer model calls.")
     queued: int = Field(description="Rollouts that wait for a worker.")

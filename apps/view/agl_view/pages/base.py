@@ -39,7 +39,7 @@ _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 
 
 class BadQueryError(AglError, ValueError):
-    """What an address asks for cannot be read."""
+    """The query of an address cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Pages:
 
 
 def read_query(request: Request) -> Query:
-    """What the address asks for. BadQueryError names what cannot be read."""
+    """The query of the address. BadQueryError names what cannot be read."""
     asked = {key: value for key, value in request.query_params.items() if value}
     return Query(
         step=whole(asked["step"], "step") if "step" in asked else None,
@@ -219,12 +219,12 @@ def said_in(attempt: AttemptReport) -> list[Said]:
 
 
 def _essence(message: Any) -> tuple[Any, ...]:
-    """What makes messages equal: frameworks drop or add other fields when they echo one."""
+    """The fields that make messages equal: frameworks drop or add others when they echo one."""
     return message.get("role"), message.get("content") or "", len(message.get("tool_calls") or ())
 
 
 def run_line(name: str, folder: Path) -> RunLine:
-    """What a list says about a run."""
+    """A run's line of the list."""
     try:
         metrics = read_metrics(folder)
         return RunLine(name, read_entry(folder, metrics), metrics)

@@ -17,7 +17,7 @@ _NEEDED = frozenset(
     {"agl_core", "annotated_types", "numpy", "orjson", "pluggy", "pydantic", "pydantic_core"}
     | {"typing_extensions", "typing_inspection"}
 )
-"""What agl imports when it attaches, beside Python's own modules."""
+"""The modules that agl imports when it attaches, beside Python's own."""
 
 
 def _import_next() -> None:
