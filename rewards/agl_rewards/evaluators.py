@@ -150,7 +150,7 @@ def token_f1(
     return max(word_f1(text_of(episode.result), text_of(answer)) for answer in answers)
 
 
-def word_f1(found: str, expected: str) -> float:
+def word_f1(text: str, expected: str) -> float:
     """Word F1 of two texts; an empty text is expected only where the expected one is empty.
 
     Where the expected text has nothing but articles ("A", of several choices) or punctuation, these count.
@@ -161,10 +161,10 @@ def word_f1(found: str, expected: str) -> float:
     (0.0, 1.0, 0.0)
     """
     for split in (_words, _with_articles, _with_punctuation):
-        words, wanted = split(found), split(expected)
+        words, wanted = split(text), split(expected)
         if wanted:
             return 2 * (Counter(words) & Counter(wanted)).total() / (len(words) + len(wanted))
-    return float(not found.strip())
+    return float(not text.strip())
 
 
 def _words(text: str) -> list[str]:

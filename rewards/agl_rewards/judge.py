@@ -99,8 +99,8 @@ class Judge:
     async def __call__(self, episode: Episode) -> float:
         """The score of an episode's result."""
         material = self._material(episode)
-        asked = [self._options.base_url, self._options.model, self._options.rubric, material]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        question = [self._options.base_url, self._options.model, self._options.rubric, material]
+        key = hashlib.sha256(json.dumps(question).encode()).hexdigest()
         score = self._kept(key)
         return await self._shared(key, material) if score is None else score
 
@@ -145,7 +145,7 @@ class Judge:
         if self._options.field is not None:
             material["expected"] = expected_answer(episode, self._options.field)
         text = json.dumps(material, ensure_ascii=False)
-        return _NOT_ONLY_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        return _NOT_ONLY_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
     async def _reply(self, body: dict[str, Any]) -> str:
         url = f"{self._options.base_url.rstrip('/')}/chat/completions"
@@ -184,18 +184,18 @@ def score_in(reply: str, material: str = "") -> float:
     >>> score_in('{"score": 7}'), score_in('Fine, but curt. {"score": 7}')
     (0.7, 0.7)
     """
-    found = _VERDICT.fullmatch(reply)
-    if found is None or len(_SCORE.findall(reply)) != 1 or not float(found["score"]) <= _SCALE:
+    match = _VERDICT.fullmatch(reply)
+    if match is None or len(_SCORE.findall(reply)) != 1 or not float(match["score"]) <= _SCALE:
         raise JudgeError(
             f"The judge's reply does not state one score from 0 to {_SCALE}: {reply[:200]!r}. A larger model, a "
             f'simpler rubric, or an endpoint with structured output keeps to {{"score": S}}.'
         )
-    if found["before"].strip() and "score" in material.casefold():
+    if match["before"].strip() and "score" in material.casefold():
         raise JudgeError(
             f"The judge's reply may quote its score from the judged text, which speaks of a score: {reply[:200]!r}. A "
             f"larger model, or an endpoint with structured output, replies with JSON alone."
         )
-    return float(found["score"]) / _SCALE
+    return float(match["score"]) / _SCALE
 
 
 def _messages(rubric: str, material: str) -> list[dict[str, str]]:

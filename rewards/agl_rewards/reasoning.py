@@ -67,11 +67,11 @@ class ReasoningGymTasks:
                 f"of them. {nearest(min(settings.keys() - shares), shares)}"
             )
         self._shares = shares
-        self._made = {
+        self._described = {
             name: {"dataset": name, "seed": self._seed, "size": _APART, "settings": settings.get(name, {})}
             for name in shares
         }
-        self._datasets = {name: _dataset(made) for name, made in self._made.items()}
+        self._datasets = {name: _dataset(described) for name, described in self._described.items()}
 
     @property
     def size(self) -> int | None:
@@ -82,7 +82,7 @@ class ReasoningGymTasks:
         """The task at this index, from 0 on."""
         [name] = Random(f"{self._seed} {index}").choices([*self._shares], [*self._shares.values()])
         entry = self._datasets[name][index]
-        metadata = {_KEY: {**self._made[name], "index": index}, "answer": str(entry["answer"])}
+        metadata = {_KEY: {**self._described[name], "index": index}, "answer": str(entry["answer"])}
         return Task(f"{name}-{self._seed}-{index}", entry["question"], self._options.split, metadata)
 
 
@@ -94,38 +94,38 @@ class Verified(IsolatedRule):
     """
 
     async def __call__(self, episode: Episode, time_limit: float = SANDBOX_SECONDS) -> float:
-        made = episode.task.metadata.get(_KEY)
-        if not isinstance(made, dict):
+        origin = episode.task.metadata.get(_KEY)
+        if not isinstance(origin, dict):
             raise PluginError(
                 "The reward rule 'reasoning_gym' scores the tasks of the task source 'reasoning_gym', and this task is "
                 "of another: set [tasks.…] source = 'reasoning_gym', or choose another rule."
             )
         if episode.result is None:
             return 0.0
-        dataset = {name: value for name, value in made.items() if name != "index"}
-        entry = _dataset(dataset)[made["index"]]  # Here: some are others in a process with other hashes of texts.
-        asked = (dataset, entry, str(episode.result).strip())
+        dataset = {name: value for name, value in origin.items() if name != "index"}
+        entry = _dataset(dataset)[origin["index"]]  # Here: some are others in a process with other hashes of texts.
+        arguments = (dataset, entry, str(episode.result).strip())
         try:
-            value = await run_sandboxed(_score, *asked, prepare=(_dataset, dataset), seconds=time_limit)
+            value = await run_sandboxed(_score, *arguments, prepare=(_dataset, dataset), seconds=time_limit)
         except SandboxLimitError:
             return 0.0
         return min(1.0, max(0.0, value)) if isinstance(value, float) else 0.0  # The answer may have written it.
 
 
-def _score(made: Mapping[str, Json], entry: dict[str, Any], answer: str) -> float:
-    dataset = _dataset(made)
+def _score(described: Mapping[str, Json], entry: dict[str, Any], answer: str) -> float:
+    dataset = _dataset(described)
     try:
         return float(dataset.score_answer(answer, entry))
     except Exception:
         return 0.0
 
 
-def _dataset(made: Mapping[str, Json]) -> ProceduralDataset:
-    return _made(json.dumps(made, sort_keys=True))
+def _dataset(described: Mapping[str, Json]) -> ProceduralDataset:
+    return _created(json.dumps(described, sort_keys=True))
 
 
 @cache
-def _made(as_json: str) -> ProceduralDataset:
+def _created(as_json: str) -> ProceduralDataset:
     name, seed, size, settings = map(json.loads(as_json).get, ("dataset", "seed", "size", "settings"))
     try:
         import reasoning_gym

@@ -41,7 +41,7 @@ def asked_again(
     user message before it, and corrects if it begins like an English correction.
     """
     repeated: dict[TransitionKey, float] = {}
-    last = {each.turn: each for each in episode.transitions}
+    last = {transition.turn: transition for transition in episode.transitions}
     ordered = [last[turn] for turn in sorted(last)]
     for before, after in itertools.pairwise(ordered):
         earlier, later = _requests(before), _requests(after)
@@ -93,7 +93,7 @@ def _pieces(text: str) -> Counter[str]:
 def _requests(transition: Transition) -> list[str]:
     """The user's messages before a reply, in order."""
     messages: tuple[Mapping[str, Any], ...] = transition.messages
-    return [message_text(each.get("content")) for each in messages if each.get("role") == "user"]
+    return [message_text(message.get("content")) for message in messages if message.get("role") == "user"]
 
 
 def _plain(text: str) -> str:

@@ -80,10 +80,10 @@ async def sql_match(
     if not isinstance(episode.result, str):
         return 0.0
     try:
-        found, read = await _queried(file, episode.result, timeout)
+        rows, read = await _queried(file, episode.result, timeout)
     except sqlite3.Error:
         return 0.0
-    is_same = same_rows(found, wanted, ordered=_is_ordered(expected))
+    is_same = same_rows(rows, wanted, ordered=_is_ordered(expected))
     return float(is_same and _is_no_guess(read, needed, wanted))
 
 
@@ -134,10 +134,10 @@ def _is_no_guess(read: _Columns, needed: _Columns, wanted: Sequence[Row]) -> boo
     if any(value not in (None, 0, "") for row in wanted for value in row):
         return bool(read) or not needed
     has_tables = {table for table, _ in needed} <= {table for table, _ in read}
-    return has_tables and {each for each in needed if each[1]} <= read
+    return has_tables and {column for column in needed if column[1]} <= read
 
 
-def same_rows(found: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:
+def same_rows(rows: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:
     """True if two results are equal, as lists if `ordered`, else as multisets.
 
     >>> same_rows([(2, "b"), (1, "a")], [(1.0, "a"), (2, "b")], ordered=False)
@@ -145,7 +145,7 @@ def same_rows(found: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> 
     >>> same_rows([(1,)], [(1,), (1,)], ordered=False)
     False
     """
-    left, right = [_comparable(row) for row in found], [_comparable(row) for row in wanted]
+    left, right = [_comparable(row) for row in rows], [_comparable(row) for row in wanted]
     return left == right if ordered else Counter(left) == Counter(right)
 
 

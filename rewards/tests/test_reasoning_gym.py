@@ -129,6 +129,6 @@ async def test_tasks_of_another_source_are_refused() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    reasoning._made.cache_clear()
+    reasoning._created.cache_clear()
     with pytest.raises(ConfigError, match=r"agl-rewards\[reasoning-gym\]"):
         tasks(dataset="chain_sum")

@@ -56,10 +56,10 @@ class OnlineSection(Section):
     def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in value:
             try:
-                found = re.compile(pattern)
+                compiled = re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
-            if found.match(""):
+            if compiled.match(""):
                 raise ValueError(f"{pattern!r} matches an empty text, and so would change every text")
         return value
 

@@ -150,18 +150,18 @@ class SessionExperience:
         now, ids = time.time(), [rollout.id for rollout in rollouts]
         ends = {attempt.rollout: attempt.ended or now for attempt in await self._store.attempts(*ids)}
         annotations = await self._store.annotations([AttemptKey(id, 0) for id in ids])
-        said = Counter(annotation.rollout for annotation in annotations)
+        judgements = Counter(annotation.rollout for annotation in annotations)
         self._unrewarded = {id: self._unrewarded[id] for id in ids if id in self._unrewarded}
         latest = sorted(rollouts, key=lambda rollout: ends.get(rollout.id, 0.0), reverse=True)
         young = [rollout for rollout in latest if now - ends.get(rollout.id, 0.0) <= _MAX_AGE]
         old = latest[len(young) :][-_MAX_DROPPED:]
-        changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != said[rollout.id]]
+        changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != judgements[rollout.id]]
         ended: list[_Ended] = []
         for start in range(0, len(changed), 2 * wanted):
             for scored in await self._collector.scored(changed[start : start + 2 * wanted]):
                 id = scored.rollout.id
                 if scored.episode.dropped is DropReason.NO_REWARD:
-                    self._unrewarded[id] = said[id]
+                    self._unrewarded[id] = judgements[id]
                 else:
                     ended.append(self._ended(ends[id], scored))
             if sum(session.is_usable for session in ended) >= wanted:

@@ -32,8 +32,8 @@ class Feedback:
     @property
     def annotation(self) -> Annotation:
         """It, as the store has it, with the session's only attempt."""
-        said = {"rewards": dict(self.rewards), "note": self.note}
-        return Annotation(*AttemptKey(self.session, 0), self.id, self.received, said, self.call)
+        content = {"rewards": dict(self.rewards), "note": self.note}
+        return Annotation(*AttemptKey(self.session, 0), self.id, self.received, content, self.call)
 
 
 def said_of(annotations: Iterable[Annotation]) -> list[Feedback]:

@@ -48,9 +48,9 @@ class Redaction:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {self.text(str(name)): self.json(each) for name, each in value.items()}
+            return {self.text(str(name)): self.json(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
-            return self._parts([self.json(each) for each in value])
+            return self._parts([self.json(part) for part in value])
         if isinstance(value, int | float) and not isinstance(value, bool):
             written = str(value)
             redacted = self.text(written)

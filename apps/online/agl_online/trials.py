@@ -282,8 +282,8 @@ class Outcomes:
         attempts = [attempt for attempt in await self._store.attempts(*rollouts) if attempt.started >= moment]
         attempts.sort(key=lambda attempt: attempt.ended or attempt.started)
         annotations = await self._store.annotations([attempt.key for attempt in attempts])
-        said = Counter(annotation.rollout for annotation in annotations)
-        keys = [(attempt.rollout, said[attempt.rollout]) for attempt in attempts]
+        judgements = Counter(annotation.rollout for annotation in annotations)
+        keys = [(attempt.rollout, judgements[attempt.rollout]) for attempt in attempts]
         changed = [rollouts[id] for id, number in keys if (id, number) not in self._scored]
         scored = {result.rollout.id: outcome_of(result) for result in await self._collector.scored(changed)}
         self._scored = {key: self._scored[key] if key in self._scored else scored[key[0]] for key in keys}

@@ -29,9 +29,9 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
     """
     pages = Pages(RunFolders(paths))
 
-    def page_of(made: Callable[[Pages, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def page_of(handler: Callable[[Pages, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def page(request: Request) -> Response:
-            return await made(pages, request)
+            return await handler(pages, request)
 
         return page
 

@@ -118,9 +118,9 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
         bar = {"class": "bar c0", **place, "y": f"{scale.y(count):.1f}"}
         shown = tag("rect", {**bar, "height": f"{scale.y(0) - scale.y(count):.1f}"})
         whole = {"class": "target", **place, "y": str(_TOP), "height": str(scale.height - _TOP - _BOTTOM)}
-        said = f"reward {name}: {count} rollouts"
-        inside = shown + tag("rect", whole, tag("title", {}, said))
-        parts.append(tag("a", {"href": link(low, high), "aria-label": said}, inside))
+        label = f"reward {name}: {count} rollouts"
+        inside = shown + tag("rect", whole, tag("title", {}, label))
+        parts.append(tag("a", {"href": link(low, high), "aria-label": label}, inside))
         if len(bins) <= 6 or at % 2 == 0:
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
         parts.append(text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
@@ -165,8 +165,8 @@ def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None
     for name, value in sorted(values.items(), key=lambda item: item[0] == mine):
         place = alike[value] = alike.get(value, 0) + 1
         circle = {"cx": f"{x(value):.1f}", "cy": f"{22 - 3 * min(place - 1, 5):.1f}", "r": "6" if name == mine else "4"}
-        said = tag("title", {}, f"{name}: {number(value, 4)}")
-        parts.append(tag("circle", {"class": "mine" if name == mine else "other", **circle}, said))
+        title = tag("title", {}, f"{name}: {number(value, 4)}")
+        parts.append(tag("circle", {"class": "mine" if name == mine else "other", **circle}, title))
     label = f"mean {number(mean, 4)}, deviation {number(std, 4)}, over {len(values)} rollouts"
     return tag(
         "svg", {"class": "strip", "viewBox": "0 0 360 54", "role": "img", "aria-label": label}, Markup("").join(parts)
@@ -222,17 +222,17 @@ def _targets(scale: Scale, series: Mapping[str, Points], link: Link | None) -> l
     for name, points in series.items():
         for x, y in points:
             at_step.setdefault(x, []).append(f"{name} {number(y, 4)}".strip())
-    width, height, found = max(scale.pitch, _LEAST_TARGET), scale.height - _TOP - _BOTTOM, []
+    width, height, targets = max(scale.pitch, _LEAST_TARGET), scale.height - _TOP - _BOTTOM, []
     for step in sorted(at_step)[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
-        said = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
+        title = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
         # Most elements of a page are these: written without `tag`, they take half the time.
         place = f'x="{scale.x(step) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}"'
-        target = f'<rect class="target" {place}>{said}</rect>'
+        target = f'<rect class="target" {place}>{title}</rect>'
         if link is not None:
             # The same links are in the table of steps, for the keyboard and for screen readers.
             target = f'<a href="{escape(link(step))}" tabindex="-1" aria-label="step {step}">{target}</a>'
-        found.append(Markup(target))
-    return found
+        targets.append(Markup(target))
+    return targets
 
 
 def _legend(names: Mapping[str, Points]) -> list[tuple[str, str]]:
@@ -254,9 +254,9 @@ def _dot(x: float, y: float, at: int) -> Markup:
     return tag("circle", {"class": f"dot c{at % _COLOURS}", "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
 
 
-def text(x: float, y: float, said: str, anchor: str, kind: str = "tick") -> Markup:
+def text(x: float, y: float, word: str, anchor: str, kind: str = "tick") -> Markup:
     """A word of a picture."""
-    return tag("text", {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}, said)
+    return tag("text", {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}, word)
 
 
 def tag(name: str, attributes: Mapping[str, str], inside: str | Markup = "") -> Markup:
@@ -290,6 +290,6 @@ def _ticks(low: float, high: float) -> list[float]:
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.8)
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.8)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{at * step:.12g}") for at in range(first, last + 1)]

@@ -35,7 +35,7 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     from agl_core.server.listening import bind
     from agl_view.serving import address_of, answer
 
-    folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
+    folders = [path if _has_runs(path) else find_run(path) for path in run] if run else [RUNS]
     token = secrets.token_urlsafe(24)
     with bind("127.0.0.1", port) as listener:
         address = address_of(listener, "/", token)

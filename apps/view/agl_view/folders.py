@@ -23,19 +23,19 @@ class RunFolders:
 
         A name stays as long as the order of the folders' paths does.
         """
-        found: dict[Path, float] = {}
+        times: dict[Path, float] = {}
         for path in self._paths:
             own = path / CONFIG_FILE
             for file in [own] if own.is_file() else sorted(path.glob(f"*/{CONFIG_FILE}")):
                 try:
-                    found[file.parent] = file.stat().st_mtime
+                    times[file.parent] = file.stat().st_mtime
                 except OSError:  # It was removed meanwhile.
                     continue
         names: dict[Path, str] = {}
-        for folder in sorted(found):
+        for folder in sorted(times):
             taken = sum(other.name == folder.name for other in names)
             names[folder] = folder.name if not taken else f"{folder.name}~{taken + 1}"
-        return {names[folder]: folder for folder in sorted(found, key=lambda each: (-found[each], each))}
+        return {names[folder]: folder for folder in sorted(times, key=lambda folder: (-times[folder], folder))}
 
     def find(self, name: str) -> Path:
         """The run of this name. ConfigError if there is none."""

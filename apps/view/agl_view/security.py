@@ -56,7 +56,10 @@ class Guard:
             if message["type"] == "http.response.start":
                 set_already = {name.lower() for name, _ in message["headers"]}
                 added = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *(each for each in added if each[0] not in set_already)]
+                message["headers"] = [
+                    *message["headers"],
+                    *(header for header in added if header[0] not in set_already),
+                ]
             await send(message)
 
         await (self._app if refusal is None else refusal)(scope, receive, guarded)
@@ -72,7 +75,7 @@ class Guard:
             return None if given is None else self._without_token(request)
         if not _is_here(request):
             key = self._operator_key
-            if key is not None and any(_same(each, key) for each in _passwords(request)):
+            if key is not None and any(_same(password, key) for password in _passwords(request)):
                 return None
             return PlainTextResponse(
                 "From another machine these pages need the operator's key as the password; the name does not matter.",

@@ -31,9 +31,9 @@ def page_address(*parts: str, **query: Any) -> str:
     >>> page_address("runs", "a b/c", "rollouts", step=3, text=None)
     '/runs/a%20b%2Fc/rollouts?step=3'
     """
-    asked = urlencode({key: str(value) for key, value in query.items() if value not in (None, "")})
+    encoded = urlencode({key: str(value) for key, value in query.items() if value not in (None, "")})
     path = "/" + "/".join(quote(part.encode("utf-8", "surrogatepass"), safe="") for part in parts)
-    return path + (f"?{asked}" if asked else "")
+    return path + (f"?{encoded}" if encoded else "")
 
 
 def pretty(value: Any) -> str:
@@ -48,8 +48,8 @@ def brief(value: Any) -> str:
     ('6 * 7', 'city: Oslo, days: 2')
     """
     if isinstance(value, Mapping) and value:
-        said = [f"{key}: {brief(each)}" for key, each in value.items()]
-        return brief(next(iter(value.values()))) if len(said) == 1 else one_line(", ".join(said), 240)
+        parts = [f"{key}: {brief(item)}" for key, item in value.items()]
+        return brief(next(iter(value.values()))) if len(parts) == 1 else one_line(", ".join(parts), 240)
     return one_line(value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False), 240)
 
 

@@ -23,7 +23,8 @@ def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
     page = said(runs.page("/"))
 
     assert "calc stopped not yet 1 / 4" in page
-    assert "0.250 0.750" in page
+    assert "0.250 0.750" in said(runs.page("/?text=CAL&sort=after"))
+    assert "No run has this in its name." in said(runs.page("/?text=another"))
 
 
 def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) -> None:

@@ -225,9 +225,9 @@ def _joined(parts: list[Any]) -> dict[str, str]:
     texts = {"text": "", "thinking": "", "refusal": ""}
     for part in parts:
         kind = part["type"]
-        if kind not in texts or not isinstance(said := part[kind], str | list):
+        if kind not in texts or not isinstance(content := part[kind], str | list):
             raise TypeError(f"a message's content has a part of type {kind!r} that is no text")
-        texts[kind] += said if isinstance(said, str) else _joined(said)["content"]
+        texts[kind] += content if isinstance(content, str) else _joined(content)["content"]
     others = {"reasoning_content": texts["thinking"], "refusal": texts["refusal"]}
     return {"content": texts["text"]} | {name: text for name, text in others.items() if text}
 
@@ -239,7 +239,7 @@ def _written(call: Mapping[str, Any]) -> Mapping[str, Any]:
         passed = call["function"].get("arguments") or {}
         text = passed if isinstance(passed, str) else orjson.dumps(passed).decode()
         written["function"] = {**call["function"], "arguments": text}
-    if not all(isinstance(each, str) for each in called(written)):
+    if not all(isinstance(text, str) for text in called(written)):
         raise TypeError("a tool call has no name or no input")
     return written
 

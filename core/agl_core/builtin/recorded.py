@@ -84,8 +84,8 @@ class Recorded:
         from agl_core.reading.runs import open_store
 
         async with open_store(self._run) as store:
-            found = [await store.rollout(self._groups[index].rollouts[number]) for index, number in wanted]
-            entries = await entries_of(store, found)
+            rollouts = [await store.rollout(self._groups[index].rollouts[number]) for index, number in wanted]
+            entries = await entries_of(store, rollouts)
             return [await _recorded(store, entry.rollout, entry.reward) for entry in entries]
 
     async def _read(self, split: str | None) -> list[_Group]:
@@ -108,7 +108,7 @@ class Recorded:
 
 
 async def _recorded(store: Store, rollout: Rollout, terminal: float | None) -> RecordedRollout:
-    attempt = next(each for each in await store.attempts(rollout.id) if each.attempt == rollout.counted_attempt)
+    attempt = next(a for a in await store.attempts(rollout.id) if a.attempt == rollout.counted_attempt)
     keys = [AttemptKey(rollout.id, attempt.attempt)]
     calls, tool_results = await store.calls(keys), await store.tool_results(keys)
     return RecordedRollout(rollout, attempt, calls, tool_results, await store.rewards(keys), terminal)

@@ -63,7 +63,7 @@ class RolloutHealth:
         >>> RolloutHealth(missing=(Evidence.TOKEN_IDS,)).text
         'unobserved (token ids)'
         """
-        reasons = ", ".join(each.value.replace("_", " ") for each in self.symptoms or self.missing)
+        reasons = ", ".join(reason.value.replace("_", " ") for reason in self.symptoms or self.missing)
         return self.verdict.value + (f" ({reasons})" if reasons else "")
 
 
@@ -102,7 +102,7 @@ def is_gibberish(transition: Transition) -> bool:
     """True if a response holds much that is no text, or was sampled nearly by chance."""
     text = response_text(transition)
     solid = "".join(text.split())
-    no_text = solid.count("\ufffd") + (0 if solid.isprintable() else sum(not each.isprintable() for each in solid))
+    no_text = solid.count("\ufffd") + (0 if solid.isprintable() else sum(not letter.isprintable() for letter in solid))
     if no_text > NO_TEXT_SHARE * len(text):
         return True
     logprobs = transition.logprobs
@@ -118,8 +118,8 @@ def has_cut_prompt(transition: Transition) -> bool:
     """
     if transition.prompt_ids is None:
         return False
-    told = [message_text(each.get("content")) for each in transition.messages if each.get("role") != "assistant"]
-    needed = sum(max(len(text.split()), len(text) // LONGEST_TOKEN) for text in told)
+    texts = [message_text(m.get("content")) for m in transition.messages if m.get("role") != "assistant"]
+    needed = sum(max(len(text.split()), len(text) // LONGEST_TOKEN) for text in texts)
     return needed > len(transition.prompt_ids)
 
 
@@ -157,10 +157,10 @@ def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
             yield Symptom.PREFIX_BROKEN
         if has_cut_prompt(transition):
             yield Symptom.PROMPT_CUT
-    said = answer(episode)
-    if said is not None and not said.strip() and not pruned:
+    text = answer(episode)
+    if text is not None and not text.strip() and not pruned:
         yield Symptom.EMPTY_ANSWER
-    results = [each for transition in episode.transitions for each in transition.tool_results]
+    results = [result for transition in episode.transitions for result in transition.tool_results]
     if results and all(map(has_failed, results)):
         yield Symptom.TOOLS_FAILED
 
@@ -169,18 +169,18 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     transitions = episode.transitions
     if episode.bypassed:
         yield Evidence.CALLS
-    if not all(each.has_ids and each.logprobs is not None for each in transitions):
+    if not all(transition.has_ids and transition.logprobs is not None for transition in transitions):
         yield Evidence.TOKEN_IDS
-    known = {each.tool_call_id for transition in transitions for each in transition.tool_results}
-    unknown = [each for each in transitions if not _call_ids(each.response) <= known]
+    known = {result.tool_call_id for transition in transitions for result in transition.tool_results}
+    unknown = [transition for transition in transitions if not _call_ids(transition.response) <= known]
     if unknown and episode.ending is Ending.FINISHED:
         # A tool call that had to be made, and that no later request repeats, is an answer (structured output).
         repeated = {id for transition in transitions for message in transition.messages for id in _call_ids(message)}
-        unknown = [each for each in unknown if not each.had_to_call or _call_ids(each.response) & repeated]
+        unknown = [t for t in unknown if not t.had_to_call or _call_ids(t.response) & repeated]
     if unknown:
         yield Evidence.TOOL_RESULTS
-    prompts = {_system_prompt(each) for each in transitions if each.agent is None}
-    if prompts and (len(prompts) > 1 or any(each.agent is not None for each in transitions)):
+    prompts = {_system_prompt(transition) for transition in transitions if transition.agent is None}
+    if prompts and (len(prompts) > 1 or any(transition.agent is not None for transition in transitions)):
         yield Evidence.AGENT_NAMES
 
 

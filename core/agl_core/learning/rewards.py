@@ -136,8 +136,8 @@ async def score_groups(
         if episode.dropped is None and endings.get(episode.ending, "score") == "score"
     }
     groups: dict[tuple[Mode, str], list[_EpisodeScores]] = {}
-    for each in compared.values():
-        groups.setdefault((each.episode.mode, each.episode.group), []).append(each)
+    for scores in compared.values():
+        groups.setdefault((scores.episode.mode, scores.episode.group), []).append(scores)
     turn = asyncio.Lock()
     fitting = {mode: [scoring for scoring in together if mode in scoring.modes] for mode, _ in groups}
     await asyncio.gather(*(_compare(group, fitting[mode], turn) for (mode, _), group in groups.items()))
@@ -152,19 +152,19 @@ async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule]
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
-            episodes = [each.episode for each in group]
+            episodes = [scores.episode for scores in group]
             values = list(await _call(scoring.rule.reward, episodes, scoring.time_limit, turn))
             if len(values) != len(group):
                 raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
         except Exception as error:
-            for each in group:
-                each.fail(scoring, error, reported=each is group[0])
+            for scores in group:
+                scores.fail(scoring, error, reported=scores is group[0])
             continue
-        for each, value in zip(group, values, strict=True):
+        for scores, value in zip(group, values, strict=True):
             try:
-                each.give(scoring, value)
+                scores.give(scoring, value)
             except Exception as error:
-                each.fail(scoring, error)
+                scores.fail(scoring, error)
 
 
 class _EpisodeScores:
@@ -180,14 +180,14 @@ class _EpisodeScores:
     def give(self, scoring: ScoringRule, value: RewardValue) -> None:
         """Note what a rule gave. ValueError if it cannot be a reward."""
         rewards = _as_rewards(self.episode, scoring.name, value)
-        endless = [each for each in rewards if not _are_finite([each.value])]
+        endless = [reward for reward in rewards if not _are_finite([reward.value])]
         if endless:
             where = "" if endless[0].name == scoring.name else f" for '{endless[0].name}'"
             error = ValueError(f"it gave {endless[0].value}{where}, which is no finite number in single precision")
             if scoring.weight == 0:
                 raise error
             self.report(scoring, error)
-        self._given += [(scoring.weight, each) for each in rewards]
+        self._given += [(scoring.weight, reward) for reward in rewards]
 
     def fail(self, scoring: ScoringRule, error: Exception, *, reported: bool = True) -> None:
         """A rule failed; an error that concerns a whole group is reported for one of its episodes."""
@@ -205,17 +205,18 @@ class _EpisodeScores:
             return replace(self.episode, terminal=None, dropped=DropReason.REWARD_FAILED)
         if self.episode.mode is Mode.USE and not any(weight for weight, _ in self._given):
             return replace(self.episode, terminal=None, dropped=self.episode.dropped or DropReason.NO_REWARD)
-        terminal = [(weight, each) for weight, each in self._given if each.call is None]
-        total = (self.episode.terminal or 0.0) + sum(weight * each.value for weight, each in terminal)
+        terminal = [(weight, reward) for weight, reward in self._given if reward.call is None]
+        total = (self.episode.terminal or 0.0) + sum(weight * reward.value for weight, reward in terminal)
         by_call: dict[tuple[str | None, int], list[Reward]] = {}
-        for weight, each in self._given:
-            if each.call is not None:
-                by_call.setdefault((each.call, each.choice), []).append(replace(each, value=weight * each.value))
-        intermediate = (each.value for rewards in by_call.values() for each in rewards)
-        finite = _are_finite([total, *(each.value for _, each in terminal), *intermediate])
+        for weight, reward in self._given:
+            if reward.call is not None:
+                weighted = replace(reward, value=weight * reward.value)
+                by_call.setdefault((reward.call, reward.choice), []).append(weighted)
+        intermediate = (reward.value for rewards in by_call.values() for reward in rewards)
+        finite = _are_finite([total, *(reward.value for _, reward in terminal), *intermediate])
         return replace(
             self.episode,
-            rewards=(*self.episode.rewards, *(each for _, each in terminal)),
+            rewards=(*self.episode.rewards, *(reward for _, reward in terminal)),
             terminal=total if finite else None,
             transitions=tuple(
                 replace(t, rewards=(*t.rewards, *by_call.get((t.key.call, t.key.choice), ())))
@@ -246,9 +247,9 @@ def _as_rewards(episode: Episode, name: str, value: RewardValue) -> list[Reward]
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return _added([_of_part(episode, name, part, _number(each)) for part, each in value.items()])
-    if isinstance(value, Sequence) and all(isinstance(each, Reward) for each in value):
-        return _added([_checked(episode, each, name) for each in value])
+        return _added([_of_part(episode, name, part, _number(number)) for part, number in value.items()])
+    if isinstance(value, Sequence) and all(isinstance(reward, Reward) for reward in value):
+        return _added([_checked(episode, reward, name) for reward in value])
     return [_reward(episode, name, _number(value), name)]
 
 

@@ -103,10 +103,10 @@ def _answered(
     if len(tool_calls) == 1 or asking is None:
         return tool_calls[-1]
     echoes = [(echo["id"], *function_of(echo)) for echo in tool_calls_of(messages[asking])]
-    alike = [each for each in tool_calls if (each.id, each.tool, each.arguments) in echoes] or tool_calls
-    of_this = [each for each in alike if messages[:asking] == messages_of(each.call)]
-    repeated = [each for each in of_this if answers.get(each) == messages[place]]
-    unanswered = [each for each in of_this if each not in answers]
+    alike = [t for t in tool_calls if (t.id, t.tool, t.arguments) in echoes] or tool_calls
+    of_this = [tool_call for tool_call in alike if messages[:asking] == messages_of(tool_call.call)]
+    repeated = [tool_call for tool_call in of_this if answers.get(tool_call) == messages[place]]
+    unanswered = [tool_call for tool_call in of_this if tool_call not in answers]
     return (repeated or unanswered or of_this or alike)[-1]
 
 

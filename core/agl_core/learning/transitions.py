@@ -74,7 +74,7 @@ def build_episode(
         turns[call.agent] += 1
     undelivered = [
         _transition(rollout.mode, key, call, choice, sum(e.sequence < call.sequence for e in ordered), 0, ())
-        for call in sorted(mine, key=lambda each: each.sequence)
+        for call in sorted(mine, key=lambda call: call.sequence)
         if call.undelivered and not call.late
         for key, choice in choices_of(call).items()
     ]
@@ -250,7 +250,7 @@ def join_by_call_id(
             answered = candidates[max(len(candidates) - after, 0)]
             free = [tool_call for tool_call in free if tool_call is not answered]
             answers.setdefault(answered, []).append(report)
-    return {tool_call: of_one_adapter(told) for tool_call, told in answers.items()}, of_one_adapter(rest)
+    return {tool_call: of_one_adapter(of_call) for tool_call, of_call in answers.items()}, of_one_adapter(rest)
 
 
 def join_by_span(
@@ -321,32 +321,32 @@ def fill_from_conversation(
             open_calls[tool_call.key].append(tool_call)
         elif message is not None:
             joined.setdefault(tool_call.key, []).append(message)
-    for key, told in of_responses.items():
+    for key, reports in of_responses.items():
         messages = (shown[tool_call] for tool_call in open_calls[key] if tool_call in shown)
         failed = [message for message in messages if has_failed(message)]
-        joined.setdefault(key, []).extend(_of_response(told, failed, len(open_calls[key])))
+        joined.setdefault(key, []).extend(_of_response(reports, failed, len(open_calls[key])))
     failures = Counter(report.tool for report in doubtful if has_failed(report))
     for results in joined.values():
-        failures.subtract(each.tool for each in results if each.source is Source.CONVERSATION and has_failed(each))
+        failures.subtract(r.tool for r in results if r.source is Source.CONVERSATION and has_failed(r))
     for results in joined.values():
-        for place, each in enumerate(results):
-            if each.source is Source.CONVERSATION and each.status_rule in UNCERTAIN and failures[each.tool] > 0:
-                results[place] = replace(each, status_rule=CONTRADICTED)
+        for place, result in enumerate(results):
+            if result.source is Source.CONVERSATION and result.status_rule in UNCERTAIN and failures[result.tool] > 0:
+                results[place] = replace(result, status_rule=CONTRADICTED)
     return joined
 
 
-def _of_response(told: Sequence[ToolResult], failed: Sequence[ToolResult], tool_calls: int) -> list[ToolResult]:
+def _of_response(reports: Sequence[ToolResult], failed: Sequence[ToolResult], tool_calls: int) -> list[ToolResult]:
     """The reports that stand for the tool calls of a response, and of the failures shown there those that none tells.
 
     If these are more than tool calls, successes that anything may have reported give way, and the failures are
     CONTRADICTED.
     """
-    untold = failed[sum(map(has_failed, told)) :]
-    forgeable = [report for report in told if report.source in _FROM_ANYWHERE and not has_failed(report)]
-    denials = forgeable[: max(0, len(told) + len(untold) - tool_calls)] if untold else []
+    untold = failed[sum(map(has_failed, reports)) :]
+    forgeable = [report for report in reports if report.source in _FROM_ANYWHERE and not has_failed(report)]
+    denials = forgeable[: max(0, len(reports) + len(untold) - tool_calls)] if untold else []
     if denials:
         untold = [replace(failure, status_rule=CONTRADICTED) for failure in untold]
-    return [*untold, *(report for report in told if report not in denials)]
+    return [*untold, *(report for report in reports if report not in denials)]
 
 
 def of_one_adapter(reports: Iterable[ToolResult]) -> list[ToolResult]:
@@ -381,8 +381,8 @@ def _is_unnamed(report: ToolResult, late: Collection[str | None]) -> bool:
 
 def _near(report: ToolResult, tool_calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
     """Those of the same parent span; if there are none, those of the same agent; if there are none, all."""
-    under = [each for each in tool_calls if report.parent_span and each.call.parent_span == report.parent_span]
-    return under or [each for each in tool_calls if report.agent and each.call.agent == report.agent] or tool_calls
+    under = [t for t in tool_calls if report.parent_span and t.call.parent_span == report.parent_span]
+    return under or [t for t in tool_calls if report.agent and t.call.agent == report.agent] or tool_calls
 
 
 def _uncertain(calls: Iterable[Call]) -> set[str | None]:

@@ -341,8 +341,8 @@ def _same(sent: str, key: str) -> bool:
 
 def refused_key(request: Request, hint: str) -> ApiError:
     """The answer to a request without the right key."""
-    found = "is not the right one" if request.headers.get("authorization") or any(_sent(request)) else "is missing"
-    return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {found}. {hint}", code="invalid_api_key")
+    fault = "is not the right one" if request.headers.get("authorization") or any(_sent(request)) else "is missing"
+    return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {fault}. {hint}", code="invalid_api_key")
 
 
 def is_loopback(host: str) -> bool:

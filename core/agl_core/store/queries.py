@@ -107,11 +107,11 @@ def _asked(keys: Iterable[AttemptKey]) -> str:
 
 
 def _pieces(connection: sqlite3.Connection, numbers: set[int]) -> dict[int, Data]:
-    asked = orjson.dumps(list(numbers)).decode()
+    numbers_json = orjson.dumps(list(numbers)).decode()
     return dict(
         connection.execute(
             "SELECT pieces.seq, pieces.data FROM json_each(?) AS asked CROSS JOIN pieces ON pieces.seq = asked.value",
-            (asked,),
+            (numbers_json,),
         )
     )
 
@@ -122,18 +122,18 @@ def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Se
     Of the pieces that their calls refer to, those go that no other call has. Pieces from `first_new_piece` on stay: a
     call that is not written yet may refer to them.
     """
-    asked = (orjson.dumps(list(ids)).decode(),)
+    parameters = (orjson.dumps(list(ids)).decode(),)
     their_ids = "(SELECT value FROM json_each(?))"
     their_attempts = f"owner IN (SELECT seq FROM attempts WHERE rollout IN {their_ids})"
     connection.execute("PRAGMA secure_delete = ON")
     try:
         with transaction(connection):
             remembered = "INSERT OR IGNORE INTO erased (time, id) SELECT ?, value FROM json_each(?)"
-            connection.execute(remembered, (time.time(), *asked))
-            pieces = _referred_to(connection.execute(f"{_REFERENCES} WHERE {their_attempts}", asked))
-            connection.execute(f"DELETE FROM records WHERE {their_attempts}", asked)
-            connection.execute(f"DELETE FROM attempts WHERE rollout IN {their_ids}", asked)
-            removed = connection.execute(f"DELETE FROM rollouts WHERE id IN {their_ids}", asked).rowcount
+            connection.execute(remembered, (time.time(), *parameters))
+            pieces = _referred_to(connection.execute(f"{_REFERENCES} WHERE {their_attempts}", parameters))
+            connection.execute(f"DELETE FROM records WHERE {their_attempts}", parameters)
+            connection.execute(f"DELETE FROM attempts WHERE rollout IN {their_ids}", parameters)
+            removed = connection.execute(f"DELETE FROM rollouts WHERE id IN {their_ids}", parameters).rowcount
             _drop_unused(connection, pieces[pieces < first_new_piece])
             return removed
     finally:
@@ -197,8 +197,8 @@ def _pruned_tool_call(tool_call: Mapping[str, Json]) -> dict[str, Json]:
 
 def erased(connection: sqlite3.Connection, ids: Iterable[str]) -> set[str]:
     """Those of these ids that were erased."""
-    asked = orjson.dumps(list(ids)).decode()
-    rows = connection.execute("SELECT id FROM erased WHERE id IN (SELECT value FROM json_each(?))", (asked,))
+    ids_json = orjson.dumps(list(ids)).decode()
+    rows = connection.execute("SELECT id FROM erased WHERE id IN (SELECT value FROM json_each(?))", (ids_json,))
     return {id for (id,) in rows}
 
 

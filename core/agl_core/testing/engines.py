@@ -170,7 +170,7 @@ def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0)
         offsets=np.cumsum([0, *(len(row.prompt) + len(row.response) for row in rows)]),
         prompt_lengths_N=np.array([len(row.prompt) for row in rows]),
         response_offsets=np.cumsum([0, *(len(row.response) for row in rows)]),
-        behaviour_logprobs_R=np.array([each for row in rows for each in row.logprobs], dtype=np.float32),
+        behaviour_logprobs_R=np.array([logprob for row in rows for logprob in row.logprobs], dtype=np.float32),
         mask_R=np.array([row.trained for row in rows for _ in row.response], dtype=bool),
         temperature_N=np.full(count, temperature, dtype=np.float32),
         values_N=np.array([row.value for row in rows], dtype=np.float64),
@@ -275,7 +275,7 @@ async def check_a_checkpoint_restores_weights_optimizer_and_version(case: Engine
     await case.engine.save(checkpoint)
     saved = await case.version()
     first = await case.update(batch)
-    said = Row.of_reply((await case.ask(temperature=0)).json(), 0.0)
+    greedy = Row.of_reply((await case.ask(temperature=0)).json(), 0.0)
     await case.update(batch)
     await case.engine.load(checkpoint)
     assert await case.version() == saved
@@ -285,8 +285,8 @@ async def check_a_checkpoint_restores_weights_optimizer_and_version(case: Engine
     for name in ("loss", "grad_norm"):
         assert math.isclose(again.metrics[name], first.metrics[name], rel_tol=case.tolerance), name
     row = Row.of_reply((await case.ask(temperature=0)).json(), 0.0)
-    assert row.response == said.response
-    np.testing.assert_allclose(row.logprobs, said.logprobs, rtol=case.tolerance, atol=case.tolerance)
+    assert row.response == greedy.response
+    np.testing.assert_allclose(row.logprobs, greedy.logprobs, rtol=case.tolerance, atol=case.tolerance)
 
 
 async def check_an_update_runs_on_when_its_caller_gives_up(case: EngineCase) -> None:

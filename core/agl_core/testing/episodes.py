@@ -58,7 +58,7 @@ def choice(index: int = 0, tool_calls: Sequence[str] = (), tokens: int = 3, **ch
     message: dict[str, Any] = {"role": "assistant", "content": "hi"}
     if tool_calls:
         function = {"name": "look", "arguments": "{}"}
-        message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each in tool_calls]
+        message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id in tool_calls]
     fields: dict[str, Any] = {
         "message": message,
         "finish_reason": FinishReason.STOP,

@@ -102,5 +102,5 @@ def echo(received: Received) -> Say:
     """A reply for tests that do not care."""
     content = received.items[-1].get("content") or ""
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    asked = " ".join(texts) or "nothing"
-    return Say(f"You said: {asked}. I answer in more than eighty characters, so that it takes pieces.")
+    text = " ".join(texts) or "nothing"
+    return Say(f"You said: {text}. I answer in more than eighty characters, so that it takes pieces.")

@@ -69,7 +69,7 @@ class ScriptedUpstream:
         self._script.extend(steps)
 
     def agents(self) -> list[str | None]:
-        return [each.agent for each in self.received]
+        return [request.agent for request in self.received]
 
     async def __aenter__(self) -> ScriptedUpstream:
         app = web.Application(client_max_size=64 << 20)
@@ -121,7 +121,7 @@ class ScriptedUpstream:
     def encode(self, received: Received, completion: Reply, streamed: bool) -> str:
         """A chat completion as the body of a reply in the API that was asked."""
         if "messages" not in received.body:
-            completion["choices"] = [{**each, "text": each["message"]["content"]} for each in completion["choices"]]
+            completion["choices"] = [{**item, "text": item["message"]["content"]} for item in completion["choices"]]
         return _chunks(completion) if streamed else json.dumps(completion)
 
     async def _answered(self, received: Received) -> Step:

@@ -52,8 +52,8 @@ def take_keys() -> dict[str, str]:
     They are also removed from what the system shows of this process (/proc/PID/environ on Linux), which has its initial
     environment.
     """
-    found = {name: take_key(name) for name in (WORKER_KEY, OPERATOR_KEY)}
-    return {name: key for name, key in found.items() if key}
+    keys = {name: take_key(name) for name in (WORKER_KEY, OPERATOR_KEY)}
+    return {name: key for name, key in keys.items() if key}
 
 
 def take_key(name: str) -> str | None:

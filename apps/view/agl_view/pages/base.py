@@ -36,6 +36,8 @@ _MOST_WHOLE = 1 << 53
 """Larger numbers in an address are not whole for certain."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
+_SORTED_BY = {"state": "state", "progress": "steps", "before": "reward_before", "after": "reward_after", "size": "size"}
+"""Columns that sort the list of runs, each by a field of `RunEntry`; the largest first."""
 
 
 class BadQueryError(AglError, ValueError):
@@ -55,6 +57,11 @@ class RunLine:
     def rewards(self) -> list[float]:
         """The mean training reward of each step."""
         return [value for _, value in series(self.metrics, "train", "reward/mean")]
+
+    @property
+    def alarms(self) -> list[str]:
+        """The names of the alarms that were raised."""
+        return sorted({alarm.name.replace("_", " ") for line in self.metrics for alarm in line.alarms})
 
     @property
     def is_running(self) -> bool:
@@ -85,8 +92,14 @@ class Pages:
         return HTMLResponse(self._templates[template].render(page), status)
 
     async def runs(self, request: Request) -> Response:
-        lines = [run_line(name, folder) for name, folder in self.folders.named().items()]
-        return self.render(request, "runs.html", lines=lines, changed=page_address("changed"))
+        """The newest first, unless the address names a column; of a text in it, those whose name has it."""
+        text, column = request.query_params.get("text", ""), request.query_params.get("sort", "")
+        named = self.folders.named().items()
+        lines = [run_line(name, folder) for name, folder in named if text.casefold() in name.casefold()]
+        if field := _SORTED_BY.get(column):
+            values = {line.name: getattr(line.entry, field, None) for line in lines}
+            lines.sort(key=lambda line: (values[line.name] is not None, values[line.name] or 0), reverse=True)
+        return self.render(request, "runs.html", lines=lines, text=text, changed=page_address("changed"))
 
     async def changed(self, request: Request) -> Response:
         """A text that is another one once something was recorded."""
@@ -98,14 +111,14 @@ class Pages:
         name, folder = self.found(request)
         query, line = read_query(request), run_line(name, folder)
         async with self.folders.open_store(folder) as store:
-            found = await find_groups(store, query, _MOST_ROLLOUTS if query.step is None else _MOST_OF_A_STEP)
-        rewards = [m.entry.reward for g in found.groups for m in g.members if m.entry.reward is not None]
-        advantages = [abs(m.advantage) for g in found.groups for m in g.members if m.advantage is not None]
+            listing = await find_groups(store, query, _MOST_ROLLOUTS if query.step is None else _MOST_OF_A_STEP)
+        rewards = [m.entry.reward for g in listing.groups for m in g.members if m.entry.reward is not None]
+        advantages = [abs(m.advantage) for g in listing.groups for m in g.members if m.advantage is not None]
         return self.render(
             request,
             "rollouts.html",
             query=query,
-            found=found,
+            listing=listing,
             low=min(rewards, default=0.0),
             high=max(rewards, default=0.0),
             most=max(advantages, default=0.0),
@@ -113,7 +126,7 @@ class Pages:
             endings=list(Ending),
             verdicts=list(Verdict),
             statuses=list(ToolStatus),
-            steps={each.step for each in line.metrics},
+            steps={metrics.step for metrics in line.metrics},
             changed=page_address("runs", name, "changed") if line.is_running else None,
         )
 
@@ -143,13 +156,13 @@ class Pages:
             group = await read_group(store, report.rollout.id)
         ids = [side.entry.rollout.id for side in group.sides]
         at = ids.index(report.rollout.id) if report.rollout.id in ids else 0
-        agents = dict.fromkeys(turn.transition.agent for each in report.attempts for turn in each.turns)
+        agents = dict.fromkeys(turn.transition.agent for attempt in report.attempts for turn in attempt.turns)
         running = report.rollout.state is not RolloutState.DONE and run_line(name, folder).is_running
         return self.render(
             request,
             "rollout.html",
             report=report,
-            attempts=[(each, said_in(each), each.terminal(report.weights)) for each in report.attempts],
+            attempts=[(attempt, said_in(attempt), attempt.terminal(report.weights)) for attempt in report.attempts],
             strips=[(g, _strip(g, report.rollout.id)) for g in report.groups if report.rollout.id in g.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),
@@ -160,10 +173,10 @@ class Pages:
 
     async def call(self, request: Request) -> Response:
         _, folder = self.found(request)
-        asked = request.query_params
-        attempt = whole(asked.get("attempt", "0"), "attempt")
+        query = request.query_params
+        attempt = whole(query.get("attempt", "0"), "attempt")
         async with self.folders.open_store(folder) as store:
-            call = await read_call(store, asked.get("rollout", ""), attempt, asked.get("call", ""))
+            call = await read_call(store, query.get("rollout", ""), attempt, query.get("call", ""))
         choices = []
         for choice in call.choices:
             ids = [] if choice.response_ids is None else choice.response_ids.tolist()
@@ -186,36 +199,36 @@ class Pages:
 
 def read_query(request: Request) -> Query:
     """The query of the address. BadQueryError names what cannot be read."""
-    asked = {key: value for key, value in request.query_params.items() if value}
+    fields = {key: value for key, value in request.query_params.items() if value}
     return Query(
-        step=whole(asked["step"], "step") if "step" in asked else None,
-        mode=member(Mode, asked.get("mode"), "mode"),
-        ending=member(Ending, asked.get("ending"), "ending"),
-        agent=asked.get("agent"),
-        policy=asked.get("policy"),
-        tool=asked.get("tool"),
-        status=member(ToolStatus, asked.get("status"), "status"),
-        dropped=asked.get("dropped"),
-        low=number(asked["low"], "low") if "low" in asked else None,
-        high=number(asked["high"], "high") if "high" in asked else None,
-        text=asked.get("text"),
-        verdict=member(Verdict, asked.get("verdict"), "verdict"),
+        step=whole(fields["step"], "step") if "step" in fields else None,
+        mode=member(Mode, fields.get("mode"), "mode"),
+        ending=member(Ending, fields.get("ending"), "ending"),
+        agent=fields.get("agent"),
+        policy=fields.get("policy"),
+        tool=fields.get("tool"),
+        status=member(ToolStatus, fields.get("status"), "status"),
+        dropped=fields.get("dropped"),
+        low=number(fields["low"], "low") if "low" in fields else None,
+        high=number(fields["high"], "high") if "high" in fields else None,
+        text=fields.get("text"),
+        verdict=member(Verdict, fields.get("verdict"), "verdict"),
     )
 
 
 def said_in(attempt: AttemptReport) -> list[Said]:
     """The turns of an attempt, each with what its agent had not said or seen before."""
     known: dict[str | None, list[Any]] = {}
-    found = []
+    turns = []
     for turn in attempt.turns:
         messages = list(turn.transition.messages)
         before = known.get(turn.transition.agent, [])
         earlier = 0
         while earlier < min(len(before), len(messages)) and before[earlier] == _essence(messages[earlier]):
             earlier += 1
-        found.append(Said(turn, min(earlier, len(messages))))
-        known[turn.transition.agent] = [_essence(each) for each in [*messages, turn.transition.response]]
-    return found
+        turns.append(Said(turn, min(earlier, len(messages))))
+        known[turn.transition.agent] = [_essence(message) for message in [*messages, turn.transition.response]]
+    return turns
 
 
 def _essence(message: Any) -> tuple[Any, ...]:
@@ -235,15 +248,15 @@ def run_line(name: str, folder: Path) -> RunLine:
 def _mark(folder: Path) -> str:
     """Sizes and times of what a run writes."""
     store = folder / "store.sqlite"
-    found = []
+    marks = []
     for file in (folder / METRICS_FILE, store, log_of(store)):
         try:
             stat = file.stat()
         except OSError:
-            found.append("-")
+            marks.append("-")
         else:
-            found.append(f"{stat.st_size}.{stat.st_mtime_ns}")
-    return "/".join(found)
+            marks.append(f"{stat.st_size}.{stat.st_mtime_ns}")
+    return "/".join(marks)
 
 
 def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | None:
@@ -264,14 +277,14 @@ def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | N
 
 
 def _strip(credit: GroupCredit, mine: str | None) -> Any:
-    values = {rollout: sum(each) / len(each) for rollout, each in credit.credit.items()}
+    values = {rollout: sum(credits) / len(credits) for rollout, credits in credit.credit.items()}
     return charts.strip(values, credit.mean, credit.std, mine)
 
 
 def _most_of_group(group: GroupReport) -> float:
     """The largest size of an advantage in it."""
     sides = (side.attempt for side in group.sides if side.attempt is not None)
-    return max((abs(r.advantage) for each in sides for r in each.training_records if r.advantage), default=0.0)
+    return max((abs(r.advantage) for attempt in sides for r in attempt.training_records if r.advantage), default=0.0)
 
 
 def _tint(logprob: float | None) -> str:

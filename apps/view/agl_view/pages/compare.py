@@ -104,7 +104,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         mode=mode,
         modes=[mode for mode in Mode if mode.evaluates],
         evaluations=[(name, step) for name, of_run in steps.items() for step in of_run],
-        found=TaskComparison.of(*evaluated),
+        comparison=TaskComparison.of(*evaluated),
         counts=[len(entries) for entries in evaluated],
         chart=line_chart("Reward", "mean over rollouts", curves, wide=True) if len(names) > 1 else None,
         settings=_differences(*(runs[name] for name in names)) if len(names) > 1 else [],

@@ -26,8 +26,8 @@ async def health_page(pages: Pages, request: Request) -> Response:
         healths = await healths_of(store, newest)
     sick = []
     for verdict in (Verdict.UNHEALTHY, Verdict.UNOBSERVED):
-        found = [each for each in newest if each.id in healths and healths[each.id].verdict is verdict]
-        sick.append((verdict, [(each, healths[each.id]) for each in found[-_SHOWN:]]))
+        rollouts = [rollout for rollout in newest if rollout.id in healths and healths[rollout.id].verdict is verdict]
+        sick.append((verdict, [(rollout, healths[rollout.id]) for rollout in rollouts[-_SHOWN:]]))
     return pages.render(
         request,
         "health.html",

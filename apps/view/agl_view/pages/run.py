@@ -37,12 +37,12 @@ async def run_page(pages: Pages, request: Request) -> Response:
     if entry is None:
         raise ConfigError(f"{folder} is not what a run of agl writes. See its config.toml and metrics.jsonl.")
     trained = {line.step for line in lines if line.kind == "train"}
-    last, asked = max(trained, default=0), read_query(request).step
-    step, rewards, problem, started = asked or last, [], None, None
+    last, chosen = max(trained, default=0), read_query(request).step
+    step, rewards, problem, started = chosen or last, [], None, None
     try:
         async with pages.folders.open_store(folder) as store:
             started = min((run.started for run in await store.runs()), default=None)
-            for step in [last + 1, last] if asked is None else [asked]:  # The one under way, if it has any yet.
+            for step in [last + 1, last] if chosen is None else [chosen]:  # The one under way, if it has any yet.
                 if rewards := await step_rewards(store, step):
                     break
     except AglError as error:
@@ -123,10 +123,10 @@ def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
 
 def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str, Points]:
     """A number of the update; in a run with several policies, of each."""
-    keys = [each for each in keys_below(lines, "update/") if each.split("/")[-1] == key]
+    keys = [path for path in keys_below(lines, "update/") if path.split("/")[-1] == key]
     return {
-        f"{each.split('/')[1]} {name}".strip() if each.count("/") > 1 else name: series(lines, "train", each)
-        for each in keys
+        f"{path.split('/')[1]} {name}".strip() if path.count("/") > 1 else name: series(lines, "train", path)
+        for path in keys
     }
 
 
@@ -135,13 +135,15 @@ def _drops(lines: Sequence[MetricsLine]) -> dict[str, Points]:
 
 
 def _tokens(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    return {each: series(lines, "train", f"tokens/{each}") for each in ("prefilled", "reused", "decoded")}
+    return {use: series(lines, "train", f"tokens/{use}") for use in ("prefilled", "reused", "decoded")}
 
 
 def _staleness(lines: Sequence[MetricsLine]) -> dict[str, Points]:
     """Of asynchronous runs; in the others nothing is stale."""
-    found: dict[str, Points] = {each: series(lines, "train", f"staleness/{each}") for each in ("mean", "max")}
-    return found if any(value for _, value in found["max"]) else {}
+    points: dict[str, Points] = {
+        statistic: series(lines, "train", f"staleness/{statistic}") for statistic in ("mean", "max")
+    }
+    return points if any(value for _, value in points["max"]) else {}
 
 
 def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:
