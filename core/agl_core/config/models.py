@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -343,6 +344,11 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{name!r} cannot be a policy's name: its checkpoint is in a folder of this name. Use letters, "
                     f"digits, '.', '_' and '-', and begin with a letter or a digit"
+                )
+            if name != "default" and not policy.agents and get_close_matches(name, ["default"], cutoff=0.8):
+                raise ValueError(
+                    f"'{name}' has no `agents`, and is almost 'default', the policy of every agent that no other one "
+                    f"names. Did you mean [policies.default]? Else give it `agents`"
                 )
             for agent in policy.agents:
                 for earlier, patterns in taken.items():

@@ -189,6 +189,10 @@ def test_a_bad_override_says_so(loaded: Load, override: str, said: str) -> None:
          "policies: 'wr*' in the agents of 'second' has no effect: the agents of 'default', which comes first"),
         ("policies.second", {"agents": ["writer"], "model": {"path": "weights"}},
          "policies: 'writer' in the agents of 'second' has no effect"),
+        *(
+            ("policies", {name: {"model": {"path": "weights"}}}, f"'{name}' has no `agents`, and is almost 'default'")
+            for name in ("defualt", "Default", "defaults")
+        ),
         ("policies", {}, "policies: needs a policy, for instance [policies.default]."),
         ("policies", {"../writer": {"model": {"path": "weights"}}}, "cannot be a policy's name"),
         ("policies.default.model.path", "./nowhere", "[policies.default.model] path: there is no folder"),
