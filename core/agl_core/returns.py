@@ -14,21 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
 from agl_core.types import Episode, Transition
 
 EQUAL_WITHIN = 1e-9
 """Values are equal if they differ by no more than this share of the largest: 0.3 and 0.1 + 0.2 are one reward."""
+ALMOST_ZERO = 1e-13
+"""They may also differ by this: 0.1 + 0.2 - 0.3 and 0 are one reward, and differ by all that the largest is."""
+
+
+def rounding(largest: Any) -> Any:
+    """How much equal values may differ, of which the largest is this far from 0; floats, or tensors."""
+    return largest * EQUAL_WITHIN + ALMOST_ZERO
 
 
 def are_equal(values: Iterable[float]) -> bool:
     """True if all are equal but for rounding, so that a comparison has nothing to learn from.
 
-    >>> are_equal([0.3, 0.1 + 0.2]), are_equal([0.3, 0.3001]), are_equal([])
-    (True, False, True)
+    >>> are_equal([0.3, 0.1 + 0.2]), are_equal([0.3, 0.3001]), are_equal([0.1 + 0.2 - 0.3, 0]), are_equal([])
+    (True, False, True, True)
     """
     listed = list(values)
-    return not listed or max(listed) - min(listed) <= EQUAL_WITHIN * max(map(abs, listed))
+    return not listed or max(listed) - min(listed) <= rounding(max(map(abs, listed)))
 
 
 def episode_return(episode: Episode) -> float:

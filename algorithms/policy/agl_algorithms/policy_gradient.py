@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.plugin import Aggregation, PolicyGradientOptions, RatioLevel, WhiteningUnit
-from agl_core.returns import EQUAL_WITHIN
+from agl_core.returns import rounding
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp, so a token that became impossible cannot overflow the sum."""
@@ -309,7 +309,7 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
         σ² = 1/(K−1) · Σ_r s_r · (v_r − μ)²
         (v_r − μ) / √(σ² + 1e-8)
 
-    Values that are equal (`agl_core.returns.EQUAL_WITHIN`), and those of a single unit, become exactly zero.
+    Values that are equal (`agl_core.returns.rounding`), and those of a single unit, become exactly zero.
     """
     mask_R, tokens_N = samples.mask_R, samples.sums(samples.mask_R)
     share_R = mask_R.to(torch.float64)
@@ -320,7 +320,7 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
         return torch.zeros_like(share_R)
     unmasked_R = values_R.to(torch.float64).masked_fill(~mask_R, 0.0)
     shifted_R = torch.where(mask_R, unmasked_R - unmasked_R[mask_R].min(), 0.0)
-    if shifted_R.max() <= EQUAL_WITHIN * unmasked_R.abs().max():
+    if shifted_R.max() <= rounding(unmasked_R.abs().max()):
         return torch.zeros_like(share_R)
     deviation_R = torch.where(mask_R, shifted_R - (share_R * shifted_R).sum() / units, 0.0)
     variance = (share_R * deviation_R.square()).sum() / (units - 1)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.policy_gradient import PolicyGradient, Samples, weighted, whitened
-from agl_core.returns import EQUAL_WITHIN
+from agl_core.returns import rounding
 
 
 class Ppo(PolicyGradient):
@@ -155,7 +155,7 @@ def explained_variance(values_R: Tensor, targets_R: Tensor, weights_R: Tensor) -
     share_R = weights_R[counted_R].to(torch.float64)
     share_R = share_R / share_R.sum()
     target_R = targets_R[counted_R].to(torch.float64)
-    if not target_R.numel() or target_R.max() - target_R.min() <= EQUAL_WITHIN * target_R.abs().max():
+    if not target_R.numel() or target_R.max() - target_R.min() <= rounding(target_R.abs().max()):
         return float("nan")
     error = variance(target_R - values_R[counted_R].to(torch.float64))
     return float(1 - error / variance(target_R))
