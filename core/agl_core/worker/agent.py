@@ -26,6 +26,7 @@ from agl_core.capture.recording import jsonable
 from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
+from agl_core.types.forms import dump_json, without_halves
 from agl_core.wire.workers import (
     MAX_BODY,
     MAX_DEPTH,
@@ -276,12 +277,15 @@ class Ended:
 
 
 def finished(result: Any) -> Ended:
-    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
+    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry.
+
+    Half of a surrogate pair is U+FFFD, as in all text of agents.
+    """
     try:
-        encoded = orjson.dumps(result)
+        encoded = without_halves(dump_json(result)).encode()
         returned = orjson.loads(encoded)
-    except TypeError as error:
-        problem = f"what is not JSON ({error}); return a string, number, list or dict"
+    except ValueError as error:
+        problem = f"what is not JSON ({error.__cause__ or error}); return a string, number, list or dict"
     else:
         depth = depth_of(returned)
         if isinstance(result, float) and returned is None:

@@ -48,17 +48,24 @@ def taken(request: CloseRequest) -> CloseRequest:
 async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_limit(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> Any:
         await ask(context)
-        return {"large": "x" * (9 << 20), "deep": nested(210), "deeper": nested(400), "most": nested(MAX_DEPTH)}[
-            task_input
-        ]
+        return {
+            "large": "x" * (9 << 20),
+            "deep": nested(210),
+            "deeper": nested(400),
+            "no JSON": {"object": object()},
+            "most": nested(MAX_DEPTH),
+            "half a surrogate pair": {"a\ud83c": ["🌍", "\ud83c"]},
+        }[task_input]
 
-    ended = await workplace.run(agent, ["large", "deep", "deeper", "most"])
-    assert [rollout.ending for rollout, _ in ended.values()] == [*[Ending.CRASHED] * 3, Ending.FINISHED]
+    ended = await workplace.run(agent, ["large", "deep", "deeper", "no JSON", "most", "half a surrogate pair"])
+    assert [rollout.ending for rollout, _ in ended.values()] == [*[Ending.CRASHED] * 4, *[Ending.FINISHED] * 2]
     assert {attempt.attempt for _, attempt in ended.values()} == {0}, "none was tried again"
-    large, deep, deeper, most = (attempt for _, attempt in ended.values())
+    large, deep, deeper, no_json, most, half = (attempt for _, attempt in ended.values())
     assert f"{(9 << 20) + 2} bytes of JSON, and {MAX_RESULT} are the limit" in large.error
     assert f"nested 210 deep, and {MAX_DEPTH} is the limit" in deep.error
-    assert "what is not JSON" in deeper.error
+    assert f"nested 400 deep, and {MAX_DEPTH} is the limit" in deeper.error
+    assert "what is not JSON (Object of type object is not JSON serializable); return a string" in no_json.error
+    assert half.result == {"a\ufffd": ["🌍", "\ufffd"]}
     assert most.result == nested(MAX_DEPTH)
 
 
