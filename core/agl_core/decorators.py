@@ -15,6 +15,7 @@ run's folder or seed, or state of its own, is registered by a hook instead (`agl
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -140,17 +141,13 @@ def algorithm(
     takes: CreditKind | Callable[[Any], CreditKind] | None = CreditKind.RETURN,
     needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (Capability.TOKEN_IDS,),
 ) -> Callable[[Decorated], Decorated]:
-    """Make a class an algorithm; its keyword-only parameters are the settings.
+    """Make a class, or a function that builds one, an algorithm; its keyword-only parameters are the settings.
 
     With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
     credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
     """
-
-    def make(algorithm: Callable[..., Any], **settings: Any) -> Any:
-        return algorithm(**settings)
-
     decorate: Callable[[Decorated], Decorated] = component(
-        None, kinds.ALGORITHM, name, make, options, takes=takes, needs=needs
+        None, kinds.ALGORITHM, name, operator.call, options, takes=takes, needs=needs
     )
     return decorate
 

@@ -16,9 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from agl_algorithms.policy_gradient import Samples
 from agl_core import hooks, kinds
 from agl_core.capture import AttemptContext, Identity, Recording, current_identity, running
 from agl_core.config import check, load
@@ -37,7 +35,7 @@ CONFIGURATIONS: list[str] = re.findall(r"^\s*```toml\n(.*?)^\s*```$", PAGE, re.M
 MADE = {
     kinds.REWARD: {"brevity", "well_formed", "calculated", "shortest"},
     kinds.CREDIT: {"relative"},
-    kinds.ALGORITHM: {"rloo"},
+    kinds.ALGORITHM: {"cispo", "rloo"},
     kinds.TASK_SOURCE: {"sums"},
     kinds.TRACKER: {"reward_curve"},
     kinds.BUFFER: {"unequal"},
@@ -78,10 +76,11 @@ def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
     exercise(Plugins.load(files))
 
 
-async def test_the_example_of_a_test_passes() -> None:
-    names: dict[str, Any] = {}
-    exec(compile(FILES["test_my_agent.py"], "test_my_agent.py", "exec"), names)
+async def test_the_examples_of_tests_pass(files: list[Path]) -> None:
+    Plugins.load(files)
+    exec(FILES["test_my_agent.py"] + FILES["test_my_algorithm.py"], names := dict[str, Any]())
     await names["test_my_agent"]()
+    names["test_rloo"]()
 
 
 def test_a_run_with_the_examples_is_accepted(files: list[Path], tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def exercise(plugins: Plugins) -> None:
     assert made(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
     assert made(kinds.REWARD, "shortest").reward([short]) == [None]
     assert made(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
-    _try_algorithm(made(kinds.ALGORITHM, "rloo"))
+    assert made(kinds.ALGORITHM, "cispo", clip=0.1).clip == (0.1, 0.1)
     sums = made(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
     unequal = made(kinds.BUFFER, "unequal")
@@ -157,20 +156,6 @@ def _episode(member: int, result: str, terminal: float = 0.0) -> Episode:
     calls = [make.transition(0, rollout=f"r{member}"), make.transition(1, rollout=f"r{member}", parse_error="no JSON")]
     task = Task("t", "2 + 2 = ?")
     return make.episode(*calls, rollout=f"r{member}", member=member, task=task, result=result, terminal=terminal)
-
-
-def _try_algorithm(algorithm: Any) -> None:
-    each, zeros = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
-    samples = Samples(
-        transition_R=each,
-        mask_R=torch.tensor([True, True]),
-        behaviour_R=torch.zeros(2),
-        values_N=torch.tensor([1.0, 0.0]),
-        group_N=zeros,
-        rollout_N=each,
-        turn_N=zeros,
-    )
-    assert algorithm.advantages(samples).tolist() == [1.0, -1.0]
 
 
 async def _try_engine(engine: Any) -> None:

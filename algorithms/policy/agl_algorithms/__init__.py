@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agl_algorithms.grpo import group_statistics
     from agl_algorithms.plugin import PolicyGradientOptions
-    from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples, whitened
+    from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples, policy_ratio, whitened
 
 __all__ = [
     "Logprobs",
@@ -16,6 +16,7 @@ __all__ = [
     "PolicyGradientOptions",
     "Samples",
     "group_statistics",
+    "policy_ratio",
     "whitened",
 ]
 

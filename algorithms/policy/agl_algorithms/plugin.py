@@ -59,10 +59,6 @@ class PolicyGradientOptions(BaseModel):
         low = 0.2 if self.clip is None else self.clip
         return low, low if self.clip_high is None else self.clip_high
 
-    def takes(self) -> CreditKind:
-        """Which credited values it takes: returns."""
-        return CreditKind.RETURN
-
     @model_validator(mode="after")
     def _no_level_without_importance(self) -> Self:
         if self.importance_cap is None:
@@ -116,7 +112,7 @@ class TimeOptions(PolicyGradientOptions):
     )
 
     def takes(self) -> CreditKind:
-        """Across calls rewards instead of returns."""
+        """Which credited values it takes: across calls rewards instead of returns."""
         return CreditKind.REWARD if self.across_calls else CreditKind.RETURN
 
 
@@ -185,7 +181,7 @@ def build_ppo(options: PpoOptions) -> PolicyGradient:
 
 @hookimpl
 def register_components(register: Register) -> None:
-    register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=GrpoOptions.takes)
+    register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=CreditKind.RETURN)
     reinforce = ReinforceOptions
     register(
         kinds.ALGORITHM, "reinforce++", build_reinforce, options=reinforce, needs=reinforce.needs, takes=reinforce.takes

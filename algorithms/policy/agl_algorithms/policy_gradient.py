@@ -133,19 +133,24 @@ class PolicyGradient(ABC):
         """[R] token weights over the whole batch by `aggregation`, before corrections (`Batch.weight_N`)."""
         return token_weights(samples, self.options.aggregation)
 
+    def surrogate(self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[R] the ratio, [R] the policy's loss before importance, KL and weights, and [R] bool where it is clipped."""
+        ratio_R = policy_ratio(samples, logprobs, self.ratio)
+        return ratio_R, *clipped_surrogate(ratio_R, advantages_R, *self.clip)
+
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The weighted sum over tokens; metrics are sums of weight × value too, or (`…_max`) the largest value.
 
-        Sums, not means: the losses of micro-batches add up to the loss of the whole.
+        Sums, not means: the losses of micro-batches add up to the loss of the whole. The samples are those of a
+        micro-batch: only `transition_R`, `mask_R` and `behaviour_R` have a meaning here.
 
         Metrics: policy_loss, kl_behaviour (k3 of KL(behaviour ‖ current), because the behaviour policy sampled the
         tokens), ratio_mean, ratio_max, clip_fraction; with `beta` kl_reference (k3 of KL(current ‖ initial), as in the
         loss), with `importance_cap` importance_mean.
         """
-        ratio_R = policy_ratio(samples, logprobs, self.ratio)
-        policy_R, clipped_R = clipped_surrogate(ratio_R, advantages_R, *self.clip)
+        ratio_R, policy_R, clipped_R = self.surrogate(samples, logprobs, advantages_R)
         per_token = {
             "kl_behaviour": kl_k3(logprobs.behaviour_R, logprobs.current_R),
             "ratio_mean": ratio_R,
@@ -254,7 +259,7 @@ def log_ratio(current_R: Tensor, other_R: Tensor) -> Tensor:
     return (current_R - other_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def policy_ratio(samples: Samples, logprobs: Logprobs, level: RatioLevel) -> Tensor:
+def policy_ratio(samples: Samples, logprobs: Logprobs, level: RatioLevel = "token") -> Tensor:
     """[R] current / old: of each token, or of each transition and repeated over its tokens.
 
     By transition it is the geometric mean over the unmasked tokens (GSPO, arXiv 2507.18071, equation 7):

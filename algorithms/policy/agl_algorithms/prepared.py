@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agl_algorithms.policy_gradient import PolicyGradient, Samples
 from agl_algorithms.ppo import Ppo
+from agl_core.errors import PluginError
 from agl_core.learning.batch import Usable
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, DropReason
@@ -56,6 +57,14 @@ class Prepared:
         """No transition is trained on."""
         nothing = torch.zeros_like(samples.behaviour_R)
         return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
+
+    def with_no_step(self) -> Prepared:
+        """The same if no optimizer step was finite: nothing was trained on."""
+        dropped = list(self.dropped)
+        for i in self.usable[self.trained]:
+            dropped[i] = DropReason.NON_FINITE
+        nothing = torch.zeros_like(self.weights_R)
+        return replace(self, weights_R=nothing, trained=self.trained[:0], dropped=tuple(dropped))
 
     def corrected(self, weights_R: Tensor) -> Tensor:
         """[R] weights of the policy's or the value loss, each transition's multiplied by its correction."""
@@ -152,6 +161,10 @@ def prepare(usable: Usable, samples: Samples, algorithm: PolicyGradient, values_
     if not len(usable.places):
         return Prepared.of_nothing(usable, samples)
     advantages_R, weights_R = algorithm.advantages(samples, values_R), algorithm.weights(samples)
+    for what, tensor in (("advantages", advantages_R), ("weights", weights_R)):
+        if tensor.shape != samples.mask_R.shape:
+            needed = f"one for each response token, [{len(samples.mask_R)}] (`samples.at_tokens` spreads [N] over them)"
+            raise PluginError(f"{type(algorithm).__name__}.{what} returned {list(tensor.shape)}, not {needed}.")
     finite_R = torch.isfinite(advantages_R) & torch.isfinite(weights_R)
     value = None
     if values_R is not None:

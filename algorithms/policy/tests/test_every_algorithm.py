@@ -176,8 +176,7 @@ def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorit
 
 class Mine(PolicyGradient):
     def advantages(self, samples, values_R=None):
-        group = group_statistics(samples)
-        return samples.at_tokens(group.deviation_N)
+        return samples.at_tokens(group_statistics(samples).deviation_N)
 
 
 def test_what_has_no_advantage_is_kept_for_a_kl_term_alone() -> None:

@@ -65,8 +65,7 @@ class Policy:
     loaded: LoadedModel
     trainer: PolicyTrainer
     sampler: Sampler
-    algorithm: tuple[str, Mapping[str, Any]]
-    """Its name and options, as updates will name them."""
+    algorithm: PolicyGradient
 
 
 class Policies:
@@ -81,13 +80,14 @@ class Policies:
         torch.manual_seed(context.seed)
         share = 1 / max(1, len(context.policies))
         bases = Bases()
+        self._plugins = Plugins.load(context.plugin_files)
         self.policies: dict[str, Policy] = {}
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             loaded = _load(spec, options, choose_device(options.device), seed, bases)
             sampler = _make_sampler(loaded, options, share, deterministic=context.deterministic)
             trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
-            self.policies[name] = Policy(loaded, trainer, sampler, (spec.algorithm, spec.algorithm_options))
-        self._plugins = Plugins.load(context.plugin_files)
+            algorithm = self._algorithm(spec.algorithm, spec.algorithm_options)
+            self.policies[name] = Policy(loaded, trainer, sampler, algorithm)
         self.threads = options.threads or torch.get_num_threads()
         """Of training."""
         largest = max((policy.loaded.size for policy in self.policies.values()), default=0)
@@ -125,14 +125,13 @@ class Policies:
     def estimate(self, work: Workload) -> Needs:
         memory, duration, available = PROCESS, 0.0, 0
         for policy in self.policies.values():
-            algorithm = self._algorithm(*policy.algorithm)
             memory += memory_bytes(
                 policy.loaded,
-                algorithm,
+                policy.algorithm,
                 tokens_per_pass=policy.trainer.tokens_per_pass,
                 cache=policy.sampler.cache_bytes(work.prompt_tokens + work.response_tokens),
             )
-            duration += seconds(policy.loaded, algorithm, work)
+            duration += seconds(policy.loaded, policy.algorithm, work)
             available = device_memory(policy.loaded.device)
         return Needs(memory_bytes=memory, available_bytes=available, seconds=duration)
 

@@ -130,10 +130,13 @@ class PolicyTrainer:
         steps *= algorithm.epochs
         metrics = train(model, self.optimizer, prepared, prepared.weights_R, steps, self._limits, loss_of, work)
         work.lap("train")
-        metrics |= prepared.metrics() | prepared.serving_gap(old_R, self.version)
+        metrics |= prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
             metrics |= self._critic.train(prepared, cast(Ppo, algorithm), self.version, work)
         work.lap("critic")
+        if metrics["steps_skipped"] and not metrics["steps_applied"]:
+            prepared = prepared.with_no_step()
+        metrics |= prepared.metrics()
         self.version += 1
         work.finish()
         return prepared.result(self.version, metrics | work.seconds())

@@ -350,10 +350,9 @@ def test_nothing_to_train_on_changes_no_weight(loaded: LoadedModel) -> None:
 class Faulty(Grpo):
     """GRPO whose loss, gradient or advantage breaks."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str, left: int = 1) -> None:
         super().__init__(GrpoOptions(beta=0.0, minibatches=2))
-        self.fault = fault
-        self.left = 1
+        self.fault, self.left = fault, left
 
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
@@ -376,3 +375,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(loaded: LoadedModel, f
     assert all(torch.isfinite(weight).all() for weight in after.values())
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(map(math.isfinite, result.metrics.values()))
+    untrained = trainer_of(loaded).update(make_batch(loaded, members=4), Faulty(fault, left=9))
+    assert (untrained.metrics["transitions_trained"], untrained.weight_N.any()) == (0, 0)
+    assert DropReason.NON_FINITE in untrained.dropped

@@ -171,7 +171,7 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
         return f"no rollout got a reward. {paragraphs(no_reward)[1]}"
     dropped = counts(steps, "dropped/") + counts(steps, "episodes_dropped/")
     others = dropped.keys() - {DropReason.GROUP_TOO_SMALL, DropReason.NO_ADVANTAGE}  # They follow from others.
-    if others and not dropped[DropReason.NO_ADVANTAGE]:
+    if DropReason.NON_FINITE in others or (others and not dropped[DropReason.NO_ADVANTAGE]):
         named = sorted(others, key=lambda reason: -dropped[reason])
         reasons = ", ".join(f"{dropped[reason]} {reason}" for reason in named)
         return f"nothing was trained on; dropped: {reasons}. {REMEDIES.get(DropReason(named[0]), '')}".strip()

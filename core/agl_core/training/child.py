@@ -32,7 +32,7 @@ from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
 from pydantic import BaseModel
 
 from agl_core import kinds
-from agl_core.errors import AglError, ConfigError, EngineError
+from agl_core.errors import AglError, ConfigError, EngineError, own_line
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, Progress, UpdateResult
@@ -202,13 +202,13 @@ def described(error: Exception) -> tuple[str | None, str]:
 
 
 def in_one_line(error: Exception) -> str:
-    """An error's class and the last line of its text.
+    """An error's class, the last line of its text, and the line of code outside of libraries that raised it.
 
     >>> in_one_line(ValueError("a traceback of another process\\nno such luck"))
     'ValueError: no such luck'
     """
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
+    lines, code = str(error).strip().splitlines(), own_line(error, __file__)
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}{f' ({code})' if code else ''}"
 
 
 def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:

@@ -267,9 +267,7 @@ class ProcessEngine(Engine, Generic[Options]):
             return error_class(text)
         what = "The engine did not start" if starts else f"The engine failed in '{doing}'"
         end = f"(log: {self._log})" if starts else f"{self._how_to_resume} (log: {self._log})"
-        remedy = self.remedy([text], None)
-        if remedy is None and starts:
-            remedy = self.remedy(self._log_lines(LINES_SEARCHED), None)
+        remedy = self.remedy([text], None) or (self.remedy(self._log_lines(LINES_SEARCHED), None) if starts else None)
         return error_class(_sentences(f"{what}: {text}", remedy, end))
 
     def _lost(self, doing: str) -> EngineError:
