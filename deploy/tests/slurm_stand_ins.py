@@ -45,11 +45,17 @@ if name == "srun":
     # As many tasks as it is told, or as the job has: src/srun/libsrun/opt.c of SchedMD/slurm.
     at = next(at for at, each in enumerate(arguments) if not each.startswith("--"))
     options = dict(each[2:].partition("=")[::2] for each in arguments[:at])
-    tasks = []
-    signal.signal(signal.SIGTERM, lambda *_: [each.terminate() for each in tasks])
+    tasks, signals = [], []
+    def end(*_):
+        signals.append(1)
+        for task in tasks:
+            task.terminate()
+    signal.signal(signal.SIGTERM, end)
     for _ in range(int(options.get("ntasks", os.environ["SLURM_NTASKS"]))):
         tasks.append(subprocess.Popen(arguments[at:]))
-    sys.exit(max(each.wait() for each in tasks))
+    if signals:  # It came while tasks were started.
+        end()
+    sys.exit(max(task.wait() for task in tasks))
 if name == "scontrol":
     # Returns at once. Then slurmd ends everything of the job: SIGTERM, and SIGKILL after KillWait.
     group = os.getpgrp()
@@ -68,7 +74,12 @@ if name == "agl" and arguments[0] == "train":
         run.mkdir(parents=True)
         (run / "metrics.jsonl").touch()
     if os.environ["TRAINS"].isdigit():
-        while sum(json.loads(each)[1][:1] == ["worker"] for each in open(os.environ["CALLED"])) < {NODES}:
+        def works_for_this_job(name, arguments, keys, pid):
+            try:
+                return arguments[:1] == ["worker"] and os.getsid(pid) == os.getsid(0)
+            except ProcessLookupError:
+                return False
+        while sum(works_for_this_job(*json.loads(line)) for line in open(os.environ["CALLED"])) < {NODES}:
             time.sleep(0.1)
         sys.exit(int(os.environ["TRAINS"]))
     while True:
