@@ -1,4 +1,4 @@
-"""What answers sessions: one model server, or versions of the run, loaded and swapped without dropping a call."""
+"""The model servers of sessions: one, or versions of the run, loaded and swapped without dropping a call."""
 
 from __future__ import annotations
 
