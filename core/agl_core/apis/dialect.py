@@ -8,7 +8,7 @@ checks them; here only that is checked which the gateway, or what reads records,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Required
@@ -20,20 +20,20 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from agl_core.apis.answered import Answered, Message
-from agl_core.apis.errors import ApiError, openai_error
-from agl_core.apis.reply import Reply
+from agl_core.apis.errors import ApiError, openai_error, openai_problem
+from agl_core.apis.reply import Reply, Usage
+from agl_core.apis.streams import Delta, Renderer
 from agl_core.types import Json, Sampling
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED
 
 _MAX_NOTE = 1000
 """Characters of the header that says what was ignored."""
-_PIECE = 80
-"""Characters per streamed piece of text."""
 OWN_FIELDS = frozenset(
     {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
 )
 """Fields of a chat completion that the gateway sets itself."""
+_CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
 _STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 
 _Count = Annotated[int, Field(ge=1)]
@@ -197,8 +197,18 @@ class Dialect(ABC):
         """
 
     @abstractmethod
+    def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
+        """The body of a reply that is not streamed, as this API's clients expect it; no extras of agl are in it."""
+
+    @abstractmethod
+    def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
+        """The writer of a reply that is streamed."""
+
     def render(self, request: ModelRequest, reply: Reply) -> Response:
-        """The reply as this API's clients expect it, streamed if they asked for it; no extras of agl are in it."""
+        """A whole reply, streamed if the client asked for it."""
+        if request.stream and not self.counts:
+            return self.renderer(request, reply.id).stream(reply)
+        return rendered(self.whole(request, reply))
 
     def refuse(self, error: ApiError) -> Response:
         """The error in this API's shape."""
@@ -231,26 +241,6 @@ def rendered(body: Mapping[str, Json]) -> Response:
     return Response(orjson.dumps(body), media_type="application/json")
 
 
-def pieces(text: str) -> Iterator[str]:
-    """A text as it is streamed. The upstream never streams: what a client streams is made of the whole reply."""
-    for start in range(0, len(text), _PIECE):
-        yield text[start : start + _PIECE]
-
-
-def chunk_stream(chunks: Iterable[Mapping[str, Json]]) -> Response:
-    """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
-    return _stream([*(b"data: %b\n\n" % orjson.dumps(chunk) for chunk in chunks), b"data: [DONE]\n\n"])
-
-
-def event_stream(events: Iterable[Mapping[str, Json]]) -> Response:
-    """Server-sent events named by their `type`, as Responses and Messages have them."""
-    return _stream(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
-
-
-def _stream(parts: Iterable[bytes]) -> Response:
-    return Response(b"".join(parts), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
 def _json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
@@ -274,16 +264,18 @@ class ChatCompletions(Dialect):
         limit = body.get("max_completion_tokens")
         return Translation({}, body.get("max_tokens") if limit is None else limit, bool(logprobs))
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         of_prompt, of_choices = _returned(request, reply)
-        completion = {**reply.completion, "model": request.model}
         choices: Any = reply.completion["choices"]
-        if not request.stream:
-            completion["choices"] = [{**choice, **more} for choice, more in zip(choices, of_choices, strict=True)]
-            return rendered({**completion, **of_prompt})
-        head = {name: value for name, value in completion.items() if name not in ("object", "choices", "usage")}
-        head["object"] = "chat.completion.chunk"
-        return _with_usage(request, head, _chat_chunks(choices, of_prompt, of_choices), completion.get("usage"))
+        return {
+            **reply.completion,
+            "model": request.model,
+            "choices": [{**choice, **more} for choice, more in zip(choices, of_choices, strict=True)],
+            **of_prompt,
+        }
+
+    def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
+        return _ChatChunks(request, reply_id)
 
 
 class Completions(Dialect):
@@ -317,15 +309,14 @@ class Completions(Dialect):
             chat |= {"logprobs": True, "top_logprobs": logprobs}
         return Translation(chat, body.get("max_tokens"), logprobs is not None)
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         of_prompt, of_choices = _returned(request, reply)
         raw: Any = reply.completion["choices"]
         choices = [{**_text_choice(choice), **of_prompt, **more} for choice, more in zip(raw, of_choices, strict=True)]
-        completion = {**reply.completion, "object": "text_completion", "model": request.model, "choices": choices}
-        if not request.stream:
-            return rendered(completion)
-        head = {name: value for name, value in completion.items() if name not in ("choices", "usage")}
-        return _with_usage(request, head, _text_chunks(choices), completion.get("usage"))
+        return {**reply.completion, "object": "text_completion", "model": request.model, "choices": choices}
+
+    def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
+        return _TextChunks(request, reply_id)
 
 
 def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:
@@ -346,50 +337,119 @@ def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], lis
     return of_prompt, of_choices
 
 
-def _with_usage(
-    request: ModelRequest, head: Mapping[str, Json], chunks: Iterator[Mapping[str, Json]], usage: Json
-) -> Response:
-    """Chunks as a stream. The whole reply is known, so each can say how many tokens it has, if the client asks."""
-    options: Any = request.body.get("stream_options") or {}
-    if not options.get("include_usage"):
-        return chunk_stream({**head, **chunk} for chunk in chunks)
-    so_far = {"usage": usage if options.get("continuous_usage_stats") else None}
-    return chunk_stream([*({**head, **so_far, **chunk} for chunk in chunks), {**head, "choices": [], "usage": usage}])
+class _Chunks(Renderer):
+    """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
+
+    object: ClassVar[str]
+
+    def __init__(self, request: ModelRequest, reply_id: str) -> None:
+        self._head: dict[str, Json] = {"id": reply_id, "object": self.object, "model": request.model}
+        options: Any = request.body.get("stream_options") or {}
+        self._usage, self._counts = bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
+        self.logprobs, self.ids = request.logprobs, bool(request.body.get("return_token_ids"))
+        self.of_prompt: dict[str, Any] = {}
+        """It goes into the first chunk."""
+        self._prompt, self._sampled = 0, 0
+
+    def start(self, head: Mapping[str, Any]) -> bytes:
+        self._head.update({name: head[name] for name in _CHUNK_FIELDS if name in head})
+        ids = head.get("prompt_token_ids")
+        self._prompt = Usage.read(head.get("usage"), ids, 0).prompt
+        if self.ids:
+            self.of_prompt = {"prompt_token_ids": ids}
+        return b""
+
+    def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
+        """One chunk of one choice; each can say how many tokens there are so far, if the client asks."""
+        usage: Any = None
+        if self._counts:
+            total = self._prompt + self._sampled
+            usage = {"prompt_tokens": self._prompt, "completion_tokens": self._sampled, "total_tokens": total}
+        so_far = {"usage": usage} if self._usage else {}
+        return _data({**self._head, **so_far, **more, "choices": [choice]})
+
+    def of_tokens(self, delta: Delta) -> dict[str, Any]:
+        """A delta's token ids, if the client wants them."""
+        self._sampled += len(delta.token_ids)
+        return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
+
+    def last(self, usage: Json) -> bytes:
+        """The end of a stream."""
+        return (_data({**self._head, "choices": [], "usage": usage}) if self._usage else b"") + b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        return _data(openai_problem(error))
 
 
-def _chat_chunks(
-    choices: Sequence[Mapping[str, Any]], of_prompt: Mapping[str, Json], of_choices: Sequence[Mapping[str, Json]]
-) -> Iterator[dict[str, Json]]:
-    """Chat choices as the chunks of a stream. What is said of the prompt is in the first chunk."""
-    for choice, more in zip(choices, of_choices, strict=True):
-        index, logprobs = choice["index"], choice["logprobs"]
-        for delta in _deltas(choice["message"]):
-            carried = None if "role" in delta else logprobs
-            yield {
-                **of_prompt,
-                "choices": [{"index": index, "delta": delta, "logprobs": carried, "finish_reason": None}],
-            }
-            logprobs, of_prompt = None if carried else logprobs, {}
-        end = {"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
-        yield {"choices": [{**end, **more}]}
+def _data(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """Role first, then whatever else the message has, its content in pieces, its tool calls one by one."""
-    yield {"role": "assistant", "content": None if message.get("content") is None else ""}
-    others = {
-        name: value
-        for name, value in message.items()
-        if name not in ("role", "content", "tool_calls") and value not in (None, [], {})
-    }
-    if others:
-        yield others
-    for piece in pieces(message.get("content") or ""):
-        yield {"content": piece}
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        kind, written = ("custom", "input") if call.get("type") == "custom" else ("function", "arguments")
-        yield {"tool_calls": [{**call, "index": index, kind: {**call[kind], written: ""}}]}
-        yield {"tool_calls": [{"index": index, kind: {written: call[kind][written]}}]}
+class _ChatChunks(_Chunks):
+    object = "chat.completion.chunk"
+
+    def feed(self, delta: Delta) -> bytes:
+        logprobs = {"content": delta.logprobs} if self.logprobs and delta.logprobs else None
+        tokens = self.of_tokens(delta)
+        *earlier, last = _one_by_one(delta.message) or [{}]
+        chunks = [self._chunk(delta.index, piece, None) for piece in earlier]
+        if last or logprobs or tokens:
+            chunks.append(self._chunk(delta.index, last, logprobs, **tokens))
+        return b"".join(chunks)
+
+    def _chunk(self, index: int, piece: Mapping[str, Json], logprobs: Json, **more: Any) -> bytes:
+        of_prompt, self.of_prompt = self.of_prompt, {}
+        choice = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None, **more}
+        return self.chunk(choice, **of_prompt)
+
+    def finish(self, reply: Reply) -> bytes:
+        choices: Any = reply.completion["choices"]
+        ended: dict[str, Json] = {"delta": {}, "logprobs": None}
+        return b"".join(
+            self.chunk({"index": choice["index"], **ended, "finish_reason": choice["finish_reason"]})
+            for choice in choices
+        ) + self.last(reply.completion.get("usage"))
+
+
+def _one_by_one(message: Mapping[str, Any]) -> list[dict[str, Json]]:
+    """The role, texts and tool calls of a delta, apart: some clients take the first that they find."""
+    content = message.get("content")
+    pieces: list[dict[str, Json]] = []
+    if "role" in message:
+        pieces.append({"role": "assistant", "content": None if content is None else ""})
+    others = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
+    pieces += [{name: value} for name, value in others.items() if value not in (None, "", [], {})]
+    if content:
+        pieces.append({"content": content})
+    return [*pieces, *({"tool_calls": [call]} for call in message.get("tool_calls") or ())]
+
+
+class _TextChunks(_Chunks):
+    object = "text_completion"
+
+    def __init__(self, request: ModelRequest, reply_id: str) -> None:
+        super().__init__(request, reply_id)
+        self._offsets: dict[int, int] = {}
+        """By choice, the characters of its tokens so far."""
+
+    def feed(self, delta: Delta) -> bytes:
+        text = delta.message.get("content") or delta.message.get("refusal") or ""
+        logprobs = None
+        if self.logprobs and delta.logprobs:
+            offset = self._offsets.get(delta.index, 0)
+            logprobs = _text_logprobs(delta.logprobs, offset)
+            self._offsets[delta.index] = offset + sum(map(len, logprobs["tokens"]))
+        tokens = self.of_tokens(delta)
+        if not (text or logprobs or tokens):
+            return b""
+        of_prompt, self.of_prompt = self.of_prompt, {}
+        choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return self.chunk({**choice, **of_prompt, **tokens})
+
+    def finish(self, reply: Reply) -> bytes:
+        choices: Any = reply.completion["choices"]
+        ended = [{**_text_choice(choice), "text": "", "logprobs": None} for choice in choices]
+        return b"".join(map(self.chunk, ended)) + self.last(reply.completion.get("usage"))
 
 
 def _text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
@@ -397,16 +457,13 @@ def _text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
     return {
         "index": choice["index"],
         "text": choice["message"].get("content") or choice["message"].get("refusal") or "",
-        "logprobs": _text_logprobs(choice["logprobs"]),
+        "logprobs": choice["logprobs"] and _text_logprobs(choice["logprobs"].get("content") or ()),
         "finish_reason": reason if reason in ("length", "content_filter") else "stop",
     }
 
 
-def _text_logprobs(logprobs: Mapping[str, Any] | None) -> dict[str, Json] | None:
-    """In the older shape: one list per kind of value."""
-    if logprobs is None:
-        return None
-    entries = logprobs.get("content") or ()
+def _text_logprobs(entries: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, list[Any]]:
+    """In the older shape: one list per kind of value; `offset` is where the first token's text begins."""
     tokens = [entry.get("token") or "" for entry in entries]
     return {
         "tokens": tokens,
@@ -415,15 +472,5 @@ def _text_logprobs(logprobs: Mapping[str, Any] | None) -> dict[str, Json] | None
             {other.get("token") or "": other.get("logprob") for other in entry.get("top_logprobs") or ()}
             for entry in entries
         ],
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+        "text_offset": [*accumulate(map(len, tokens[:-1]), initial=offset)] if tokens else [],
     }
-
-
-def _text_chunks(choices: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Json]]:
-    """Text choices as the chunks of a stream. All but the text of a choice is in its first chunk."""
-    for choice in choices:
-        carried = {name: value for name, value in choice.items() if name not in ("text", "finish_reason")}
-        for piece in pieces(choice["text"]):
-            yield {"choices": [{**carried, "text": piece, "finish_reason": None}]}
-            carried = {"index": choice["index"], "logprobs": None}
-        yield {"choices": [{**carried, "text": "", "finish_reason": choice["finish_reason"]}]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import orjson
 from starlette.responses import Response
@@ -102,7 +103,11 @@ def attempt_closed(rollout: str, attempt: int) -> ApiError:
     )
 
 
-def openai_error(error: ApiError) -> Response:
+def openai_problem(error: ApiError) -> dict[str, Any]:
     """An error in the shape that all of OpenAI's APIs share."""
-    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return Response(orjson.dumps({"error": body}), error.status, error.headers, "application/json")
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def openai_error(error: ApiError) -> Response:
+    """The answer in that shape."""
+    return Response(orjson.dumps(openai_problem(error)), error.status, error.headers, "application/json")

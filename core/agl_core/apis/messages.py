@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -22,16 +23,14 @@ from agl_core.apis.dialect import (
     Dialect,
     ModelRequest,
     Translation,
-    event_stream,
     joined_parts,
-    pieces,
-    rendered,
     unsupported,
     without_none,
     wrong,
 )
 from agl_core.apis.errors import ApiError
-from agl_core.apis.reply import Reply, reasoning_of
+from agl_core.apis.reply import Reply, Usage, called
+from agl_core.apis.streams import Block, BlockRenderer, Delta, Event, Renderer, blocks_of, named_events
 from agl_core.types import FinishReason, Json
 from agl_core.types.forms import parse_if_json
 
@@ -145,21 +144,28 @@ class Messages(Dialect):
         }
         return Translation(chat, limit, recorded={"messages": messages})
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         if self.counts:
-            return rendered({"input_tokens": reply.usage.prompt})
-        message = _message(request, reply)
-        return event_stream(_stream_events(message)) if request.stream else rendered(message)
+            return {"input_tokens": reply.usage.prompt}
+        content = [_block(block) for block in blocks_of(reply.choices[0].message)]
+        return {**_message(request, reply.id, reply.usage), "content": content, **_ended(reply)}
+
+    def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
+        return _Events(request, reply_id)
 
     def refuse(self, error: ApiError) -> Response:
-        default = "invalid_request_error" if error.status < 500 else "api_error"
-        # Clients know a prompt that is too long by this beginning.
-        message = f"prompt is too long: {error.message}" if error.is_context_overflow else error.message
-        problem: dict[str, Json] = {"type": _ERRORS.get(error.status, default), "message": message}
-        if error.code is not None:
-            problem["details"] = {"error_code": error.code}
-        body = orjson.dumps({"type": "error", "error": problem})
-        return Response(body, error.status, error.headers, "application/json")
+        return Response(orjson.dumps(_problem(error)), error.status, error.headers, "application/json")
+
+
+def _problem(error: ApiError) -> dict[str, Json]:
+    """An error in this API's shape."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    # Clients know a prompt that is too long by this beginning.
+    message = f"prompt is too long: {error.message}" if error.is_context_overflow else error.message
+    problem: dict[str, Json] = {"type": _ERRORS.get(error.status, default), "message": message}
+    if error.code is not None:
+        problem["details"] = {"error_code": error.code}
+    return {"type": "error", "error": problem}
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Json:
@@ -178,69 +184,87 @@ def _response_format(wanted: Mapping[str, Any] | None) -> Json:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"], "strict": True}}
 
 
-def _message(request: ModelRequest, reply: Reply) -> dict[str, Json]:
-    choice, usage = reply.choices[0], reply.usage
-    calls = choice.message.get("tool_calls") or ()
-    ended = "refusal" if choice.message.get("refusal") else "stop_sequence" if reply.stop_sequence else "end_turn"
-    reason = _CUT.get(choice.finish_reason) or ("tool_use" if calls else ended)
+def _message(request: ModelRequest, reply_id: str, usage: Usage) -> dict[str, Json]:
+    """A message that has just begun."""
     return {
-        "id": reply.id,
+        "id": reply_id,
         "type": "message",
         "role": "assistant",
         "model": request.model,
-        "content": _blocks(choice.message),
-        "stop_reason": reason,
-        "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None,
-        "usage": {
-            "input_tokens": max(0, usage.prompt - usage.cached),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached,
-            "output_tokens": usage.completion,
-        },
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(usage),
     }
 
 
-def _blocks(message: Mapping[str, Any]) -> list[dict[str, Json]]:
-    blocks: list[dict[str, Json]] = []
-    reasoning = reasoning_of(message)
-    if reasoning:
-        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-    blocks += [_text(message[name]) for name in ("content", "refusal") if message.get(name)]
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = _tool_input(function["arguments"])
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-    return blocks
+def _usage(usage: Usage) -> dict[str, Json]:
+    return {
+        "input_tokens": max(0, usage.prompt - usage.cached),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }
 
 
-def _stream_events(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """A finished message as the events of a stream, from `message_start` to `message_stop`."""
-    usage = message["usage"]
-    started = {**message, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
-    yield {"type": "message_start", "message": {**started, "stop_sequence": None}}
-    yield {"type": "ping"}
-    for index, block in enumerate(message["content"]):
-        yield {"type": "content_block_start", "index": index, "content_block": _opened(block)}
-        for delta in _deltas(block):
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
+def _ended(reply: Reply) -> dict[str, Json]:
+    """Why a message ended."""
+    choice = reply.choices[0]
+    ended = "refusal" if choice.message.get("refusal") else "stop_sequence" if reply.stop_sequence else "end_turn"
+    reason = _CUT.get(choice.finish_reason) or ("tool_use" if choice.message.get("tool_calls") else ended)
+    return {"stop_reason": reason, "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None}
+
+
+def _block(block: Block) -> dict[str, Json]:
+    if block.kind == "tool_call":
+        name, _ = called(block.call)
+        return {"type": "tool_use", "id": block.call["id"], "name": name, "input": _tool_input(block.text)}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return _text(block.text)
+
+
+class _Events(BlockRenderer):
+    """From `message_start` to `message_stop`. A tool's input goes out whole, since it has to be an object."""
+
+    def __init__(self, request: ModelRequest, reply_id: str) -> None:
+        super().__init__()
+        self._request, self._reply_id = request, reply_id
+
+    def start(self, head: Mapping[str, Any]) -> bytes:
+        usage = replace(Usage.read(head.get("usage"), head.get("prompt_token_ids"), 0), completion=0)
+        message = _message(self._request, self._reply_id, usage)
+        return named_events([{"type": "message_start", "message": message}, {"type": "ping"}])
+
+    def feed(self, delta: Delta) -> bytes:
+        return named_events(self.add(delta))
+
+    def opened(self, index: int, block: Block) -> Iterator[Event]:
+        begun = _block(block)
+        if block.kind == "tool_call":
+            begun["input"] = {}
+        yield {"type": "content_block_start", "index": index, "content_block": begun}
+
+    def extended(self, index: int, block: Block, text: str, logprobs: object) -> Iterator[Event]:
+        if text and block.kind != "tool_call":
+            kind = "thinking" if block.kind == "reasoning" else "text"
+            yield self._delta(index, {"type": f"{kind}_delta", kind: text})
+
+    def closed(self, index: int, block: Block) -> Iterator[Event]:
+        if block.kind == "tool_call":
+            text = orjson.dumps(_tool_input(block.text)).decode()
+            yield self._delta(index, {"type": "input_json_delta", "partial_json": text})
         yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-    yield {"type": "message_delta", "delta": ended, "usage": usage}
-    yield {"type": "message_stop"}
 
+    def _delta(self, index: int, delta: Mapping[str, Json]) -> Event:
+        return {"type": "content_block_delta", "index": index, "delta": delta}
 
-def _opened(block: Mapping[str, Any]) -> dict[str, Json]:
-    return {**block, "input": {}} if block["type"] == "tool_use" else {**block, block["type"]: ""}
+    def finish(self, reply: Reply) -> bytes:
+        ended = {"type": "message_delta", "delta": _ended(reply), "usage": _usage(reply.usage)}
+        return named_events([*self.end(), ended, {"type": "message_stop"}])
 
-
-def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    kind = block["type"]
-    if kind == "tool_use":
-        for piece in pieces(orjson.dumps(block["input"]).decode()):
-            yield {"type": "input_json_delta", "partial_json": piece}
-    else:
-        for piece in pieces(block[kind]):
-            yield {"type": f"{kind}_delta", kind: piece}
+    def fail(self, error: ApiError) -> bytes:
+        return named_events([_problem(error)])
 
 
 def _read_message(role: str, content: Any, answered: Answered, ignored: set[str]) -> list[Message]:

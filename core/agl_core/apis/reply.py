@@ -28,6 +28,17 @@ class Usage:
     cached: int
     """Those of the prompt that came from a cache."""
 
+    @classmethod
+    def read(cls, usage: Json, prompt_ids: Any, sampled: int) -> Usage:
+        """The model server's numbers, else those of ids (None: not known)."""
+        usage = usage if isinstance(usage, dict) else {}
+        details = usage.get("prompt_tokens_details")
+        return cls(
+            prompt=_count(usage.get("prompt_tokens"), 0 if prompt_ids is None else len(prompt_ids)),
+            completion=_count(usage.get("completion_tokens"), sampled),
+            cached=_count(details.get("cached_tokens") if isinstance(details, dict) else None, 0),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawReply:
@@ -50,13 +61,7 @@ class RawReply:
         try:
             return _read(self)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise ApiError(
-                502,
-                f"The model server's reply is not a chat completion ({type(error).__name__}: {error}). "
-                f"It began with {self.body[:80]!r}.",
-                type="upstream_error",
-                code="upstream_garbage",
-            ) from error
+            raise not_a_completion(error, self.body) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,15 +88,8 @@ class Reply:
     @property
     def usage(self) -> Usage:
         """The upstream's numbers, else counted ones; 0 where neither is known."""
-        usage = self.completion.get("usage")
-        usage = usage if isinstance(usage, dict) else {}
-        details = usage.get("prompt_tokens_details")
         sampled = sum(0 if choice.response_ids is None else len(choice.response_ids) for choice in self.choices)
-        return Usage(
-            prompt=_count(usage.get("prompt_tokens"), 0 if self.prompt_ids is None else len(self.prompt_ids)),
-            completion=_count(usage.get("completion_tokens"), sampled),
-            cached=_count(details.get("cached_tokens") if isinstance(details, dict) else None, 0),
-        )
+        return Usage.read(self.completion.get("usage"), self.prompt_ids, sampled)
 
     @property
     def has_ids(self) -> bool:
@@ -105,6 +103,12 @@ def read_reply(body: bytes, headers: Mapping[str, str], reply_id: str, *, logpro
     `logprobs`: whether the agent is to see the log-probabilities too.
     """
     return RawReply(body, headers.get(HEADER_POLICY), headers.get(HEADER_IGNORED), reply_id, logprobs).read()
+
+
+def not_a_completion(error: Exception, body: bytes) -> ApiError:
+    """The answer to a call to which the model server replied with what cannot be read."""
+    problem = f"is not a chat completion ({type(error).__name__}: {error}). It began with {body[:80]!r}."
+    return ApiError(502, f"The model server's reply {problem}", type="upstream_error", code="upstream_garbage")
 
 
 def _read(raw: RawReply) -> Reply:
@@ -212,7 +216,7 @@ def _message(raw: Any) -> dict[str, Json]:
         raise TypeError("a message is no object")
     message: dict[str, Any] = {"role": "assistant", **raw}
     if isinstance(message.get("content"), list):
-        message |= _joined(message["content"])
+        message |= joined_content(message["content"])
     if not isinstance(message.get("content"), str | None):
         raise TypeError("a message's content is no text")
     if message.get("tool_calls"):
@@ -220,14 +224,14 @@ def _message(raw: Any) -> dict[str, Json]:
     return message
 
 
-def _joined(parts: list[Any]) -> dict[str, str]:
+def joined_content(parts: list[Any]) -> dict[str, str]:
     """Content, and reasoning and refusal if there are any, of a message whose content is a list of parts."""
     texts = {"text": "", "thinking": "", "refusal": ""}
     for part in parts:
         kind = part["type"]
         if kind not in texts or not isinstance(content := part[kind], str | list):
             raise TypeError(f"a message's content has a part of type {kind!r} that is no text")
-        texts[kind] += content if isinstance(content, str) else _joined(content)["content"]
+        texts[kind] += content if isinstance(content, str) else joined_content(content)["content"]
     others = {"reasoning_content": texts["thinking"], "refusal": texts["refusal"]}
     return {"content": texts["text"]} | {name: text for name, text in others.items() if text}
 

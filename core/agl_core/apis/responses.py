@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from starlette.responses import Response
 
 from agl_core.apis.answered import NOT_KEPT, Answered, Message
 from agl_core.apis.dialect import (
     Dialect,
     ModelRequest,
     Translation,
-    event_stream,
     joined_parts,
-    pieces,
-    rendered,
     unsupported,
     without_none,
     wrong,
 )
+from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, called, reasoning_of
+from agl_core.apis.streams import Block, BlockRenderer, Delta, Event, Renderer, blocks_of, named_events
 from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -43,8 +40,10 @@ _INCOMPLETE = {
     FinishReason.CONTENT_FILTER: "content_filter",
     FinishReason.ABORTED: "max_output_tokens",
 }
-_NOT_YET = ("usage", "incomplete_details")
-"""Fields that are null until the response has ended."""
+_PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg"}
+"""Of the ids of items with texts."""
+_SAID = frozenset({"content", "refusal", "tool_call"})
+"""Without any of these a reply has an empty text, so that its echo is a message too."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Where the parts that are text have it."""
 _ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})(?:_([0-9]+))?")
@@ -97,11 +96,22 @@ class Responses(Dialect):
             conversation=None if body.get("store") is False else messages,
         )
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         if self.counts:
-            return rendered({"object": "response.input_tokens", "input_tokens": reply.usage.prompt})
-        response = _response(request, reply)
-        return event_stream(_stream_events(response)) if request.stream else rendered(response)
+            return {"object": "response.input_tokens", "input_tokens": reply.usage.prompt}
+        blocks, ended = blocks_of(reply.choices[0].message), _ended(reply)
+        if not _SAID & {block.kind for block in blocks}:
+            blocks.append(Block("content", 0))
+        if request.logprobs:
+            choices: Any = reply.completion["choices"]
+            content = next((block for block in blocks if block.kind == "content"), blocks[0])
+            content.logprobs = (choices[0]["logprobs"] or {}).get("content") or []
+        ids = [_item_id(blocks, index, reply.id) for index in range(len(blocks))]
+        items = [_item(request, id, block, ended["status"]) for id, block in zip(ids, blocks, strict=True)]
+        return {**_response(request, reply.id, reply.completion.get("created")), "output": items, **ended}
+
+    def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
+        return _Events(request, reply_id)
 
 
 def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
@@ -144,28 +154,23 @@ def _response_format(wanted: Mapping[str, Any]) -> Json:
     return dict(wanted)
 
 
-def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
-    body, created = request.body, reply.completion.get("created")
-    reason = _INCOMPLETE.get(reply.choices[0].finish_reason)
+def _response(request: ModelRequest, reply_id: str, created: Json) -> dict[str, Any]:
+    """A response that has just begun."""
+    body = request.body
     reasoning = body.get("reasoning") or {}
     return {
-        "id": reply.id,
+        "id": reply_id,
         "object": "response",
         "created_at": created if type(created) in (int, float) else int(time.time()),
-        "status": "incomplete" if reason else "completed",
+        "status": "in_progress",
         "background": False,
         "error": None,
-        "incomplete_details": {"reason": reason} if reason else None,
+        "incomplete_details": None,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": body.get("max_tool_calls"),
         "model": request.model,
-        "output": _output(
-            reply,
-            logprobs=request.logprobs,
-            encrypted=_ENCRYPTED in (body.get("include") or ()),
-            status="incomplete" if reason else "completed",
-        ),
+        "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
@@ -176,132 +181,162 @@ def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
-        "usage": _usage(reply),
+        "usage": None,
         "user": body.get("user"),
         "metadata": body.get("metadata") or {},
     }
 
 
-def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> list[dict[str, Json]]:
-    """The output items. An empty reply has an empty text, so that its echo is a message too."""
-    message = reply.choices[0].message
-    reasoning, calls = reasoning_of(message), message.get("tool_calls") or ()
-    content, refusal = message.get("content"), message.get("refusal")
-    items: list[dict[str, Json]] = []
-    if reasoning:
-        text = {"type": "reasoning_text", "text": reasoning}
-        own_id = _item_id("rs", reply.id)
-        sealed = {"encrypted_content": own_id} if encrypted else {}  # Clients send it back; memory has what it means.
-        items.append({"id": own_id, "type": "reasoning", "summary": [], "content": [text], "status": status, **sealed})
-    parts: list[dict[str, Json]] = []
-    if content or not (calls or refusal):
-        sampled = _logprobs(reply) if logprobs else []
-        parts.append({"type": "output_text", "text": content or "", "annotations": [], "logprobs": sampled})
-    if refusal:
-        parts.append({"type": "refusal", "refusal": refusal})
-    if parts:
-        items.append(
-            {
-                "id": _item_id("msg", reply.id),
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-                "content": parts,
-            }
-        )
-    for number, call in enumerate(calls):
-        is_custom = call.get("type") == "custom"
-        own_id = _item_id("ctc" if is_custom else "fc", reply.id, number)
-        kind = "custom_tool_call" if is_custom else "function_call"
-        name, passed = called(call)
-        item: dict[str, Json] = {"id": own_id, "type": kind, "call_id": call["id"], "name": name}
-        items.append({**item, _WRITTEN[kind][0]: passed, **({} if is_custom else {"status": status})})
-    return items
-
-
-def _logprobs(reply: Reply) -> list[dict[str, Json]]:
-    choices: Any = reply.completion["choices"]
-    entries = (choices[0]["logprobs"] or {}).get("content") or ()
-    return [
-        {**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.get("top_logprobs") or ()]}
-        for entry in entries
-    ]
-
-
-def _logprob(entry: Mapping[str, Any]) -> dict[str, Json]:
-    return {"token": entry.get("token"), "logprob": entry.get("logprob"), "bytes": entry.get("bytes") or []}
-
-
-def _usage(reply: Reply) -> dict[str, Json]:
-    usage = reply.usage
+def _ended(reply: Reply) -> dict[str, Any]:
+    """The fields of a response that its end decides."""
+    reason, usage = _INCOMPLETE.get(reply.choices[0].finish_reason), reply.usage
     return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt + usage.completion,
+        "status": "incomplete" if reason else "completed",
+        "incomplete_details": {"reason": reason} if reason else None,
+        "usage": {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt + usage.completion,
+        },
     }
 
 
-def _stream_events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """A finished response as the numbered events of a stream."""
-    for number, event in enumerate(_events(response)):
-        yield {**event, "sequence_number": number}
+def _item(request: ModelRequest, own_id: str, block: Block, status: str) -> dict[str, Any]:
+    """An output item: a block, of which each is one."""
+    if block.kind == "tool_call":
+        kind, (name, _) = _kind_of(block), called(block.call)
+        item = {"id": own_id, "type": kind, "call_id": block.call["id"], "name": name, _WRITTEN[kind][0]: block.text}
+        return item if kind == "custom_tool_call" else {**item, "status": status}
+    content = {"status": status, "content": [_content_part(block)]}
+    if block.kind != "reasoning":
+        return {"id": own_id, "type": "message", "role": "assistant", **content}
+    # Clients send it back; memory has what it means.
+    sealed = {"encrypted_content": own_id} if _ENCRYPTED in (request.body.get("include") or ()) else {}
+    return {"id": own_id, "type": "reasoning", "summary": [], **content, **sealed}
 
 
-def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    started = {**response, "status": "in_progress", "output": [], **dict.fromkeys(_NOT_YET)}
-    yield {"type": "response.created", "response": started}
-    yield {"type": "response.in_progress", "response": started}
-    for index, item in enumerate(response["output"]):
-        written, kind = _WRITTEN.get(item["type"], ("", ""))
-        empty: dict[str, Json] = {written: ""} if written else {"content": []}
-        opened = {**item, **({"status": "in_progress"} if "status" in item else {}), **empty}
-        yield {"type": "response.output_item.added", "output_index": index, "item": opened}
-        place = {"item_id": item["id"], "output_index": index}
-        if written:
-            for piece in pieces(item[written]):
-                yield {"type": f"response.{kind}.delta", **place, "delta": piece}
-            yield {"type": f"response.{kind}.done", **place, written: item[written]}
+def _kind_of(call: Block) -> str:
+    return "custom_tool_call" if call.call.get("type") == "custom" else "function_call"
+
+
+def _content_part(block: Block) -> dict[str, Any]:
+    if block.kind == "refusal":
+        return {"type": "refusal", "refusal": block.text}
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    logprobs = [
+        {**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.get("top_logprobs") or ()]}
+        for entry in block.logprobs
+    ]
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+
+def _logprob(entry: Mapping[str, Any]) -> dict[str, Json]:
+    return {**_brief(entry), "bytes": entry.get("bytes") or []}
+
+
+class _Events(BlockRenderer):
+    """The numbered events of a stream, from `response.created` to `response.completed` or `response.incomplete`."""
+
+    def __init__(self, request: ModelRequest, reply_id: str) -> None:
+        super().__init__(logprobs=request.logprobs)
+        self._request, self._reply_id = request, reply_id
+        self._status, self._number = "completed", 0
+        self._response: Mapping[str, Any] = {}
+        self._items: dict[int, Mapping[str, Json]] = {}
+        """Those that are done."""
+
+    def _numbered(self, events: Iterable[Event]) -> bytes:
+        numbered = [{**event, "sequence_number": self._number + i} for i, event in enumerate(events)]
+        self._number += len(numbered)
+        return named_events(numbered)
+
+    def start(self, head: Mapping[str, Any]) -> bytes:
+        self._response = _response(self._request, self._reply_id, head.get("created"))
+        kinds = ("response.created", "response.in_progress")
+        return self._numbered({"type": kind, "response": self._response} for kind in kinds)
+
+    def feed(self, delta: Delta) -> bytes:
+        return self._numbered(self.add(delta))
+
+    def finish(self, reply: Reply) -> bytes:
+        ended = _ended(reply)
+        self._status = ended["status"]
+        empty = [] if _SAID & {block.kind for block in self.blocks} else [*self.add_part("content", {}, "")]
+        rest = [*empty, *self.end()]
+        response = {**self._response, "output": [self._items[i] for i in range(len(self.blocks))], **ended}
+        return self._numbered([*rest, {"type": f"response.{self._status}", "response": response}])
+
+    def fail(self, error: ApiError) -> bytes:
+        problem = {"code": error.code, "message": error.message, "param": error.param}
+        return self._numbered([{"type": "error", **problem}])
+
+    def _place(self, index: int) -> dict[str, Json]:
+        return {"item_id": _item_id(self.blocks, index, self._reply_id), "output_index": index}
+
+    def opened(self, index: int, block: Block) -> Iterator[Event]:
+        place = self._place(index)
+        item = _item(self._request, place["item_id"], block, "in_progress")
+        if block.kind == "tool_call":
+            yield {"type": "response.output_item.added", "output_index": index, "item": item}
+            return
+        yield {"type": "response.output_item.added", "output_index": index, "item": {**item, "content": []}}
+        yield {"type": "response.content_part.added", **place, "content_index": 0, "part": _content_part(block)}
+
+    def extended(self, index: int, block: Block, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+        name, place = self._event_name(block)
+        sampled = {"logprobs": _of_event(logprobs)} if block.kind == "content" else {}
+        yield {"type": f"{name}.delta", **self._place(index), **place, "delta": text, **sampled}
+
+    def closed(self, index: int, block: Block) -> Iterator[Event]:
+        (name, content_index), place = self._event_name(block), self._place(index)
+        item = self._items[index] = _item(self._request, place["item_id"], block, self._status)
+        if block.kind == "tool_call":
+            written, _ = _WRITTEN[_kind_of(block)]
+            yield {"type": f"{name}.done", **place, written: block.text}
         else:
-            for content_index, part in enumerate(item["content"]):
-                yield from _part_events({**place, "content_index": content_index}, part)
+            part = _content_part(block)
+            sampled = {"logprobs": _of_event(block.logprobs)} if block.kind == "content" else {}
+            written = "refusal" if block.kind == "refusal" else "text"
+            yield {"type": f"{name}.done", **place, **content_index, written: block.text, **sampled}
+            yield {"type": "response.content_part.done", **place, **content_index, "part": part}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    yield {"type": f"response.{response['status']}", "response": response}
 
-
-def _part_events(place: Mapping[str, Json], part: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """A part of an item's content, its text in pieces; log-probabilities go with the first piece."""
-    kind, is_output = f"response.{part['type']}", part["type"] == "output_text"
-    written = "refusal" if part["type"] == "refusal" else "text"
-    sampled: dict[str, Json] = {"logprobs": _of_event(part["logprobs"])} if is_output else {}
-    none: dict[str, Json] = {"logprobs": []} if is_output else {}
-    yield {"type": "response.content_part.added", **place, "part": {**part, written: "", **none}}
-    carried = sampled
-    for piece in pieces(part[written]):
-        yield {"type": f"{kind}.delta", **place, "delta": piece, **carried}
-        carried = none
-    yield {"type": f"{kind}.done", **place, written: part[written], **sampled}
-    yield {"type": "response.content_part.done", **place, "part": part}
+    def _event_name(self, block: Block) -> tuple[str, dict[str, Json]]:
+        """What the events of a block's text are called, and which part of the item they are of."""
+        if block.kind == "tool_call":
+            return f"response.{_WRITTEN[_kind_of(block)][1]}", {}
+        return f"response.{_content_part(block)['type']}", {"content_index": 0}
 
 
 def _of_event(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
     """Log-probabilities as events have them: without bytes."""
-    return [{**_brief(entry), "top_logprobs": [_brief(top) for top in entry["top_logprobs"]]} for entry in logprobs]
+    return [
+        {**_brief(entry), "top_logprobs": [_brief(top) for top in entry.get("top_logprobs") or ()]}
+        for entry in logprobs
+    ]
 
 
-def _brief(logprob: Mapping[str, Json]) -> dict[str, Json]:
-    return {"token": logprob["token"], "logprob": logprob["logprob"]}
+def _brief(entry: Mapping[str, Any]) -> dict[str, Json]:
+    return {"token": entry.get("token"), "logprob": entry.get("logprob")}
 
 
-def _item_id(kind: str, reply_id: str, number: int | None = None) -> str:
-    """The id of an output item, which names the reply that it is part of.
+def _item_id(blocks: Sequence[Block], index: int, reply_id: str) -> str:
+    """The id of a block as an item. It names the reply that it is part of; texts beyond the first have a number.
 
-    >>> _item_id("fc", "resp_00", 1)
-    'fc_00_1'
+    >>> calls = [Block("tool_call", 0), Block("tool_call", 1)]
+    >>> _item_id(calls, 1, "resp_00"), _item_id([Block("content", 0)], 0, "resp_00")
+    ('fc_00_1', 'msg_00')
     """
+    block = blocks[index]
     _, _, unique = reply_id.rpartition("_")
-    return f"{kind}_{unique}" if number is None else f"{kind}_{unique}_{number}"
+    if block.kind == "tool_call":
+        return f"{'ctc' if block.call.get('type') == 'custom' else 'fc'}_{unique}_{block.number}"
+    prefix = _PREFIXES[block.kind]
+    number = sum(_PREFIXES.get(earlier.kind) == prefix for earlier in blocks[:index])
+    return f"{prefix}_{unique}_{number}" if number else f"{prefix}_{unique}"
 
 
 def _read_input(items: Any, answered: Answered, ignored: set[str]) -> list[Message]:
@@ -346,7 +381,8 @@ class _Reader:
                 self._messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             case "reasoning" if item.get("content"):
                 reasoning = "".join(part["text"] for part in item["content"])
-                self._assistant("reasoning_content", item)["reasoning_content"] = reasoning
+                message = self._assistant("reasoning_content", item)
+                message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case "reasoning":
                 sealed = {**item, "id": item.get("encrypted_content")}  # Clients that keep nothing leave ids out.
                 if not (self._refer(item) or self._refer(sealed)):  # No model here can read another server's.
@@ -372,15 +408,18 @@ class _Reader:
             return
         if not isinstance(content, str) and all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
-        self._assistant("content", item)["content"] = content
+        message = self._assistant("content", item)
+        message["content"] = message["content"] + content if message.get("content") else content
 
     def _refer(self, item: Mapping[str, Any]) -> bool:
         """Take a part of a kept reply, by its item's id alone; False if it is not kept."""
-        matched = _ITEM_ID.fullmatch(item["id"]) if isinstance(item.get("id"), str) else None
+        matched = _matched_id(item)
         exchange = self._answered.of_reply(f"resp_{matched[2]}") if matched else None
         if matched is None or exchange is None:
             return False
         own = exchange.messages[0]
+        if matched[1] in _PREFIXES.values() and matched[3]:  # A text that went on: the first one refers to all of it.
+            return True
         if matched[1] in ("fc", "ctc"):
             calls: Any = own.get("tool_calls") or ()
             called = calls[int(matched[3]) : int(matched[3]) + 1] if matched[3] else ()
@@ -397,9 +436,10 @@ class _Reader:
 
     def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
         """The assistant message that an item is part of: the last one, or a new one."""
-        reply_id = self._reply_id_of(item)
+        matched, reply_id = _matched_id(item), self._reply_id_of(item)
+        goes_on = matched is not None and bool(matched[3])
         last = self._reply
-        if last is not None and (part == "tool_calls" or part not in last):
+        if last is not None and (part == "tool_calls" or goes_on or part not in last):
             if reply_id is not None and reply_id == self._reply_id:
                 return last
             one_unknown = reply_id is None or self._reply_id is None
@@ -412,12 +452,15 @@ class _Reader:
         return self._reply
 
     def _reply_id_of(self, item: Mapping[str, Any]) -> str | None:
-        own = item.get("id")
-        matched = _ITEM_ID.fullmatch(own) if isinstance(own, str) else None
-        if matched:
+        if matched := _matched_id(item):
             return f"resp_{matched[2]}"
         call_id = item.get("call_id")
         return self._answered.reply_of(call_id) if isinstance(call_id, str) else None
+
+
+def _matched_id(item: Mapping[str, Any]) -> re.Match[str] | None:
+    own = item.get("id")
+    return _ITEM_ID.fullmatch(own) if isinstance(own, str) else None
 
 
 def _content(content: Any) -> Json:

@@ -241,9 +241,10 @@ def check_chat(whole: Any, chunks: Any, own: Any) -> None:
     assert "".join(each.get("content") or "" for each in deltas) == (own["content"] or "")
     calls = [call for each in deltas for call in each.get("tool_calls") or ()]
     for index, call in enumerate(own.get("tool_calls") or ()):
-        opened, written = (each for each in calls if each["index"] == index)
+        opened, *written = (each for each in calls if each["index"] == index)
         assert (opened["id"], opened["function"]["name"]) == (call["id"], call["function"]["name"])
-        assert written["function"]["arguments"] == call["function"]["arguments"]
+        arguments = "".join(each["function"]["arguments"] for each in (opened, *written))
+        assert arguments == call["function"]["arguments"]
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + [whole["choices"][0]["finish_reason"]]
 
