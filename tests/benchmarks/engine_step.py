@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
+from agl_chat.requests import Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.testing.engines import Row, batch_of
 from agl_torch import attention
 from agl_torch.loading import LoadedModel
-from agl_torch.requests import Request
 from agl_torch.sampler import Sampler
 from agl_torch.trainer import PolicyTrainer
 

@@ -30,8 +30,8 @@ FLOORS = [
 ]
 
 NEIGHBOURS = {
-    "agl-torch": {"agl_core", "agl_algorithms"},
-    "agl-verl": {"agl_core", "agl_algorithms"},
+    "agl-torch": {"agl_core", "agl_algorithms", "agl_chat"},
+    "agl-verl": {"agl_core", "agl_algorithms", "agl_chat"},
 }
 """What may be imported of the repository; anything else: agl_core alone."""
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from agl_chat.requests import Generated, Request
 from agl_core.errors import EngineError
-from agl_torch.requests import Generated, Request
 from agl_torch.sampler import Sampler
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    model: str
     request: Request
     future: Future[Generated]
 
@@ -41,7 +40,7 @@ class EngineLoop:
 
         loop = EngineLoop({"default": sampler}, host.lost)
         loop.start()
-        generated = await loop.generate("default", request)
+        generated = await loop.generate(request)
         metrics = await asyncio.wrap_future(loop.run_exclusive(lambda: trainer.update(batch)))
     """
 
@@ -59,10 +58,13 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    async def generate(self, model: str, request: Request) -> Generated:
-        """Answer a request; its id must be unique among those in flight. Cancelling it frees its place at once."""
+    async def generate(self, request: Request) -> Generated:
+        """Answer a request by its model's sampler; its id must be unique among those in flight.
+
+        Cancelling it frees its place at once.
+        """
         future: Future[Generated] = Future()
-        self._post(_Submit(model, request, future))
+        self._post(_Submit(request, future))
         return await asyncio.wrap_future(future)
 
     def run_exclusive(self, job: Callable[[], Result]) -> Future[Result]:
@@ -132,11 +134,11 @@ class EngineLoop:
 
     def _submit(self, message: _Submit) -> None:
         try:
-            self._samplers[message.model].submit(message.request)
+            self._samplers[message.request.model].submit(message.request)
         except Exception as error:
             _fail(message.future, error)
         else:
-            self._futures[message.model, message.request.id] = message.future
+            self._futures[message.request.model, message.request.id] = message.future
 
     def _step(self, name: str, sampler: Sampler) -> None:
         for key in [key for key, future in self._futures.items() if key[0] == name and future.cancelled()]:

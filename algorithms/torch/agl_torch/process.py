@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from agl_algorithms.policy_gradient import PolicyGradient
+from agl_chat.api import ModelServer, create_app
+from agl_chat.conversation import ChatText, tokenized
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.memory import peak_rss_bytes
@@ -30,8 +32,6 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, find_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_torch.api import ModelServer, create_app
-from agl_torch.conversation import tokenized
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
 from agl_torch.loop import EngineLoop
 from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
@@ -179,6 +179,10 @@ def _load(spec: PolicySpec, options: TorchOptions, device: torch.device, seed: i
     return replace(loaded, context_length=min(loaded.context_length, options.max_context or loaded.context_length))
 
 
+def _chat_of(name: str, loaded: LoadedModel) -> ModelServer:
+    return ModelServer(name, ChatText(loaded.tokenizer, loaded.eos_ids), loaded.context_length)
+
+
 def _make_trainer(
     loaded: LoadedModel, spec: PolicySpec, options: TorchOptions, steps: int, seed: int, bases: Bases
 ) -> PolicyTrainer:
@@ -213,7 +217,7 @@ class ServedPolicies:
         self._policies = Policies(self._options, context)
         policies = self._policies.policies
         self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()}, host.lost)
-        self._served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
+        self._served = {name: _chat_of(name, policy.loaded) for name, policy in policies.items()}
         self._published: set[str] = set()
         self._bases = Bases()
         """Of published versions: adapters of the same weights share them."""
@@ -274,7 +278,7 @@ class ServedPolicies:
         if self._options.threads is None and loaded.size >= TINY:
             self._alone(lambda: torch.set_num_threads(self._policies.threads))
         self._loop.add(name, sampler)
-        self._served[name] = ModelServer(name, loaded)
+        self._served[name] = _chat_of(name, loaded)
         self._published.add(name)
         _log.info("Serving %s.", name)
 

@@ -1,70 +1,18 @@
-"""Requests and generations of token ids, and how a response's next token is chosen.
+"""Requests on their way through the sampler, and how a response's next token is chosen.
 
 Log-probabilities are exact. Random numbers depend on the seed, the choice and the position alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One prompt to answer, `n` times."""
-
-    id: str
-    prompt_ids: Tokens
-    """[P] int32, not empty and shorter than the context."""
-    max_tokens: int
-    """Limit of each response; the context's end limits it too."""
-    n: int = 1
-    temperature: float = 1.0
-    """0 takes the likeliest token; its log-probabilities are then those of temperature 1."""
-    top_p: float = 1.0
-    seed: int = 0
-    """The draw depends on the seed, the choice's index and the position only."""
-    forced_ids: tuple[int, ...] = ()
-    """Tokens that every response starts with, whatever the policy prefers; they are masked."""
-    top: int = 0
-    """How many of the likeliest tokens are reported at each position."""
-    stop: Callable[[Sequence[int]], bool] | None = None
-    """Asked after each sampled token, with the response so far: whether it is complete."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Response:
-    """One sampled response, all of it from one version of the weights."""
-
-    ids: Tokens
-    """[T] int32, exactly as sampled, the end token included."""
-    logprobs: Logprobs
-    """[T] float32, log-softmax(logits / temperature) at each id, over the full vocabulary."""
-    mask: TokenMask | None
-    """[T] bool, False where a token was forced; None: all sampled."""
-    finish_reason: FinishReason
-    """STOP or LENGTH."""
-    likeliest: tuple[dict[int, float], ...] = ()
-    """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generated:
-    """The responses to one request."""
-
-    request: Request
-    responses: tuple[Response, ...]
-    version: int
-    prefilled: int
-    """Prompt tokens computed, summed over the responses."""
-    reused: int
-    """Prompt tokens taken from the cache, summed over the responses."""
+from agl_chat.requests import Request, Response
+from agl_core.types import FinishReason, Tokens
 
 
 @dataclass(slots=True)

@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agl_chat.requests import Generated, Request
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.loading import LoadedModel
-from agl_torch.requests import Counters, Generated, Job, Request, Row, Uniforms, choose
+from agl_torch.requests import Counters, Job, Row, Uniforms, choose
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4

@@ -1,4 +1,4 @@
-"""Tiny models and checkpoints of two architectures with their chat templates, and ways to sample and train."""
+"""Tiny models and checkpoints of two architectures, and ways to sample and train."""
 
 from __future__ import annotations
 
@@ -8,65 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tiny_tokenizers import make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
+from agl_chat.requests import Generated, Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import Row, batch_of
 from agl_core.training.child import UpdateRequest
-from agl_core.types import Batch, FinishReason
+from agl_core.types import Batch
 from agl_torch import attention
-from agl_torch.api import ChatRequest, ModelServer, parse_request
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies
-from agl_torch.requests import Generated, Request, Response
 from agl_torch.sampler import Sampler
 from agl_torch.trainer import PolicyTrainer
-
-CHATML = (Path(__file__).parents[3] / "examples" / "imitation.jinja").read_text()
-
-LLAMA = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>
-
-{{ message.content | tojson }}<|eot_id|>
-{%- elif message.tool_calls %}
-{%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
-{%- endif %}<|start_header_id|>assistant<|end_header_id|>
-
-{% set call = message.tool_calls[0].function %}
-{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
-{%- else %}<|start_header_id|>{{ message.role }}<|end_header_id|>
-
-{% if loop.index0 == 0 and tools %}Respond with {"name": NAME, "parameters": OBJECT}.
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}{{ message.content | trim }}<|eot_id|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif %}"""
-
-TEXTS = [
-    "What is 12 plus 345?",
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+345"}}\n</tool_call>',
-    "Tom has 5 apples and don't  want\t7 more.\n\nThe answer is 42.",
-    "Grüße, 世界! 1234567890",
-]
-
-
-QWEN_TOKENS = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>"]
-LLAMA_TOKENS = [
-    "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>", "<|python_tag|>"
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,32 +40,6 @@ class Shape:
     eos: tuple[str, ...] = ("<|im_end|>",)
     layers: int = 2
     hidden: int = 32
-
-
-def make_tokenizer(architecture: str, template: str | None = "own") -> PreTrainedTokenizerFast:
-    """A hand-made byte-level BPE of 320 tokens that splits digits, unlike the stock tokenizer of any architecture."""
-    specials = QWEN_TOKENS if architecture == "qwen2" else LLAMA_TOKENS
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(TEXTS * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=specials[0], eos_token=specials[1], pad_token=specials[0]
-    )
-    own = CHATML if architecture == "qwen2" else LLAMA
-    tokenizer.chat_template = own if template == "own" else template
-    return tokenizer
 
 
 def make_model(architecture: str, **changes: Any) -> Any:
@@ -219,44 +153,6 @@ def distributions(loaded: Loaded, generated: Generated, choice: int = 0) -> torc
     ids = torch.tensor(np.concatenate([request.prompt_ids, response.ids]), dtype=torch.long)
     logits = loaded.model(input_ids=ids[None]).logits[0, len(request.prompt_ids) - 1 : -1].float()
     return torch.log_softmax(logits / (request.temperature or 1.0), -1)
-
-
-def parsed(body: dict[str, Any]) -> ChatRequest:
-    """A request's body as the API takes it."""
-    return parse_request(orjson.dumps(body))
-
-
-class ScriptedChat:
-    """A served model whose responses the test writes: chat in, chat out, no weights."""
-
-    def __init__(self, loaded: Loaded) -> None:
-        self.served, self.loaded = ModelServer("m", loaded), loaded
-
-    def ask(self, messages: list[dict[str, Any]], *replies: str | Sequence[int], **fields: Any) -> dict[str, Any]:
-        """Answer by `replies`: texts (the end token is added) or token ids; they follow what is forced."""
-        session = fields.pop("session", "r/0")
-        body = {"model": "m", "messages": messages, "return_token_ids": True, "n": len(replies), **fields}
-        exchange = self.served.begin(parsed(body), session)
-        responses = []
-        for reply in replies:
-            sampled = [*self.encode(reply), self.loaded.tokenizer.eos_token_id] if isinstance(reply, str) else reply
-            forced = exchange.request.forced_ids
-            ids = [*forced, *sampled]
-            mask = np.arange(len(ids)) >= len(forced) if forced else None
-            ended = ids[-1] in self.loaded.eos_ids
-            reason = FinishReason.STOP if ended else FinishReason.LENGTH
-            responses.append(Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), mask, reason))
-        return self.served.finish(exchange, Generated(exchange.request, tuple(responses), 3, 5, 7))
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-
-CALCULATOR = {
-    "type": "function",
-    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},
-}
 
 
 LORA = {"rank": 4, "alpha": 8.0}

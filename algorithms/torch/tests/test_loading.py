@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from tiny_tokenizers import TEXTS
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from agl_chat.requests import Request
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_core.training.child import UpdateRequest
 from agl_torch.loading import LoadedModel, fingerprint, load_model
 from agl_torch.process import Policies
-from agl_torch.requests import Request
 from agl_torch.sampler import Sampler
 
-from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
+from .conftest import LORA, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
 
 CPU = torch.device("cpu")
 

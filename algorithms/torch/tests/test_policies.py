@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agl_chat.requests import Request
 from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec
@@ -21,7 +22,6 @@ from agl_torch.loading import LoadedModel
 from agl_torch.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies, Policy
-from agl_torch.requests import Request
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 

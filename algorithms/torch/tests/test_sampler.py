@@ -29,9 +29,10 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from agl_chat.requests import Generated, Request
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_torch.requests import Generated, Request, Uniforms, choose
+from agl_torch.requests import Uniforms, choose
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, distributions, drive, random_ids, recomputed

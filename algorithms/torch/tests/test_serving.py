@@ -16,10 +16,11 @@ import openai
 import pytest
 import uvicorn
 
+from agl_chat.api import ModelServer, create_app
+from agl_chat.conversation import ChatText
+from agl_chat.requests import Request
 from agl_core.errors import EngineError
-from agl_torch.api import ModelServer, create_app
 from agl_torch.loop import EngineLoop
-from agl_torch.requests import Request
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, random_ids
@@ -54,7 +55,7 @@ async def loop(sampler: Watched) -> EngineLoop:
 
 
 def request(loaded: Loaded, name: str, max_tokens: int = 8) -> Request:
-    return Request(name, random_ids(loaded, 12, len(name)), max_tokens=max_tokens)
+    return Request(name, random_ids(loaded, 12, len(name)), max_tokens=max_tokens, model="m")
 
 
 async def test_a_job_waits_for_what_is_in_flight_and_holds_what_comes(
@@ -63,7 +64,7 @@ async def test_a_job_waits_for_what_is_in_flight_and_holds_what_comes(
     order: list[str] = []
 
     async def ask(name: str) -> int:
-        generated = await loop.generate("m", request(qwen, name, max_tokens=40))
+        generated = await loop.generate(request(qwen, name, max_tokens=40))
         order.append(name)
         return generated.version
 
@@ -87,9 +88,9 @@ async def test_a_failing_step_fails_its_requests_and_sampling_goes_on(
 ) -> None:
     sampler.fails = True
     with pytest.raises(EngineError, match="RuntimeError: out of memory"):
-        await loop.generate("m", request(qwen, "a"))
+        await loop.generate(request(qwen, "a"))
     sampler.fails = False
-    assert (await loop.generate("m", request(qwen, "a"))).responses
+    assert (await loop.generate(request(qwen, "a"))).responses
 
 
 async def test_an_error_that_ends_the_thread_is_told_and_fails_what_is_unanswered(
@@ -102,20 +103,20 @@ async def test_an_error_that_ends_the_thread_is_told_and_fails_what_is_unanswere
     reasons: list[str] = []
     loop = EngineLoop({"m": sampler}, reasons.append)
     loop.start()
-    asked = [asyncio.create_task(loop.generate("m", request(qwen, name, max_tokens=400))) for name in ("a", "b")]
+    asked = [asyncio.create_task(loop.generate(request(qwen, name, max_tokens=400))) for name in ("a", "b")]
     await asyncio.to_thread(sampler.began.wait)
     asked[0].cancel()
     with pytest.raises(EngineError, match="stopped"):
         await asked[1]
     with pytest.raises(EngineError, match="stopped"):
-        await loop.generate("m", request(qwen, "c"))
+        await loop.generate(request(qwen, "c"))
     assert "RuntimeError: no such luck" in reasons[0]
 
 
 async def test_a_request_that_cannot_be_taken_fails_alone(qwen: Loaded, loop: EngineLoop) -> None:
-    good = asyncio.create_task(loop.generate("m", request(qwen, "good")))
+    good = asyncio.create_task(loop.generate(request(qwen, "good")))
     with pytest.raises(EngineError, match="0 tokens"):
-        await loop.generate("m", replace(request(qwen, "bad"), prompt_ids=np.array([], np.int32)))
+        await loop.generate(replace(request(qwen, "bad"), prompt_ids=np.array([], np.int32)))
     assert (await good).responses
 
 
@@ -126,7 +127,11 @@ USER = {"role": "user", "content": "What is 12 plus 30?"}
 async def serving(loaded: Loaded) -> AsyncIterator[tuple[str, EngineLoop]]:
     loop = EngineLoop({"policy": Sampler(loaded)}, pytest.fail)
     loop.start()
-    app = create_app({"policy": ModelServer("policy", loaded)}, loop, api_key="secret")
+    app = create_app(
+        {"policy": ModelServer("policy", ChatText(loaded.tokenizer, loaded.eos_ids), loaded.context_length)},
+        loop,
+        api_key="secret",
+    )
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

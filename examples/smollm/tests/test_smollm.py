@@ -18,7 +18,7 @@ from sums import Split, sums
 from transformers import AutoTokenizer
 from warm_up import PlainTextDemonstrations, conversation
 
-from agl_torch.conversation import ChatText
+from agl_chat.conversation import ChatText
 
 QUESTION = re.compile(r"State the final answer to the following arithmetic problem: (\d( [+-] \d){1,2}) =")
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_tokenizers import CHATML, LLAMA
 
+from agl_chat.conversation import Sessions, tokenized
+from agl_chat.formats import FORMATS, ToolFormat, detect_format, in_plain_text
 from agl_core.types import RecordedReply
-from agl_torch.conversation import Sessions, tokenized
-from agl_torch.formats import FORMATS, ToolFormat, detect_format, in_plain_text
 
-from .conftest import CALCULATOR, CHATML, LLAMA, Loaded, ScriptedChat
+from .conftest import CALCULATOR, ScriptedChat, ServedModel
 
 HERMES, LLAMA_JSON, PLAIN = FORMATS
 names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
@@ -156,7 +157,7 @@ def assert_spliced(first: dict[str, Any], second: dict[str, Any], tail: list[int
 
 
 @pytest.fixture
-def chat(qwen: Loaded) -> ScriptedChat:
+def chat(qwen: ServedModel) -> ScriptedChat:
     return ScriptedChat(qwen)
 
 
@@ -164,7 +165,7 @@ NEXT = "\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_reply_that_would_be_tokenised_otherwise(chat: ScriptedChat) -> None:
-    ids = [*letters(chat, "The answer is 42."), chat.loaded.tokenizer.eos_token_id]
+    ids = [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id]
     assert ids[:-1] != chat.encode("The answer is 42.")
     first = chat.ask([USER], ids)
     messages = [USER, echo(first), HELLO]
@@ -199,7 +200,7 @@ def test_a_reply_is_spliced_as_it_was_sampled(chat: ScriptedChat, reply: str, en
     assert_spliced(first, second, chat.encode(tail))
 
 
-def test_a_reply_with_spaces_that_the_template_trims(llama: Loaded) -> None:
+def test_a_reply_with_spaces_that_the_template_trims(llama: ServedModel) -> None:
     chat = ScriptedChat(llama)
     first = chat.ask([USER], [*letters(chat, "  so it is 42 \n"), llama.tokenizer.eos_token_id])
     second = chat.ask([USER, echo(first), HELLO], "x")
@@ -210,7 +211,7 @@ def test_a_reply_with_spaces_that_the_template_trims(llama: Loaded) -> None:
 
 
 def test_the_choice_that_is_echoed_is_spliced(chat: ScriptedChat) -> None:
-    eos = chat.loaded.tokenizer.eos_token_id
+    eos = chat.model.tokenizer.eos_token_id
     first = chat.ask([USER], "one", [*letters(chat, "two"), eos], SPACED, SPACED, tools=[CALCULATOR])
     for choice in (1, 3):
         message = echo(first, choice)
@@ -223,7 +224,7 @@ def test_the_choice_that_is_echoed_is_spliced(chat: ScriptedChat) -> None:
 
 def test_agents_that_interleave_in_one_rollout(chat: ScriptedChat) -> None:
     system = {"role": "system", "content": "You are a math agent."}
-    eos = chat.loaded.tokenizer.eos_token_id
+    eos = chat.model.tokenizer.eos_token_id
     one = chat.ask([USER], [*letters(chat, "one"), eos])
     two = chat.ask([system, USER], [*letters(chat, "two"), eos])
     assert_spliced(one, chat.ask([USER, echo(one), HELLO], "x"), chat.encode(NEXT))
@@ -236,7 +237,7 @@ def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) ->
 
 
 def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -> None:
-    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.loaded.tokenizer.eos_token_id])
+    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id])
     edited = [USER, {"role": "assistant", "content": "The answer is 43."}, HELLO]
     moved = [{"role": "user", "content": "Something else?"}, echo(first), HELLO]
     for messages in (edited, moved):
@@ -248,7 +249,7 @@ def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -
     assert not broken(chat, [{"role": "user", "content": "new"}, {"role": "assistant", "content": "example"}, HELLO])
 
 
-def test_a_template_that_rewrites_history_breaks(qwen: Loaded) -> None:
+def test_a_template_that_rewrites_history_breaks(qwen: ServedModel) -> None:
     tokenizer = type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML.replace("(message.content or '')", "(message.content or '') | upper")
     chat = ScriptedChat(replace(qwen, tokenizer=tokenizer))
@@ -257,7 +258,7 @@ def test_a_template_that_rewrites_history_breaks(qwen: Loaded) -> None:
 
 
 def test_sessions_are_apart(chat: ScriptedChat) -> None:
-    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.loaded.tokenizer.eos_token_id])
+    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id])
     messages = [USER, echo(first), HELLO]
     anew = chat.ask(messages, "x", session="r/1")
     assert anew["prompt_token_ids"] != chat.ask(messages, "x")["prompt_token_ids"]
@@ -291,7 +292,7 @@ def said(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body["choices"][0]["message"].items() if value is not None}
 
 
-def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: Loaded) -> None:
+def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     asked = chat.ask([USER], "The answer is 42.")
 
@@ -302,7 +303,7 @@ def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: Loaded) -> None:
     assert made.response_ids.tolist() == asked["choices"][0]["token_ids"]
 
 
-def test_tool_calls_and_what_follows_them(qwen: Loaded) -> None:
+def test_tool_calls_and_what_follows_them(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     first = chat.ask([USER], CALL, tools=[CALCULATOR])
     called = said(first)["tool_calls"][0]
@@ -318,7 +319,7 @@ def test_tool_calls_and_what_follows_them(qwen: Loaded) -> None:
         assert decoded(made.response_ids) == decoded(body["choices"][0]["token_ids"])
 
 
-def test_a_reply_that_was_cut_short_has_no_end(qwen: Loaded) -> None:
+def test_a_reply_that_was_cut_short_has_no_end(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     reply = {"role": "assistant", "content": "The answer is"}
 
@@ -340,5 +341,5 @@ def test_a_reply_that_was_cut_short_has_no_end(qwen: Loaded) -> None:
         RecordedReply([], [], {"role": "critic", "content": "x"}),
     ],
 )
-def test_what_no_template_can_write_has_no_ids(qwen: Loaded, reply: RecordedReply) -> None:
+def test_what_no_template_can_write_has_no_ids(qwen: ServedModel, reply: RecordedReply) -> None:
     assert tokenized(ScriptedChat(qwen).served.text, reply) is None

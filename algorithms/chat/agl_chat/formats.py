@@ -185,7 +185,7 @@ class LlamaJson:
 class PlainText:
     """`Action: NAME {…}` on a line of its own, several lines for parallel calls: where the template knows no tools.
 
-    How tools, calls and results are shown to the model is in `agl_torch.formats`.
+    How tools, calls and results are shown to the model is in `agl_chat.formats`.
     """
 
     name = "plain_text"

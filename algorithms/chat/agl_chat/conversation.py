@@ -21,10 +21,10 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from agl_chat.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
 from agl_core.errors import ServerError
 from agl_core.types import RecordedReply, TokenizedReply, Tokens
 from agl_core.types.forms import parse_if_json
-from agl_torch.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
 
 
 class ChatError(ServerError):

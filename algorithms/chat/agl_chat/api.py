@@ -1,4 +1,4 @@
-"""The engine's OpenAI-compatible API: chat requests in, token requests to the loop, replies out.
+"""The OpenAI-compatible API of an engine: chat requests in, token requests to its back end, replies out.
 
 A field of a request that changes what the model reads, what it samples or what the reply has is honoured, or refused by
 name. All others tune somebody else's service: they are ignored and noted (`ChatRequest.unknown`).
@@ -25,27 +25,25 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from agl_chat.conversation import ChatError, ChatText, Prompt, Sessions, normalise
+from agl_chat.formats import Message, Parsed, ToolFormat
+from agl_chat.requests import Backend, Generated, Request, Response
 from agl_core.errors import AglError, nearest
 from agl_core.learning.transitions import DISTORTING, distorting
 from agl_core.types import FinishReason
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
-from agl_torch.conversation import ChatError, ChatText, Prompt, Sessions, normalise
-from agl_torch.formats import Message, Parsed, ToolFormat
-from agl_torch.loading import LoadedModel
-from agl_torch.loop import EngineLoop
-from agl_torch.requests import Generated, Request, Response
 
 MAX_CHOICES = 128
 _LONGEST_NOTE = 1000
 """Characters."""
 
 
-def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: str) -> Starlette:
+def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: str) -> Starlette:
     """`POST /v1/chat/completions` for these models, by the name that clients ask for.
 
     Every request needs `Authorization: Bearer <api_key>`. The header `x-agl-rollout` names the session whose earlier
-    replies are recognised when they are echoed. The caller starts and stops `loop`.
+    replies are recognised when they are echoed.
     """
 
     async def chat_completions(request: HttpRequest) -> HttpResponse:
@@ -66,7 +64,7 @@ def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: 
                 status=404,
             )
         exchange = model.begin(chat, request.headers.get(HEADER_ROLLOUT))
-        generated = await _unless_gone(request, loop.generate(model.name, exchange.request))
+        generated = await _unless_gone(request, backend.generate(exchange.request))
         if generated is None:
             return HttpResponse(status_code=499)
         headers = {HEADER_POLICY: str(generated.version)}
@@ -262,15 +260,15 @@ class Exchange:
 
 
 class ModelServer:
-    """A loaded model as a chat API sees it. Used from one thread (the event loop's).
+    """A model as a chat API sees it. Used from one thread (the event loop's).
 
-    `name` is what clients ask for, and the name of the model's sampler in the engine loop.
+    `name` is what clients ask for, and what the back end knows it by; `context_length` is the most tokens that prompt
+    and response have together.
     """
 
-    def __init__(self, name: str, loaded: LoadedModel) -> None:
-        self.name = name
-        self.text = ChatText(loaded.tokenizer, loaded.eos_ids)
-        self._context_length = loaded.context_length
+    def __init__(self, name: str, text: ChatText, context_length: int) -> None:
+        self.name, self.text = name, text
+        self._context_length = context_length
         self._sessions = Sessions(self.text)
 
     def begin(self, chat: ChatRequest, session: str | None) -> Exchange:
@@ -300,6 +298,7 @@ class ModelServer:
             forced_ids=tuple(self.text.encode(forced)),
             top=(chat.top_logprobs or 0) if chat.logprobs else 0,
             stop=stop_at(self.text, (*chat.stops, *_one_call_end(chat, tool_format))),
+            model=self.name,
         )
         parse = tool_format.parse if tool_format else Parsed
         return Exchange(chat, session, messages, prompt, request, parse, tuple(ignored))
@@ -310,7 +309,7 @@ class ModelServer:
         if self.text.tool_format is None or not self.text.takes_tools:
             raise ChatError(
                 f"The chat template of {self.name!r} writes tool calls in no format that this engine knows "
-                "(see agl_torch.formats), so tools cannot be offered to it.",
+                "(see agl_chat.formats), so tools cannot be offered to it.",
                 param="tools",
                 code="tools_not_supported",
             )

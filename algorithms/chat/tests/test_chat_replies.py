@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agl_chat.conversation import ChatError
+from agl_chat.requests import Generated, Response
 from agl_core.types import FinishReason
-from agl_torch.api import ModelServer
-from agl_torch.conversation import ChatError
-from agl_torch.requests import Generated, Response
 
-from .conftest import CALCULATOR, Loaded, ScriptedChat, parsed
+from .conftest import CALCULATOR, ScriptedChat, ServedModel, parsed
 
 USER = {"role": "user", "content": "What is 12 plus 30?"}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
@@ -26,7 +25,7 @@ TURNS = (
 
 
 @pytest.fixture
-def chat(qwen: Loaded) -> ScriptedChat:
+def chat(qwen: ServedModel) -> ScriptedChat:
     return ScriptedChat(qwen)
 
 
@@ -35,7 +34,7 @@ def test_a_plain_reply(chat: ScriptedChat) -> None:
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "The answer is 42.", "refusal": None}
     assert choice["finish_reason"] == "stop"
-    assert choice["token_ids"] == [*chat.encode("The answer is 42."), chat.loaded.tokenizer.eos_token_id]
+    assert choice["token_ids"] == [*chat.encode("The answer is 42."), chat.model.tokenizer.eos_token_id]
     prompt = "<|im_start|>user\nWhat is 12 plus 30?<|im_end|>\n<|im_start|>assistant\n"
     assert body["prompt_token_ids"] == chat.encode(prompt)
     assert body["usage"]["prompt_tokens"] == len(body["prompt_token_ids"])
@@ -83,7 +82,7 @@ def test_half_a_surrogate_pair_in_a_call_breaks_neither_its_reply_nor_a_later_on
         assert not body["agl"]["prefix_broken"]
 
 
-def test_call_ids_are_unique_in_a_rollout_and_repeatable(qwen: Loaded) -> None:
+def test_call_ids_are_unique_in_a_rollout_and_repeatable(qwen: ServedModel) -> None:
     def ids(session: str, seed: int) -> list[str]:
         chat = ScriptedChat(qwen)
         conversations = [[USER] * turn for turn in (1, 2, 3)]
@@ -114,8 +113,8 @@ def test_the_stop_string_is_told(stops: Any, said: str | None, chat: ScriptedCha
     assert choice["stop_reason"] == said
 
 
-def test_a_stop_string_is_noticed_at_its_last_token(qwen: Loaded) -> None:
-    served = ModelServer("m", qwen)
+def test_a_stop_string_is_noticed_at_its_last_token(qwen: ServedModel) -> None:
+    served = qwen.server()
     exchange = served.begin(parsed({"model": "m", "messages": [USER], "stop": "plus é"}), None)
     ids = qwen.tokenizer("12 plus é and more", add_special_tokens=False)["input_ids"]
     assert exchange.request.stop is not None
@@ -123,14 +122,14 @@ def test_a_stop_string_is_noticed_at_its_last_token(qwen: Loaded) -> None:
     assert qwen.tokenizer.decode(ids[:first]) == "12 plus é"
 
 
-def test_one_call_only_where_parallel_calls_are_off(qwen: Loaded, llama: Loaded) -> None:
+def test_one_call_only_where_parallel_calls_are_off(qwen: ServedModel, llama: ServedModel) -> None:
     fields = {"messages": [USER], "model": "m", "tools": [CALCULATOR], "parallel_tool_calls": False}
-    stop = ModelServer("m", qwen).begin(parsed(fields), None).request.stop
+    stop = qwen.server().begin(parsed(fields), None).request.stop
     ids = qwen.tokenizer(CALL, add_special_tokens=False)["input_ids"]
     assert stop is not None
     assert [stop(ids[:-1]), stop(ids)] == [False, True]
     with pytest.raises(ChatError, match="parallel_tool_calls=false is not supported"):
-        ModelServer("m", llama).begin(parsed(fields), None)
+        llama.server().begin(parsed(fields), None)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +145,10 @@ def test_a_forced_tool_call_begins_with_masked_tokens(chat: ScriptedChat, tool_c
 
 
 def test_special_tokens_are_not_shown(chat: ScriptedChat) -> None:
-    eos = chat.loaded.tokenizer.eos_token_id
+    eos = chat.model.tokenizer.eos_token_id
     ids = [
         *chat.encode("hello"),
-        chat.loaded.tokenizer.convert_tokens_to_ids("<|im_start|>"),
+        chat.model.tokenizer.convert_tokens_to_ids("<|im_start|>"),
         *chat.encode(" you"),
         eos,
     ]
@@ -167,7 +166,7 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
     ]
     plain = [{"role": "system", "content": "Be brief."}, USER, {**spelled[2], "content": ""}, {**tool, "content": "1"}]
     assert chat.ask(spelled, "x")["prompt_token_ids"] == chat.ask(plain, "x", session="other")["prompt_token_ids"]
-    assert '{"name": "calculator", "arguments": {"expression": "1"}}' in chat.loaded.tokenizer.decode(
+    assert '{"name": "calculator", "arguments": {"expression": "1"}}' in chat.model.tokenizer.decode(
         chat.ask(plain, "x", session="third")["prompt_token_ids"]
     )
 
@@ -204,7 +203,7 @@ def test_what_cannot_be_done_is_refused(chat: ScriptedChat, fields: dict, messag
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
-def test_the_context_error_has_the_numbers(qwen: Loaded) -> None:
+def test_the_context_error_has_the_numbers(qwen: ServedModel) -> None:
     chat = ScriptedChat(replace(qwen, context_length=30))
     count = len(chat.ask([USER], "x")["prompt_token_ids"])
     with pytest.raises(ChatError, match=rf"30 tokens.* alone are {count + 100}") as caught:
@@ -216,21 +215,21 @@ def test_the_context_error_has_the_numbers(qwen: Loaded) -> None:
         ScriptedChat(replace(qwen, context_length=count)).ask([USER], "x")
 
 
-def test_a_template_that_refuses_is_quoted(llama: Loaded) -> None:
+def test_a_template_that_refuses_is_quoted(llama: ServedModel) -> None:
     calls = [{"type": "function", "function": {"name": "calculator", "arguments": "{}"}}] * 2
     with pytest.raises(ChatError, match="only supports single tool-calls at once") as caught:
         ScriptedChat(llama).ask([USER, {"role": "assistant", "tool_calls": calls}], "x")
     assert caught.value.code == "template_error"
 
 
-def with_template(loaded: Loaded, template: str) -> Loaded:
+def with_template(loaded: ServedModel, template: str) -> ServedModel:
     other = replace(loaded, tokenizer=type(loaded.tokenizer)(tokenizer_object=loaded.tokenizer.backend_tokenizer))
     other.tokenizer.chat_template = template
     other.tokenizer.eos_token = loaded.tokenizer.eos_token
     return other
 
 
-def test_tools_of_a_template_without_them_are_plain_text(qwen: Loaded) -> None:
+def test_tools_of_a_template_without_them_are_plain_text(qwen: ServedModel) -> None:
     """Shown, called, answered, and the call's own ids go into the next prompt."""
     chat = ScriptedChat(with_template(qwen, TURNS))
     first = chat.ask([USER], 'Action: calculator  {"expression":"12+30"}', tools=[CALCULATOR])
@@ -250,10 +249,10 @@ def test_tools_of_a_template_without_them_are_plain_text(qwen: Loaded) -> None:
     assert second["choices"][0]["message"]["content"] == "It is 42."
 
 
-def test_tools_need_a_known_format(qwen: Loaded) -> None:
+def test_tools_need_a_known_format(qwen: ServedModel) -> None:
     plain = with_template(qwen, "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
     with pytest.raises(ChatError, match="no format that this engine knows") as caught:
-        ModelServer("m", plain).begin(parsed({"model": "m", "messages": [USER], "tools": [CALCULATOR]}), None)
+        plain.server().begin(parsed({"model": "m", "messages": [USER], "tools": [CALCULATOR]}), None)
     assert caught.value.code == "tools_not_supported"
 
 
@@ -265,13 +264,13 @@ def test_output_that_is_not_finite_is_an_engine_error(chat: ScriptedChat) -> Non
     assert caught.value.status == 500
 
 
-def test_a_template_that_has_a_variable_for_a_field_gets_it(qwen: Loaded) -> None:
+def test_a_template_that_has_a_variable_for_a_field_gets_it(qwen: ServedModel) -> None:
     chat = ScriptedChat(with_template(qwen, f"{{{{ reasoning_effort }}}}{TURNS}"))
     shown = [chat.ask([USER], "x", **fields)["prompt_token_ids"] for fields in ({"reasoning_effort": "low"}, {})]
     assert shown[0] == [*chat.encode("low"), *shown[1]]
 
 
-def test_reasoning_that_comes_back_is_shown_by_the_template(qwen: Loaded) -> None:
+def test_reasoning_that_comes_back_is_shown_by_the_template(qwen: ServedModel) -> None:
     turn = "{% for m in messages %}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
     chat = ScriptedChat(with_template(qwen, turn + "{% endfor %}"))
     thought = [{"type": "text", "text": "12 "}, {"type": "text", "text": "plus"}]

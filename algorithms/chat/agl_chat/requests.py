@@ -1,0 +1,70 @@
+"""Requests and responses of token ids: what an engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt to answer, `n` times."""
+
+    id: str
+    prompt_ids: Tokens
+    """[P] int32, not empty and shorter than the context."""
+    max_tokens: int
+    """Limit of each response; the context's end limits it too."""
+    n: int = 1
+    temperature: float = 1.0
+    """0 takes the likeliest token; its log-probabilities are then those of temperature 1."""
+    top_p: float = 1.0
+    seed: int = 0
+    """The draw depends on the seed, the choice's index and the position only."""
+    forced_ids: tuple[int, ...] = ()
+    """Tokens that every response starts with, whatever the policy prefers; they are masked."""
+    top: int = 0
+    """How many of the likeliest tokens are reported at each position."""
+    stop: Callable[[Sequence[int]], bool] | None = None
+    """Asked after each sampled token, with the response so far: whether it is complete."""
+    model: str = "default"
+    """The name of the model that answers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Response:
+    """One sampled response, all of it from one version of the weights."""
+
+    ids: Tokens
+    """[T] int32, exactly as sampled, the end token included."""
+    logprobs: Logprobs
+    """[T] float32, log-softmax(logits / temperature) at each id, over the full vocabulary."""
+    mask: TokenMask | None
+    """[T] bool, False where a token was forced; None: all sampled."""
+    finish_reason: FinishReason
+    """STOP or LENGTH."""
+    likeliest: tuple[dict[int, float], ...] = ()
+    """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """The responses to one request."""
+
+    request: Request
+    responses: tuple[Response, ...]
+    version: int
+    prefilled: int
+    """Prompt tokens computed, summed over the responses."""
+    reused: int
+    """Prompt tokens taken from the cache, summed over the responses."""
+
+
+class Backend(Protocol):
+    """An engine: tokens in, tokens out."""
+
+    async def generate(self, request: Request) -> Generated:
+        """Answer a request; cancelling it frees its place. EngineError if the engine cannot answer."""

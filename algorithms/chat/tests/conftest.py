@@ -1,0 +1,82 @@
+"""Models of two architectures without weights: the tests write their responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from tiny_tokenizers import make_tokenizer
+
+from agl_chat.api import ChatRequest, ModelServer, parse_request
+from agl_chat.conversation import ChatText
+from agl_chat.requests import Generated, Response
+from agl_core.types import FinishReason
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the chat layer knows of a model."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    context_length: int = 512
+
+    def server(self) -> ModelServer:
+        return ModelServer("m", ChatText(self.tokenizer, self.eos_ids), self.context_length)
+
+
+def make_model(architecture: str, *ends: str) -> ServedModel:
+    tokenizer = make_tokenizer(architecture)
+    return ServedModel(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(ends))))
+
+
+@pytest.fixture(scope="session")
+def qwen() -> ServedModel:
+    return make_model("qwen2", "<|im_end|>", "<|endoftext|>")
+
+
+@pytest.fixture(scope="session")
+def llama() -> ServedModel:
+    return make_model("llama", "<|eot_id|>", "<|end_of_text|>")
+
+
+def parsed(body: dict[str, Any]) -> ChatRequest:
+    """A request's body as the API takes it."""
+    return parse_request(orjson.dumps(body))
+
+
+class ScriptedChat:
+    """A served model whose responses the test writes: chat in, chat out, no weights."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.served, self.model = model.server(), model
+
+    def ask(self, messages: list[dict[str, Any]], *replies: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+        """Answer by `replies`: texts (the end token is added) or token ids; they follow what is forced."""
+        session = fields.pop("session", "r/0")
+        body = {"model": "m", "messages": messages, "return_token_ids": True, "n": len(replies), **fields}
+        exchange = self.served.begin(parsed(body), session)
+        responses = []
+        for reply in replies:
+            sampled = [*self.encode(reply), self.model.tokenizer.eos_token_id] if isinstance(reply, str) else reply
+            forced = exchange.request.forced_ids
+            ids = [*forced, *sampled]
+            mask = np.arange(len(ids)) >= len(forced) if forced else None
+            ended = ids[-1] in self.model.eos_ids
+            reason = FinishReason.STOP if ended else FinishReason.LENGTH
+            responses.append(Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), mask, reason))
+        return self.served.finish(exchange, Generated(exchange.request, tuple(responses), 3, 5, 7))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+CALCULATOR = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},
+}
