@@ -7,6 +7,7 @@ name. All others tune somebody else's service: they are ignored and noted (`Chat
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import secrets
@@ -300,7 +301,7 @@ class ModelServer:
             stop=stop_at(self.text, (*chat.stops, *_one_call_end(chat, tool_format))),
             model=self.name,
         )
-        parse = tool_format.parse if tool_format else Parsed
+        parse = functools.partial(tool_format.parse, tools=chat.shown_tools) if tool_format else Parsed
         return Exchange(chat, session, messages, prompt, request, parse, tuple(ignored))
 
     def _tool_format(self, chat: ChatRequest) -> ToolFormat | None:

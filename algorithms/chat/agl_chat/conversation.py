@@ -161,6 +161,8 @@ class ChatText:
         """
         if self._in_plain_text:
             messages, tools = in_plain_text(messages, tools), None
+        if self.tool_format and self.tool_format.id_length:
+            messages = [_with_short_ids(message, self.tool_format.id_length) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -203,6 +205,15 @@ class ChatText:
     def piece(self) -> Callable[[int], str]:
         """The text of one token by itself."""
         return functools.cache(lambda token: str(self._tokenizer.decode([token], skip_special_tokens=False)))
+
+
+def _with_short_ids(message: Message, length: int) -> Message:
+    """A message for templates that refuse longer ids of calls."""
+    calls = [{**call, "id": call["id"][-length:]} if "id" in call else call for call in message.get("tool_calls", ())]
+    changed: Message = {"tool_calls": calls} if calls else {}
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = message["tool_call_id"][-length:]
+    return {**message, **changed}
 
 
 def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
@@ -288,7 +299,8 @@ class Sessions:
                 continue
             choices = session.get(before[at], [])
             for choice in _echoed(choices, messages[at]):
-                parse = self._text.tool_format.parse if tools and self._text.tool_format else Parsed
+                tool_format = self._text.tool_format if tools else None
+                parse = functools.partial(tool_format.parse, tools=tools) if tool_format else Parsed
                 tail = self._tail(full, choice, messages[at], functools.partial(render, at + 1, False), parse)
                 if tail is not None:
                     return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, broken)

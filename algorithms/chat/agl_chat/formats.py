@@ -16,20 +16,23 @@ A model that was never trained on this rarely writes such a line by itself: show
 
 from __future__ import annotations
 
+import abc
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from agl_core.types.forms import without_halves
 
 Message = dict[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+"""The `tools` of a chat request."""
 
 ACTION, OBSERVATION = "Action:", "Observation:"
 
 
-def in_plain_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
+def in_plain_text(messages: Sequence[Message], tools: Tools | None) -> list[Message]:
     """The conversation without tools: they are in the system message, calls and results in the text of the others."""
     texts = [_message_in_text(message) for message in messages]
     if tools:
@@ -98,124 +101,269 @@ class Parsed:
     error: str | None = None
 
 
-class ToolFormat(Protocol):
+class MalformedError(ValueError):
+    """A text that begins as a tool call and is none."""
+
+
+class ToolFormat(abc.ABC):
     """One way of writing tool calls. Has no state."""
 
     name: str
-    markers: tuple[str, ...]
-    """Tokens of the format; they stay in the text even where a tokenizer calls them special."""
-    call_end: str | None
-    """The mark that ends one call; None if the format has none."""
+    markers: tuple[str, ...] = ()
+    """Texts around and in calls; they stay in a response even where a tokenizer calls them special."""
+    call_end: str | None = None
+    """What ends one call; None if the format has no such mark."""
+    id_length: int | None = None
+    """Characters of a call's id, of which the last ones are shown; templates of this format refuse another length."""
 
+    @abc.abstractmethod
     def detect(self, template: str) -> bool:
-        """True if a chat template writes tool calls in this format."""
+        """Whether a chat template writes tool calls in this format."""
 
-    def parse(self, text: str) -> Parsed:
-        """Find the calls in a response's text (without its end token)."""
-
+    @abc.abstractmethod
     def forced_prefix(self, tool: str | None) -> str:
-        """The start of every response that calls this tool; None: of any tool."""
+        """What a response must start with to call this tool; None: any tool."""
+
+    @abc.abstractmethod
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        """The texts before, between and after calls, and those of the calls. Raises MalformedError."""
+
+    @abc.abstractmethod
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        """The calls in such a text, with the types of the tools' schemas if it has none. Raises MalformedError."""
+
+    def parse(self, text: str, tools: Tools = ()) -> Parsed:
+        """Find the calls in a response's text (without its end token)."""
+        try:
+            outside, bodies = self.split(text)
+            calls = tuple(call for body in bodies for call in self.read(without_halves(body), tools))
+        except MalformedError as error:
+            return Parsed(text, error=str(error))
+        if not calls:
+            return Parsed(text)
+        pieces = [outside[0].rstrip(), *(piece.strip() for piece in outside[1:])]
+        return Parsed("\n".join(piece for piece in pieces if piece), calls)
 
 
-class _MalformedError(ValueError):
-    pass
+class Tagged(ToolFormat):
+    """Each call stands between the first two markers."""
+
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        first, last = self.markers[:2]
+        pieces = re.split(f"{re.escape(first)}(.*?){re.escape(last)}", text, flags=re.DOTALL)
+        for piece in pieces[::2]:
+            if first in piece:
+                raise MalformedError(f"{first} is not closed by {last}")
+            if last in piece:
+                raise MalformedError(f"{last} without {first}")
+        return pieces[::2], pieces[1::2]
 
 
-class Hermes:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several for parallel calls (Hermes, Qwen)."""
+class Hermes(Tagged):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several for parallel calls (Hermes, Qwen 2.5 and 3)."""
 
     name = "hermes"
-    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
-    call_end: str | None = "</tool_call>"
+    markers = ("<tool_call>", "</tool_call>")
+    call_end = "</tool_call>"
 
     def detect(self, template: str) -> bool:
         # Later families put XML between the same tags.
         return "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
 
-    def parse(self, text: str) -> Parsed:
-        first, last = self.markers
-        if first not in text and last not in text:
-            return Parsed(text)
-        pieces = re.split(f"{re.escape(first)}(.*?){re.escape(last)}", text, flags=re.DOTALL)
-        outside, inside = pieces[::2], pieces[1::2]
-        try:
-            for piece in outside:
-                if first in piece:
-                    raise _MalformedError(f"{first} is not closed by {last}")
-                if last in piece:
-                    raise _MalformedError(f"{last} without {first}")
-            calls = tuple(_call(_one_json(body.strip()), ("arguments",)) for body in inside)
-        except _MalformedError as error:
-            return Parsed(text, error=str(error))
-        return Parsed("\n".join(piece.strip() for piece in outside if piece.strip()), calls)
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        return [_call(_one_json(body.strip()))]
 
     def forced_prefix(self, tool: str | None) -> str:
         return self.markers[0] + '\n{"name": "' + ("" if tool is None else f'{tool}", "arguments":')
 
 
-class LlamaJson:
+class QwenXml(Tagged):
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
+
+    name = "qwen3_coder"
+    markers = ("<tool_call>", "</tool_call>")
+    call_end = "</tool_call>"
+    _FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
+    _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+    def detect(self, template: str) -> bool:
+        return "<tool_call>" in template and "<function=" in template
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        function = self._FUNCTION.fullmatch(body.strip())
+        if function is None:
+            raise MalformedError("the tool call is no <function=NAME>…</function>")
+        return [_call_of_texts(function[1], _pairs(self._PARAMETER, function[2]), tools)]
+
+    def forced_prefix(self, tool: str | None) -> str:
+        return "<tool_call>\n<function=" + ("" if tool is None else f"{tool}>\n")
+
+
+class Glm(Tagged):
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>` (GLM 4.5 and later)."""
+
+    name = "glm45"
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    call_end = "</tool_call>"
+    _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+    def detect(self, template: str) -> bool:
+        return "<tool_call>" in template and "<arg_key>" in template
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        name, tag, arguments = body.partition("<arg_key>")
+        return [_call_of_texts(name, _pairs(self._ARGUMENT, tag + arguments), tools)]
+
+    def forced_prefix(self, tool: str | None) -> str:
+        return "<tool_call>" + ("" if tool is None else f"{tool}\n")
+
+
+class DeepSeek(Tagged):
+    """`NAME<｜tool▁sep｜>{…}` between tokens of its own, and all calls between two more (DeepSeek V3.1)."""
+
+    name = "deepseek_v31"
+    markers = (
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+    call_end = "<｜tool▁call▁end｜>"
+    _CALL = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>(.*)", re.DOTALL)
+    _PREFIX = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+
+    def detect(self, template: str) -> bool:
+        return self.markers[0] in template and "```json" not in template
+
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        outside, bodies = super().split(text)
+        without = [piece.replace(self.markers[3], "").replace(self.markers[4], "") for piece in outside]
+        if without != outside and not bodies:
+            raise MalformedError(f"{self.markers[3]} without a call")
+        return without, bodies
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        call = self._CALL.fullmatch(body)
+        if call is None:
+            raise MalformedError(f"the tool call has no name and arguments at {self.markers[2]}")
+        return [_call({"name": call[1], "arguments": _one_json(call[2].strip())})]
+
+    def forced_prefix(self, tool: str | None) -> str:
+        return self._PREFIX + ("" if tool is None else f"{tool}{self.markers[2]}{{")
+
+
+class DeepSeekFenced(DeepSeek):
+    """The same with `function<｜tool▁sep｜>NAME`, and the arguments as a block of Markdown (DeepSeek V3, R1)."""
+
+    name = "deepseek_v3"
+    _CALL = re.compile(r"\s*function<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
+    _PREFIX = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+
+    def detect(self, template: str) -> bool:
+        return self.markers[0] in template and "```json" in template
+
+    def forced_prefix(self, tool: str | None) -> str:
+        return self._PREFIX + ("" if tool is None else f"{tool}\n```json\n{{")
+
+
+class Mistral(ToolFormat):
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` at the end of a response (Mistral, before its tokenizer 11)."""
+
+    name = "mistral"
+    markers: tuple[str, ...] = ("[TOOL_CALLS]",)
+    id_length = 9
+
+    def detect(self, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and "[ARGS]" not in template
+
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        content, *bodies = text.split("[TOOL_CALLS]")
+        return [content], bodies
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        values = _one_json(body.strip())
+        if not isinstance(values, list) or not values:
+            raise MalformedError("the tool calls are no JSON array of calls")
+        return map(_call, values)
+
+    def forced_prefix(self, tool: str | None) -> str:
+        return '[TOOL_CALLS][{"name": "' + ("" if tool is None else f'{tool}", "arguments":')
+
+
+class MistralNamed(Mistral):
+    """`[TOOL_CALLS]NAME[ARGS]{…}` for each call (Mistral's tokenizers 11 and 13; 11 also has `[CALL_ID]`)."""
+
+    name = "mistral_named"
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    _CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+
+    def detect(self, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and "[ARGS]" in template
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        call = self._CALL.fullmatch(body)
+        if call is None:
+            raise MalformedError("the tool call is no NAME[ARGS]{…}")
+        return [_call({"name": call[1], "arguments": _one_json(call[2].strip())})]
+
+    def forced_prefix(self, tool: str | None) -> str:
+        return "[TOOL_CALLS]" + ("" if tool is None else f"{tool}[ARGS]{{")
+
+
+class LlamaJson(ToolFormat):
     """`{"name": …, "parameters": {…}}` as the whole response, after an optional `<|python_tag|>` (Llama 3.1, 3.2).
 
     Several objects separated by semicolons are parallel calls.
     """
 
     name = "llama3_json"
-    markers: tuple[str, ...] = ("<|python_tag|>",)
-    call_end: str | None = None
+    markers = ("<|python_tag|>",)
 
     def detect(self, template: str) -> bool:
         return '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
 
-    def parse(self, text: str) -> Parsed:
-        tag = self.markers[0]
+    def split(self, text: str) -> tuple[list[str], list[str]]:
         body = text.strip()
-        tagged = body.startswith(tag)
-        body = body.removeprefix(tag).strip()
-        if not tagged and not re.match(r'\{\s*"(name|type|parameters|function)"', body):
-            return Parsed(text)
-        try:
-            return Parsed("", tuple(_call(value, ("parameters", "arguments")) for value in _json_values(body)))
-        except _MalformedError as error:
-            return Parsed(text, error=str(error))
+        if body.startswith(self.markers[0]):
+            return [""], [body.removeprefix(self.markers[0]).strip()]
+        return ([""], [body]) if re.match(r'\{\s*"(name|type|parameters|function)"', body) else ([text], [])
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        return [_call(value, "parameters", "arguments") for value in _json_values(body)]
 
     def forced_prefix(self, tool: str | None) -> str:
         return '{"name": "' + ("" if tool is None else f'{tool}", "parameters":')
 
 
-class PlainText:
+class PlainText(ToolFormat):
     """`Action: NAME {…}` on a line of its own, several lines for parallel calls: where the template knows no tools.
 
-    How tools, calls and results are shown to the model is in `agl_chat.formats`.
+    How tools, calls and results are shown to the model is at the top of this file.
     """
 
     name = "plain_text"
-    markers: tuple[str, ...] = ()
-    call_end: str | None = None
 
     def detect(self, template: str) -> bool:
         return "tool" not in template
 
-    def parse(self, text: str) -> Parsed:
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        try:
-            for line in text.split("\n"):
-                if line.startswith(ACTION):
-                    name, _, arguments = line.removeprefix(ACTION).strip().partition(" ")
-                    if not re.fullmatch(r"[\w.-]+", name):
-                        raise _MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
-                    calls.append(_call({"name": name, "arguments": _one_json(arguments.strip())}, ("arguments",)))
-                else:
-                    content.append(line)
-        except _MalformedError as error:
-            return Parsed(text, error=str(error))
-        return Parsed("\n".join(content).strip(), tuple(calls)) if calls else Parsed(text)
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        pieces = re.split(f"^{ACTION}(.*)$", text, flags=re.MULTILINE)
+        return pieces[::2], pieces[1::2]
+
+    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
+        name, _, arguments = body.strip().partition(" ")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
+        return [_call({"name": name, "arguments": _one_json(arguments.strip())})]
 
     def forced_prefix(self, tool: str | None) -> str:
         return f"{ACTION} " + ("" if tool is None else f"{tool} {{")
 
 
-FORMATS: tuple[ToolFormat, ...] = (Hermes(), LlamaJson(), PlainText())
+FORMATS: tuple[ToolFormat, ...] = (
+    Hermes(), QwenXml(), Glm(), DeepSeek(), DeepSeekFenced(), Mistral(), MistralNamed(), LlamaJson(), PlainText()
+)  # fmt: skip
 
 
 def detect_format(template: str) -> ToolFormat | None:
@@ -237,35 +385,96 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 def _one_json(text: str) -> Any:
     values = _json_values(text)
     if len(values) > 1:
-        raise _MalformedError("more than one JSON value in one tool call")
+        raise MalformedError("more than one JSON value in one tool call")
     return values[0]
 
 
 def _json_values(text: str) -> list[Any]:
     """JSON values separated by semicolons."""
-    text = without_halves(text)
     values = []
     position = 0
     while True:
         try:
             value, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            raise _MalformedError(f"the tool call is no JSON: {error}") from None
+            raise MalformedError(f"the tool call is no JSON: {error}") from None
         values.append(value)
         rest = text[position:].lstrip()
         if not rest:
             return values
         if not rest.startswith(";"):
-            raise _MalformedError(f"unexpected text after the tool call: {rest[:40]!r}")
+            raise MalformedError(f"unexpected text after the tool call: {rest[:40]!r}")
         position = len(text) - len(rest[1:].lstrip())
 
 
-def _call(value: Any, keys: Sequence[str]) -> ToolCall:
+def _call(value: Any, *keys: str) -> ToolCall:
+    """A call that is JSON; `keys` are those that its arguments may have."""
     if not isinstance(value, dict):
-        raise _MalformedError("the tool call is no JSON object")
+        raise MalformedError("the tool call is no JSON object")
     if not isinstance(value.get("name"), str) or not value["name"]:
-        raise _MalformedError("the tool call has no name")
-    arguments = next((value[key] for key in keys if key in value), None)
+        raise MalformedError("the tool call has no name")
+    arguments = next((value[key] for key in keys or ("arguments",) if key in value), None)
     if not isinstance(arguments, dict):
-        raise _MalformedError(f"the tool call has no object {keys[0]!r}")
+        raise MalformedError(f"the tool call has no object {(keys or ('arguments',))[0]!r}")
     return ToolCall(value["name"], arguments)
+
+
+def _pairs(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
+    """The names and texts of arguments that are written one after the other, and nothing else."""
+    position = 0
+    while position < len(text.rstrip()):
+        match = pattern.match(text, position)
+        if match is None:
+            raise MalformedError(f"unexpected text among the arguments: {text[position:].strip()[:40]!r}")
+        yield match[1].strip(), match[2]
+        position = match.end()
+
+
+def _call_of_texts(name: str, arguments: Iterable[tuple[str, str]], tools: Tools) -> ToolCall:
+    """A call whose arguments are texts: each gets the type that the tool's schema names."""
+    name = name.strip()
+    if not re.fullmatch(r"[^\s<>]+", name):
+        raise MalformedError("the tool call has no name")
+    functions = (tool["function"] for tool in tools if tool["function"]["name"] == name)
+    schema = next((function.get("parameters") or {} for function in functions), {})
+    properties, definitions = schema.get("properties") or {}, schema.get("$defs") or {}
+    return ToolCall(name, {key: _typed(text, _types(properties.get(key), definitions)) for key, text in arguments})
+
+
+_KINDS: Mapping[type, frozenset[str]] = {
+    type(None): frozenset({"null"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    dict: frozenset({"object"}),
+    list: frozenset({"array"}),
+    str: frozenset(),
+}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """The value of an argument: JSON if it is of one of these types, also as Python writes constants; else the text.
+
+    >>> [_typed("12", frozenset({kind})) for kind in ("integer", "string", "object")]
+    [12, '12', '12']
+    """
+    try:
+        value = _DECODER.decode(_CONSTANTS.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+    return value if types & _KINDS[type(value)] else text
+
+
+def _types(schema: Any, definitions: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema allows; those that refer to themselves are not followed further."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        name = reference.rpartition("/")[2]
+        return _types(definitions.get(name), {key: value for key, value in definitions.items() if key != name})
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else {*named}
+    for choices in ("anyOf", "oneOf", "allOf"):
+        types.update(*(_types(choice, definitions) for choice in schema.get(choices) or ()))
+    return frozenset(types)

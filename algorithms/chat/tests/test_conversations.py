@@ -18,16 +18,29 @@ from agl_core.types import RecordedReply
 
 from .conftest import CALCULATOR, ScriptedChat, ServedModel
 
-HERMES, LLAMA_JSON, PLAIN = FORMATS
+HERMES, LLAMA_JSON, PLAIN = FORMATS[0], *FORMATS[-2:]
 names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 arguments = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=20) | st.lists(st.text()))
 
 
-def test_the_template_tells_the_format() -> None:
-    assert detect_format(CHATML) is HERMES
-    assert detect_format(LLAMA) is LLAMA_JSON
-    assert detect_format("{{ messages }}") is PLAIN
-    assert detect_format("{{ tools }}<tool_call><function=f><parameter=x>") is None
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (CHATML, "hermes"),
+        (LLAMA, "llama3_json"),
+        ("{{ messages }}", "plain_text"),
+        ("{{ tools }}<tool_call><function=f><parameter=x>", "qwen3_coder"),
+        ("{{ tools }}<tool_call>f<arg_key>k</arg_key>", "glm45"),
+        ("{{ tools }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31"),
+        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3"),
+        ("{{ tools }}[TOOL_CALLS][", "mistral"),
+        ("{{ tools }}[TOOL_CALLS]f[ARGS]{", "mistral_named"),
+        ("{{ tools }}<function_calls>", None),
+    ],
+)
+def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+    tool_format = detect_format(template)
+    assert (tool_format and tool_format.name) == name
 
 
 @settings(max_examples=30)
@@ -119,17 +132,51 @@ def test_tools_in_plain_text_join_the_system_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool_format", "rest", "name"),
+    ("name", "rest", "any_rest"),
     [
-        (HERMES, ' {"x": 1}}</tool_call>', 'g", "arguments": {}}</tool_call>'),
-        (LLAMA_JSON, ' {"x": 1}}', 'g", "parameters": {}}'),
-        (PLAIN, '"x": 1}', "g {}"),
+        ("hermes", ' {"x": 1}}</tool_call>', 'g", "arguments": {}}</tool_call>'),
+        ("qwen3_coder", "<parameter=x>\n1\n</parameter></function></tool_call>", "g></function></tool_call>"),
+        ("glm45", "<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", "g</tool_call>"),
+        ("deepseek_v31", '"x": 1}<｜tool▁call▁end｜>', "g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek_v3", '"x": 1}\n```<｜tool▁call▁end｜>', "g\n```json\n{}\n```<｜tool▁call▁end｜>"),
+        ("mistral", ' {"x": 1}}]', 'g", "arguments": {}}]'),
+        ("mistral_named", '"x": 1}', "g[CALL_ID]123456789[ARGS]{}"),
+        ("llama3_json", ' {"x": 1}}', 'g", "parameters": {}}'),
+        ("plain_text", '"x": 1}', "g {}"),
     ],
 )
-def test_a_forced_prefix_is_the_beginning_of_a_call(tool_format: ToolFormat, rest: str, name: str) -> None:
-    (call,) = tool_format.parse(f"{tool_format.forced_prefix('f')}{rest}").calls
+def test_a_forced_prefix_is_the_beginning_of_a_call(name: str, rest: str, any_rest: str) -> None:
+    tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
+    properties = {"x": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    (call,) = tool_format.parse(f"{tool_format.forced_prefix('f')}{rest}", tools).calls
     assert (call.name, call.arguments) == ("f", {"x": 1})
-    assert [call.name for call in tool_format.parse(f"{tool_format.forced_prefix(None)}{name}").calls] == ["g"]
+    (call,) = tool_format.parse(f"{tool_format.forced_prefix(None)}{any_rest}", tools).calls
+    assert (call.name, call.arguments) == ("g", {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({}, "12", "12"),
+        ({"type": "integer"}, " 12 ", 12),
+        ({"type": ["number", "null"]}, "null", None),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "12", "12"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Node"}, "3", "3"),
+    ],
+)
+def test_texts_of_arguments_get_the_types_of_the_schema(schema: dict, text: str, value: Any) -> None:
+    definitions = {"Point": {"type": "object"}, "Node": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "object"}]}}
+    parameters = {"properties": {"x": schema}, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    written = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    (call,) = FORMATS[1].parse(written, tools).calls
+    assert call.arguments == {"x": value}
 
 
 USER = {"role": "user", "content": "What is 12 plus 30?"}
