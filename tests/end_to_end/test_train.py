@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Mode, RolloutState
 
-from .conftest import Records, recorded, write_run
+from .conftest import ROOT, Records, recorded, write_run
 
 
 def second_turn_reuse(records: Records) -> float:
@@ -64,8 +64,15 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for promised in ("turn 0", "tokens", "terminal reward", "advantage" if "advantage" in shown else "dropped"):
         assert promised in shown
 
-    unequal = next(id for id, training in records.training.items() if any(record.advantage for record in training))
+    unequal = next(
+        id for id, training in records.training.items() if len(training) > 1 and any(r.advantage for r in training)
+    )
     explained = agl.look("show", folder, unequal)
+    # The README's lines but for what is particular to its rollout, of which tools and figures are.
+    readme = (ROOT / "README.md").read_text().partition("$ agl show s4-g1-m0\n")[2].partition("```")[0]
+    forms = {_form(line) for line in readme.splitlines() if line not in ("", "…") and "user: " not in line}
+    assert len(forms) == 7
+    assert forms - {_form(line) for line in explained.splitlines()} == set()
     [(mean, std)] = re.findall(r"mean credit (\S+), standard deviation (\S+), over", explained)
     for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
         assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)
@@ -83,6 +90,16 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     assert saved
     assert all(torch.equal(weights, loaded[name]) for name, weights in saved.items())
+
+
+def _form(line: str) -> str:
+    """A line of `agl show` without figures and texts of the model.
+
+    >>> _form('    tool calculator({"expression": "5/2"}): ok  "2.5"  (by x)')
+    '    tool calculator(…): ok  …  (by x)'
+    """
+    line = re.sub(r"\(\{.*?\}\)", "(…)", re.sub(r'"[^"{}]*"(?=  \(by)', "…", line))
+    return re.sub(r"(?: *-?\d[\d.]*(?:e-\d+)?)+", "#", line)
 
 
 KILLS_ITS_ENGINE = """
