@@ -1,20 +1,21 @@
 """A batch as veRL's rows, and agl's algorithms as the losses of its training workers.
 
-A row is one transition, ragged: prompt and response as they were sampled. Its key is `GROUP_ROLLOUT_PLACE`, the form
+A row is a chain of transitions that continue each other (`agl_algorithms.lineages`), ragged, as it was sampled: the
+first prompt, and then responses with what came between them. Its key is `GROUP_ROLLOUT_PLACE`, the form
 `{uid}_{session}_{index}` that veRL groups by.
 
-veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; its rows
-are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that the torch
-engine runs. Token weights come with the rows, already normalised over the whole optimizer step and corrected, and so
-does everything that needs the whole batch; a pad row's weights are zero. veRL averages gradients over its data-parallel
-workers, so a sum over all rows is each worker's sum times their number.
+veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; the
+responses in its rows are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that
+the torch engine runs. Token weights come with the rows, already normalised over the whole optimizer step and corrected,
+and so does everything that needs the whole batch; a pad row's weights are zero. veRL averages gradients over its
+data-parallel workers, so a sum over all rows is each worker's sum times their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -29,8 +30,10 @@ if TYPE_CHECKING:  # veRL imports this in every process.
     from agl_core.types import Batch
     from agl_verl.config import ChosenAlgorithm
 
-PAD_PREFIX = "pad"
-"""veRL's own pad rows have keys that begin like this."""
+Chain: TypeAlias = NDArray[np.int64]
+"""The transitions of a row, by their numbers in the batch."""
+SPAN = "span"
+"""Beside the rows: the number of the transition at each of its response tokens, -1 between responses."""
 STEP_WEIGHT = "step_weight"
 """Beside the rows: the weight of all tokens of an optimizer step together, the mean over an update's steps."""
 TRAINING_STEP = "training_step"
@@ -41,32 +44,34 @@ TOTAL_LOSS = "total_loss"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One transition as veRL stores it."""
+    """A chain of transitions as veRL stores it."""
 
     key: str
     fields: dict[str, Any]
     tag: dict[str, Any]
 
 
-def row_of(batch: Batch, i: int, step: int) -> Row:
-    """The row of transition `i` for the update number `step`.
+def row_of(batch: Batch, chain: Chain, step: int) -> Row:
+    """The row of a chain for the update number `step`.
 
-    Its reward is its credited value, at its last token, for veRL's own algorithms; agl's do not read it.
+    Credited values are the rewards of the last tokens of responses, for veRL's own algorithms; agl's do not read them.
     """
-    tokens = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))
-    prompt = int(batch.prompt_lengths_N[i])
-    responses = slice(int(batch.response_offsets[i]), int(batch.response_offsets[i + 1]))
-    mask = torch.from_numpy(batch.mask_R[responses].astype(np.int64))
-    behaviour = np.where(batch.mask_R[responses], batch.behaviour_logprobs_R[responses], 0.0).astype(np.float32)
+    first, last = int(chain[0]), int(chain[-1])
+    tokens = torch.from_numpy(batch.tokens_T[batch.offsets[last] : batch.offsets[last + 1]].astype(np.int64))
+    prompt = int(batch.prompt_lengths_N[first])
+    places = _places_of(batch, chain)
+    trained = (places >= 0) & batch.mask_R[places]
+    mask = torch.from_numpy(trained.astype(np.int64))
+    behaviour = np.where(trained, batch.behaviour_logprobs_R[places], 0.0).astype(np.float32)
     reward = torch.zeros(len(mask))
-    reward[-1] = float(batch.values_N[i])
-    group = f"u{step}g{int(batch.group_N[i])}"
+    reward[np.diff(batch.offsets)[chain] - prompt - 1] = torch.from_numpy(batch.values_N[chain]).to(reward.dtype)
+    group = f"u{step}g{int(batch.group_N[first])}"
     return Row(
-        key=f"{group}_{int(batch.rollout_N[i])}_{i}",
+        key=f"{group}_{int(batch.rollout_N[first])}_{first}",
         fields={
             "uid": group,
-            "session_id": int(batch.rollout_N[i]),
-            "num_turns": int(batch.turn_N[i]) + 1,
+            "session_id": int(batch.rollout_N[first]),
+            "num_turns": int(batch.turn_N[last]) + 1,
             "prompts": tokens[:prompt],
             "responses": tokens[prompt:],
             "input_ids": tokens,
@@ -81,36 +86,41 @@ def row_of(batch: Batch, i: int, step: int) -> Row:
     )
 
 
-def place_of(key: str) -> int | None:
-    """The transition that a row's key belongs to; None for a row that veRL padded in."""
-    return None if key.startswith(PAD_PREFIX) else int(key.rsplit("_", 1)[1])
+def _places_of(batch: Batch, chain: Chain) -> NDArray[np.int64]:
+    """Where a row's tokens after its prompt are in the batch's response-aligned arrays; -1 between responses."""
+    prompts = batch.prompt_lengths_N[chain] - batch.prompt_lengths_N[chain[0]]
+    places = np.full(int(prompts[-1] + batch.response_lengths_N[chain[-1]]), -1, np.int64)
+    for i, prompt in zip(chain, prompts, strict=True):
+        start, end = batch.response_offsets[i : i + 2]
+        places[prompt : prompt + end - start] = np.arange(start, end)
+    return places
 
 
-def spread(batch: Batch, values_R: Tensor, keys: Sequence[str]) -> list[Tensor]:
-    """Values of response tokens, row by row; of a pad row one zero: it weighs nothing."""
-    offsets = batch.response_offsets
-    places = map(place_of, keys)
-    return [values_R.new_zeros(1) if i is None else values_R[offsets[i] : offsets[i + 1]] for i in places]
+def spread(batch: Batch, values_R: Tensor, chains: Sequence[Chain | None], between: int = 0) -> list[Tensor]:
+    """Values of response tokens by row, with `between` between responses; of a pad row (None) one zero."""
+    places = [None if chain is None else torch.from_numpy(_places_of(batch, chain)) for chain in chains]
+    return [values_R.new_zeros(1) if row is None else torch.where(row < 0, between, values_R[row]) for row in places]
 
 
-def gather(batch: Batch, rows: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
+def gather(batch: Batch, rows: Sequence[Tensor], chains: Sequence[Chain | None]) -> Tensor:
     """[R] what `spread` took apart: values that veRL computed by row, where the batch has their tokens; 0 elsewhere."""
     values_R = torch.zeros(int(batch.response_offsets[-1]), dtype=torch.float32)
-    for key, row in zip(keys, rows, strict=True):
-        place = place_of(key)
-        if place is not None:
-            start, end = batch.response_offsets[place : place + 2]
-            values_R[start:end] = row[: end - start].to(torch.float32)
+    for chain, row in zip(chains, rows, strict=True):
+        if chain is not None:
+            places = torch.from_numpy(_places_of(batch, chain))
+            values_R[places[places >= 0]] = row[: len(places)][places >= 0].to(torch.float32)
     return values_R
 
 
 def nested(rows: Sequence[Tensor]) -> Tensor:
     """One jagged tensor of rows."""
-    return torch.nested.as_nested_tensor([row.to(torch.float32) for row in rows], layout=torch.jagged)
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
-def fields_of(prepared: Prepared, steps: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:
-    """The fields that losses read beside the rows, each [R]; `steps`: by optimizer step, its transitions."""
+def fields_of(
+    prepared: Prepared, steps: Sequence[NDArray[np.int64]], chains: Sequence[Chain | None]
+) -> dict[str, list[Tensor]]:
+    """The fields that losses read beside the rows; `steps`: by optimizer step, its transitions."""
     fields = {
         "advantages": prepared.advantages_R,
         "loss_weights": prepared.step_weights(prepared.weights_R, steps),
@@ -118,7 +128,26 @@ def fields_of(prepared: Prepared, steps: Sequence[NDArray[np.int64]]) -> dict[st
     if prepared.value is not None:
         fields["returns"] = prepared.value.targets_R
         fields["value_weights"] = prepared.step_weights(prepared.value.weights_R, steps)
-    return fields
+    batch = prepared.batch
+    return {
+        SPAN: spread(batch, prepared.samples.transition_R, chains, between=-1),
+        **{name: spread(batch, values_R.to(torch.float32), chains) for name, values_R in fields.items()},
+    }
+
+
+def sees_its_own_past_alone(config: Any) -> bool:
+    """Whether what a model makes of a token depends on the tokens before it, and not on how long its row is.
+
+    `config` is the model's, of transformers. Two kinds of rotary embeddings change with the longest row of a pass.
+
+    >>> from transformers import Qwen2Config
+    >>> rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    >>> sees_its_own_past_alone(Qwen2Config()), sees_its_own_past_alone(Qwen2Config(rope_parameters=rope))
+    (True, False)
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, Mapping)}
+    return kinds.isdisjoint({"dynamic", "longrope"})
 
 
 def lay_out(
@@ -145,18 +174,17 @@ def actor_loss(
     chosen: ChosenAlgorithm, model_output: Mapping[str, Tensor], data: Any, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """The policy loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
-    behaviour_R = data["rollout_log_probs"].values()
-    reference = data.get("ref_log_prob", None)
+    samples = _samples(data)
     loss, measured = cast(PolicyGradient, chosen.build()).loss(
-        _samples(data["response_mask"], behaviour_R),
+        samples,
         Logprobs(
             current_R=_of_responses(model_output["log_probs"], data),
-            old_R=data["old_log_probs"].values(),
-            behaviour_R=behaviour_R,
-            reference_R=None if reference is None else reference.values(),
+            old_R=_picked(data["old_log_probs"], data),
+            behaviour_R=samples.behaviour_R,
+            reference_R=_picked(data["ref_log_prob"], data) if "ref_log_prob" in data else None,
         ),
-        data["advantages"].values(),
-        data["loss_weights"].values(),
+        _picked(data["advantages"], data),
+        _picked(data["loss_weights"], data),
     )
     return loss * data["dp_size"], _metrics({TOTAL_LOSS: loss.detach(), **measured}, data)
 
@@ -167,9 +195,9 @@ def critic_loss(
     """The value loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
     loss, measured = cast(Ppo, chosen.build()).value_loss(
         _of_responses(model_output["values"], data),
-        data["values"].values(),
-        data["returns"].values(),
-        data["value_weights"].values(),
+        _picked(data["values"], data),
+        _picked(data["returns"], data),
+        _picked(data["value_weights"], data),
     )
     return loss * data["dp_size"], _metrics(measured, data)
 
@@ -178,25 +206,32 @@ def _of_responses(output: Tensor, data: Any) -> Tensor:
     """[R] what a model says of the response tokens, out of its output for whole sequences (nested)."""
     from verl.workers.utils.padding import response_from_nested
 
-    response: Tensor = response_from_nested(output, data["response_mask"]).values()
-    return response
+    return _picked(response_from_nested(output, data["response_mask"]), data)
 
 
-def _samples(response_mask: Any, behaviour_R: Tensor) -> Samples:
-    """The rows as a loss may know them, without what only advantages need.
+def _picked(field: Tensor, data: Any) -> Tensor:
+    """[R] a field of the rows (nested), without what is between responses."""
+    values: Tensor = field.values()
+    return values[data[SPAN].values() >= 0]
 
-    `response_mask`: nested, [B, lengths]; it also says how long each response is.
-    """
-    lengths_B = response_mask.offsets().diff()
+
+def _samples(data: Any) -> Samples:
+    """The transitions in the rows as a loss may know them, without what only advantages need."""
+    span = data[SPAN]
+    lengths_B = span.offsets().diff()
     row_B = torch.arange(len(lengths_B), device=lengths_B.device)
+    # A pad row has the number of another transition, so a change of the row counts too.
+    row_and_transition_2R = torch.stack([_picked(span, data), row_B.repeat_interleave(lengths_B)[span.values() >= 0]])
+    _, transition_R = torch.unique_consecutive(row_and_transition_2R, return_inverse=True, dim=1)
+    number_N = torch.arange(int(transition_R[-1]) + 1, device=transition_R.device)
     return Samples(
-        transition_R=row_B.repeat_interleave(lengths_B),
-        mask_R=response_mask.values() > 0,
-        behaviour_R=behaviour_R,
-        values_N=torch.zeros_like(row_B, dtype=torch.float64),
-        group_N=row_B,
-        rollout_N=row_B,
-        turn_N=torch.zeros_like(row_B),
+        transition_R=transition_R,
+        mask_R=_picked(data["response_mask"], data) > 0,
+        behaviour_R=_picked(data["rollout_log_probs"], data),
+        values_N=torch.zeros_like(number_N, dtype=torch.float64),
+        group_N=number_N,
+        rollout_N=number_N,
+        turn_N=torch.zeros_like(number_N),
     )
 
 

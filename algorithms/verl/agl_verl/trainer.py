@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -23,6 +23,7 @@ from omegaconf import open_dict
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
+from transformers import AutoConfig
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
 from verl.utils.metric import reduce_metrics
@@ -31,6 +32,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerManager
 
+from agl_algorithms.lineages import lineages
 from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
@@ -57,6 +59,12 @@ class Update:
     """The usable transitions that veRL computes."""
     steps: list[NDArray[np.int64]]
     """By optimizer step of one pass, its transitions."""
+    chains: dict[str, rows.Chain]
+    """By its key, the transitions of each row; veRL's pad rows are not among them."""
+
+    def of_rows(self, keys: Sequence[str]) -> list[rows.Chain | None]:
+        """The transitions of these rows; None for pad rows."""
+        return [self.chains.get(key) for key in keys]
 
 
 class AglTrainer(PPOTrainer):  # type: ignore[misc]
@@ -82,6 +90,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
             if self.use_critic:
                 self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
+        self._joins_calls = self._can_join_calls()
         served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
         self.context_length = int(served.max_model_len)
 
@@ -96,7 +105,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         if not isinstance(self._algorithm, NativeOptions) and not self._algorithm.needs_critic:
             prepared = prepare(usable, samples, self._algorithm)
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
-        self._update = Update(usable, samples, prepared, sent, [])
+        self._update = Update(usable, samples, prepared, sent, [], {})
         metrics: dict[str, Any] = {}
         old_R: Tensor | None = None
         self.timing_raw = {}
@@ -109,7 +118,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             self.on_step_end()
             if isinstance(self._algorithm, NativeOptions):
                 self._update.prepared = self._read_back(done)
-            old_R = rows.gather(usable.batch, self._read(done, "old_log_probs"), done.keys)
+            old_R = self._gather(done, "old_log_probs")
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
@@ -156,8 +165,10 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def sample(self, **unused: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Put the update's rows into TransferQueue, for veRL's workers. There are no metrics of that."""
-        update = self._update
-        sent = [row_of(update.usable.batch, int(i), self.global_steps) for i in update.sent]
+        update, batch = self._update, self._update.usable.batch
+        chains = lineages(batch, update.sent) if self._joins_calls else list(update.sent[:, None])
+        sent = [row_of(batch, chain, self.global_steps) for chain in chains]
+        update.chains = {row.key: chain for row, chain in zip(sent, chains, strict=True)}
         keys, tags = [row.key for row in sent], [row.tag for row in sent]
         fields = list_of_dict_to_tensordict([row.fields for row in sent])
         tq.kv_batch_put(keys=keys, tags=tags, fields=fields, partition_id=PARTITION)
@@ -168,7 +179,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         update = self._update
         seed = [self._seed, self.version]
         update.steps = minibatches(update.usable.batch, update.sent, self._algorithm.minibatches, seed)
-        by_place = {rows.place_of(key): row for row, key in enumerate(batch.keys)}
+        row_of_transition = {int(i): row for row, key in enumerate(batch.keys) for i in update.chains[key]}
         lengths = [tag["seq_len"] for tag in batch.tags]
 
         def divide(chosen: list[int], workers: int) -> list[list[int]]:
@@ -176,7 +187,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             divided = get_seqlen_balanced_partitions(calculate_workload(sizes), workers, equal_size=True)
             return [[chosen[i] for i in part] for part in divided]
 
-        steps = [np.array([by_place[place] for place in step.tolist()]) for step in update.steps]
+        steps = [np.unique([row_of_transition[i] for i in step.tolist()]) for step in update.steps]
         layout = rows.lay_out(steps, self._workers(), divide)
         batch = upsample_batch_to_divisible_size(batch, len(layout), self.tokenizer.eos_token_id)
         batch.reorder(layout)
@@ -187,15 +198,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         if isinstance(self._algorithm, NativeOptions):
             return super()._compute_advantage(batch, metrics)
         update = self._update
-        whole = update.usable.batch
         if update.prepared is None:
-            values_R = rows.gather(whole, self._read(batch, "values"), batch.keys)
+            values_R = self._gather(batch, "values")
             update.prepared = prepare(update.usable, update.samples, self._algorithm, values_R)
-        fields = {
-            name: rows.nested(rows.spread(whole, values_R, batch.keys))
-            for name, values_R in rows.fields_of(update.prepared, update.steps).items()
-        }
-        tensors = TensorDict(fields, batch_size=len(batch))
+        fields = rows.fields_of(update.prepared, update.steps, update.of_rows(batch.keys))
+        tensors = TensorDict({name: rows.nested(field) for name, field in fields.items()}, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -252,16 +259,26 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             dispatch["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
         return int(max(dispatch["actor"])) + 1
 
-    def _read(self, batch: KVBatchMeta, field: str) -> Sequence[Tensor]:
-        """One field of every row."""
+    def _can_join_calls(self) -> bool:
+        """Whether calls that continue each other are one row: where that changes nothing."""
+        model = self.config.actor_rollout_ref.model
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        # Experts with a capacity (an override of Megatron's) serve the first tokens of a row, whatever comes after.
+        bounded = "capacity_factor" in str(self.config.actor_rollout_ref.actor)
+        native = isinstance(self._algorithm, NativeOptions)  # veRL's rules are about rows.
+        return not native and not bounded and rows.sees_its_own_past_alone(config)
+
+    def _gather(self, batch: KVBatchMeta, field: str) -> Tensor:
+        """[R] a field that veRL computed."""
         fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
-        return cast(Sequence[Tensor], fields[field].unbind())
+        update = self._update
+        return rows.gather(update.usable.batch, fields[field].unbind(), update.of_rows(batch.keys))
 
     def _read_back(self, batch: KVBatchMeta) -> Prepared:
         """The advantages of veRL's own algorithm; a token's weight is its share of all tokens."""
         update = self._update
         usable, samples = update.usable, update.samples
-        advantages_R = rows.gather(usable.batch, self._read(batch, "advantages"), batch.keys)
+        advantages_R = self._gather(batch, "advantages")
         weights_R = samples.mask_R / samples.mask_R.sum().clamp(min=1)
         return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, update.sent, usable.dropped)
 

@@ -1,6 +1,7 @@
 """Recorded experience and the batch that a run makes of it: ragged, several agents, and rows of every kind left out.
 
-Groups of three rollouts of one to four calls, through agl's own `without_stale` and `make_batches`. In them are
+Groups of three rollouts of two to four calls, through agl's own `without_stale` and `make_batches`. Most calls continue
+the conversation of the call before, whoever made it; some begin anew. In them are
 
 - an episode with a call that is too many updates old (STALE), which leaves its group;
 - calls of a second agent that is not trained (UNTRAINED): what they earned is in the return, they are in no loss;
@@ -25,6 +26,8 @@ VERSION, MAX_STALENESS = 3, 1
 TRAINED, SECOND = "writer", "reviewer"
 TOO_LONG = 200
 """A context that one transition exceeds."""
+AFRESH = 0.25
+"""The share of calls that do not continue the one before."""
 WEIGHTS = (1.0, 0.5, 2.0)
 """Of the groups, in turns."""
 
@@ -74,10 +77,13 @@ def _episode(
     """`changed` makes the calls of the kinds in `others`."""
     name, turns = f"r{rollout}", int(random.integers(2, 5))
     transitions = []
+    conversation = np.zeros(0, np.int64)
     for turn in range(turns):
         kind = _kind(rollout, turn, rollouts)
-        prompt = random.integers(0, vocabulary, int(random.integers(3, 30)))
+        news = random.integers(0, vocabulary, int(random.integers(3, 30)))
+        prompt = news if random.random() < AFRESH else np.concatenate([conversation, news])
         response = random.integers(0, vocabulary, int(random.integers(1, 20)))
+        conversation = np.concatenate([prompt, response])
         mask = random.random(len(response)) > 0.15
         mask[0] = True
         logprobs = -np.log(vocabulary) + 0.3 * random.normal(size=len(response))
@@ -85,7 +91,7 @@ def _episode(
         if kind is Kind.DROPPED:
             logprobs[0] = np.nan
         if kind is Kind.UNKNOWN:
-            prompt[0] = vocabulary + 3
+            prompt = np.concatenate([[vocabulary + 3], prompt[1:]])
         if kind is Kind.LONG:
             prompt = np.concatenate([prompt, random.integers(0, vocabulary, TOO_LONG)])
         if kind in others:  # What makes them be left out stays.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
-from agl_verl.rows import gather, lay_out, place_of, row_of, spread
+from agl_verl.rows import gather, lay_out, row_of, spread
 
 
 def recorded(*lengths: tuple[int, int]) -> Batch:
@@ -34,27 +34,53 @@ def test_a_row_is_what_was_recorded() -> None:
         group_N=np.array([2, 3]),
         mask_R=np.array([True, False, True, True]),
     )
-    row = row_of(batch, 0, step=9)
+    row = row_of(batch, np.array([0]), step=9)
     assert row.fields["prompts"].tolist() == [0, 1]
     assert row.fields["responses"].tolist() == [2, 3, 4]
     assert row.fields["input_ids"].tolist() == [0, 1, 2, 3, 4]
     assert row.fields["response_mask"].tolist() == [1, 0, 1]
     assert row.fields["rollout_log_probs"].tolist() == [-1, 0, -3], "what is recorded for a forced token means nothing"
     assert row.fields["rm_scores"].tolist() == [0, 0, 0.5], "the credited value, at the last token"
-    assert (row.key, row.fields["uid"], place_of(row.key)) == ("u9g2_4_0", "u9g2", 0)
+    assert (row.key, row.fields["uid"]) == ("u9g2_4_0", "u9g2")
     assert row.tag == {"seq_len": 5}
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_what_is_spread_over_rows_is_gathered_again(responses: list[int], random) -> None:
-    batch = recorded(*((1, response) for response in responses))
-    values_R = torch.arange(1.0, sum(responses) + 1)
-    keys = [row_of(batch, i, 3).key for i in range(len(batch))] + ["pad0123_0_0", "pad0123_1_0"]
-    random.shuffle(keys)
-    rows = spread(batch, values_R, keys)
-    assert gather(batch, rows, keys).tolist() == values_R.tolist()
-    pads = [row for key, row in zip(keys, rows, strict=True) if place_of(key) is None]
+def test_calls_that_continue_each_other_are_one_row() -> None:
+    calls = [Row([1], [2, 3], [-1, -2], 0.5), Row([1, 2, 3, 4, 5], [6], [-3], 1.5)]
+    batch = replace(batch_of(calls), mask_R=np.array([True, False, True]), turn_N=np.array([0, 1]))
+    row = row_of(batch, np.array([0, 1]), step=9)
+    assert row.fields["prompts"].tolist() == [1]
+    assert row.fields["responses"].tolist() == [2, 3, 4, 5, 6]
+    assert row.fields["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.fields["response_mask"].tolist() == [1, 0, 0, 0, 1]
+    assert row.fields["rollout_log_probs"].tolist() == [-1, 0, 0, 0, -3]
+    assert row.fields["rm_scores"].tolist() == [0, 0.5, 0, 0, 1.5]
+    assert (row.fields["num_turns"], row.tag) == (2, {"seq_len": 6})
+    assert spread(batch, torch.tensor([0, 0, 1]), [np.array([0, 1])], between=-1)[0].tolist() == [0, 0, -1, -1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=12), st.data())
+def test_what_is_spread_over_rows_is_gathered_again(calls: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Calls of one conversation, each with some news before its response; it goes on in one row or in the next."""
+    rows, history = list[Row](), [0]
+    for news, response in calls:
+        history = history + [1] * news
+        rows.append(Row(history, [2] * response, [-1.0] * response, 0.0))
+        history = history + [2] * response
+    batch = batch_of(rows)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)))))
+    chains: list[np.ndarray | None] = [chain for chain in np.split(np.arange(len(rows)), cuts) if len(chain)]
+    chains = data.draw(st.permutations([*chains, None, None]))
+    values_R = torch.arange(1.0, len(batch.mask_R) + 1)
+    spread_rows = spread(batch, values_R, chains)
+    assert gather(batch, spread_rows, chains).tolist() == values_R.tolist()
+    pads = [row for chain, row in zip(chains, spread_rows, strict=True) if chain is None]
     assert [row.tolist() for row in pads] == [[0.0], [0.0]], "a pad row weighs nothing"
+    for chain, row in zip(chains, spread_rows, strict=True):
+        if chain is not None:
+            fields = row_of(batch, chain, 1).fields
+            assert (row > 0).tolist() == (fields["responses"] == 2).tolist(), "values are at the responses"
+            assert {len(fields[name]) for name in ("response_mask", "rm_scores", "rollout_log_probs")} == {len(row)}
 
 
 @given(

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agl_algorithms.lineages import lineages
 from agl_algorithms.prepared import minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
@@ -31,9 +32,11 @@ from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.plugin import VerlOptions
 from agl_verl.rows import (
+    SPAN,
     STEP_WEIGHT,
     TOTAL_LOSS,
     TRAINING_STEP,
+    Chain,
     actor_loss,
     critic_loss,
     fields_of,
@@ -41,7 +44,6 @@ from agl_verl.rows import (
     lay_out,
     nested,
     row_of,
-    spread,
 )
 
 from .recorded import TOO_LONG, record
@@ -149,10 +151,11 @@ class TorchBench:
 
 
 class VerlBench:
-    """veRL's workers for one algorithm on one model."""
+    """veRL's workers for one algorithm on one model; calls that continue each other are one row, or a row each."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any], *, joins_calls: bool = True) -> None:
         one_process()
+        self.joins_calls = joins_calls
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
         self.version = 0
@@ -184,26 +187,24 @@ class VerlBench:
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
         steps = list(minibatches(whole, sent, self.algorithm.minibatches, [0, self.version]))
-        by_place = {int(place): row for row, place in enumerate(sent)}
-        order = lay_out([np.array([by_place[int(i)] for i in step]) for step in steps], 1, lambda rows, _: [rows])
+        chains = lineages(whole, sent) if self.joins_calls else list(sent[:, None])
+        row_of_transition = {int(i): row for row, chain in enumerate(chains) for i in chain}
+        order = lay_out([np.unique([row_of_transition[int(i)] for i in step]) for step in steps], 1, lambda r, _: [r])
         if len(steps) == 1:
             order += range(len(order), len(order) + pads)
-        pads = len(order) - len(sent)
-        keys = [row_of(whole, int(i), 1).key for i in sent] + [f"pad_{place}_0" for place in range(pads)]
-        keys = [keys[row] for row in order]
-        data = self.rows(whole, sent, order, others=others, vocabulary=vocabulary)
+        of_rows = [chains[row] if row < len(chains) else None for row in order]
+        data = self.rows(whole, of_rows, others=others, vocabulary=vocabulary)
         data["old_log_probs"] = nested(self.infer(self.actor, data, "log_probs"))
         if self.reference is not None:
             data["ref_log_prob"] = nested(self.infer(self.reference, data, "log_probs"))
         if prepared is None:
             values = self.infer(self.critic, data, "values")
             data["values"] = nested(values)
-            prepared = prepare(usable, samples, self.algorithm, gather(whole, values, keys))
-        for field, values_R in fields_of(prepared, steps).items():
-            made = spread(whole, values_R, keys)
-            for place, weight in (weights or {}).items():
-                made[place] = torch.full_like(made[place], weight if field.endswith("weights") else 1.0)
-            data[field] = nested(made)
+            prepared = prepare(usable, samples, self.algorithm, gather(whole, values, of_rows))
+        for field, values in fields_of(prepared, steps, of_rows).items():
+            for place, weight in (weights or {}).items() if field != SPAN else ():
+                values[place] = torch.full_like(values[place], weight if field.endswith("weights") else 1.0)
+            data[field] = nested(values)
 
         def train(worker: Any, epochs: int, weights_R: Tensor) -> tuple[dict[str, float], Tensor]:
             weight = float(prepared.step_weights(weights_R, steps).sum()) / len(steps)
@@ -226,24 +227,20 @@ class VerlBench:
             value_loss,
             change,
             critic_change,
-            tuple(place for place, row in enumerate(order) if row >= len(sent)),
+            tuple(place for place, chain in enumerate(of_rows) if chain is None),
         )
 
     def rows(
-        self,
-        whole: Batch,
-        sent: NDArray[np.int64],
-        order: Sequence[int],
-        others: Collection[int] = (),
-        vocabulary: int = 0,
+        self, whole: Batch, chains: Sequence[Chain | None], others: Collection[int] = (), vocabulary: int = 0
     ) -> Any:
-        """The rows as veRL's workers get them from TransferQueue: `order` numbers those of `sent`, and pads after."""
+        """The rows of these chains as veRL's workers get them from TransferQueue; None: a pad row."""
         from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        made = [row_of(whole, int(i), 1) for i in sent]
-        pad, _ = construct_minimal_padding_template(made[0].fields, made[0].tag, eos_token_id=0)
-        fields = [dict(made[row].fields if row < len(made) else pad) for row in order]
+        made = [None if chain is None else row_of(whole, chain, 1) for chain in chains]
+        first = next(row for row in made if row is not None)
+        pad, _ = construct_minimal_padding_template(first.fields, first.tag, eos_token_id=0)
+        fields = [dict(pad if row is None else row.fields) for row in made]
         random = torch.Generator().manual_seed(5)
         for place in others:
             prompt, tokens = len(fields[place]["prompts"]), fields[place]["input_ids"]
