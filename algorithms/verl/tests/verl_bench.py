@@ -112,11 +112,11 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class TorchBench:
-    """The torch engine's trainer, for one algorithm on one model."""
+    """The torch engine's trainer, for one algorithm on one model; a transition has at most `longest` tokens."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any], *, longest: int = TOO_LONG) -> None:
         self._spec = PolicySpec(model=str(model), dtype="float32")
-        self._loaded = replace(self._fresh(), context_length=TOO_LONG)
+        self._loaded = replace(self._fresh(), context_length=longest)
         self._algorithm = ChosenAlgorithm.of(name, options).build()
         self._trainer = PolicyTrainer(
             self._loaded, optimizer(), steps=TRAINING_STEPS, tokens_per_micro_batch=4096, initial=self._fresh
@@ -153,13 +153,21 @@ class TorchBench:
 class VerlBench:
     """veRL's workers for one algorithm on one model; calls that continue each other are one row, or a row each."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any], *, joins_calls: bool = True) -> None:
+    def __init__(
+        self,
+        model: Path,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        joins_calls: bool = True,
+        longest: int = TOO_LONG,
+    ) -> None:
         one_process()
-        self.joins_calls = joins_calls
+        self.joins_calls, self.longest = joins_calls, longest
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
         self.version = 0
-        config = configuration(model, self.chosen)
+        config = configuration(model, self.chosen, max(512, longest))
         self.actor = _worker(config, "actor")
         self.actor.set_loss_fn(partial(actor_loss, self.chosen))
         self.reference = _worker(config, "ref") if self.algorithm.needs_reference else None
@@ -182,7 +190,7 @@ class VerlBench:
         `others`: places of rows that have other tokens. `weights`: by place, what each token of the row weighs instead;
         its advantage and return are 1 then.
         """
-        usable = filter_trainable(batch, context_length=TOO_LONG, vocabulary=vocabulary)
+        usable = filter_trainable(batch, context_length=self.longest, vocabulary=vocabulary)
         whole, samples = usable.batch, samples_of(usable.batch)
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
@@ -286,13 +294,13 @@ class VerlBench:
         return flat(tensor for name, tensor in generator if name != TIED)
 
 
-def configuration(model: Path, chosen: ChosenAlgorithm) -> Any:
+def configuration(model: Path, chosen: ChosenAlgorithm, tokens_per_micro_batch: int = 512) -> Any:
     """veRL's whole configuration as the engine makes it of a run's settings."""
     from omegaconf import open_dict
 
     policy = PolicySpec(str(model), "float32", optimizer=optimizer().model_dump(), algorithm=chosen.name)
     context = EngineContext(Path("unused"), 0, {"default": policy}, False, (), "key", TRAINING_STEPS)
-    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=512)
+    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=tokens_per_micro_batch)
     config = compose(settings, context, algorithm=chosen.build(), cpu=True)
     with open_dict(config):  # As `AglTrainer._init_dataloader` does.
         for each in (config.actor_rollout_ref.actor.optim, config.critic.optim):
