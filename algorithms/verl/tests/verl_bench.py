@@ -52,6 +52,7 @@ LEARNING_RATE = 1e-4
 """With random tokens a larger one makes ratios that overflow any clipping."""
 TRAINING_STEPS = 4
 """Of the run: what the schedule of the step size goes by."""
+RESPONSE_FIELDS = ("response_mask", "loss_mask", "rm_scores", "rollout_log_probs")
 TIED = "lm_head.weight"
 """Of a model with tied embeddings veRL tells them twice."""
 
@@ -254,7 +255,10 @@ class VerlBench:
             prompt, tokens = len(fields[place]["prompts"]), fields[place]["input_ids"]
             tokens = torch.randint(vocabulary, tokens.shape, generator=random)
             fields[place] |= {"input_ids": tokens, "prompts": tokens[:prompt], "responses": tokens[prompt:]}
-        return list_of_dict_to_tensordict(fields)
+        data = list_of_dict_to_tensordict(fields)
+        for name in ("prompts", "responses", "input_ids", "position_ids", *RESPONSE_FIELDS):
+            data[name] = nested([row[name] for row in fields])  # TransferQueue's are ragged, also if lengths are equal.
+        return data
 
     def infer(self, worker: Any, data: Any, output: str) -> Sequence[Tensor]:
         """By row, log-probabilities or values of its response."""
