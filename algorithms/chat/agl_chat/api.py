@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from agl_chat.conversation import ChatError, ChatText, Prompt, Sessions, normalise
 from agl_chat.formats import Message, Parsed, ToolFormat
+from agl_chat.parsing import ReplyParser
 from agl_chat.requests import Backend, Generated, Request, Response
 from agl_core.errors import AglError, nearest
 from agl_core.learning.transitions import DISTORTING, distorting
@@ -254,8 +255,8 @@ class Exchange:
     messages: list[Message]
     prompt: Prompt
     request: Request
-    parse: Callable[[str], Parsed]
-    """Looks for tool calls in a response, if the model was shown tools."""
+    parser: Callable[[], ReplyParser]
+    """Makes a parser of one choice's text."""
     ignored: tuple[str, ...]
     """The fields of the request that nothing here honours."""
 
@@ -287,7 +288,7 @@ class ModelServer:
                 param="messages",
                 code="context_length_exceeded",
             )
-        forced = tool_format.forced_prefix(chat.forced_tool) if chat.forces_tool and tool_format else ""
+        forced = self.text.forced_prefix(prompt.text, chat.forced_tool) if chat.forces_tool else ""
         request = Request(
             id=f"chatcmpl-{uuid.uuid4().hex}",
             prompt_ids=prompt.ids,
@@ -301,8 +302,8 @@ class ModelServer:
             stop=stop_at(self.text, (*chat.stops, *_one_call_end(chat, tool_format))),
             model=self.name,
         )
-        parse = functools.partial(tool_format.parse, tools=chat.shown_tools) if tool_format else Parsed
-        return Exchange(chat, session, messages, prompt, request, parse, tuple(ignored))
+        parser = functools.partial(self.text.parser, prompt.text, chat.shown_tools)
+        return Exchange(chat, session, messages, prompt, request, parser, tuple(ignored))
 
     def _tool_format(self, chat: ChatRequest) -> ToolFormat | None:
         if not chat.shown_tools:
@@ -327,7 +328,7 @@ class ModelServer:
                     status=500,
                 )
             text, stop = cut_at(self.text.decode(response.ids.tolist()), exchange.chat.stops)
-            parsed = exchange.parse(text)
+            parsed = exchange.parser().parse(text)
             message = _message(parsed, exchange, index)
             choice = self._choice(exchange, index, message, response)
             choices.append({**choice, "stop_reason": stop})
@@ -425,6 +426,8 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 def _message(parsed: Parsed, exchange: Exchange, choice: int) -> Message:
     message: Message = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         message["content"] = parsed.content or None
         message["tool_calls"] = [

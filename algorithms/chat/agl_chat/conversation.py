@@ -21,7 +21,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from agl_chat.formats import Message, Parsed, PlainText, ToolFormat, detect_format, in_plain_text
+from agl_chat.formats import Message, Parsed, PlainText, ToolFormat, Tools, detect_format, in_plain_text
+from agl_chat.parsing import ReplyParser, detect_thinking
 from agl_core.errors import ServerError
 from agl_core.types import RecordedReply, TokenizedReply, Tokens
 from agl_core.types.forms import parse_if_json
@@ -136,15 +137,19 @@ class ChatText:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self.template = str(tokenizer.get_chat_template())
         self.tool_format: ToolFormat | None = detect_format(self.template)
+        self._thinking = detect_thinking(self.template)
         self._in_plain_text = isinstance(self.tool_format, PlainText)
         self.takes_tools = "tools" in self.template or self._in_plain_text
         """True if tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}
-        markers = self.tool_format.markers if self.tool_format else ()
-        kept = {tokenizer.convert_tokens_to_ids(marker) for marker in markers}
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        markers = {*(self.tool_format.markers if self.tool_format else ())}
+        if self._thinking:
+            markers |= {self._thinking.first, self._thinking.last}
+        added = tokenizer.added_tokens_decoder
+        kept = {token for token, text in added.items() if text.content in markers}
+        special = {token for token, text in added.items() if text.special}
         self._hidden = frozenset(special | set(tokenizer.all_special_ids)) - kept
 
     def render(
@@ -172,6 +177,8 @@ class ChatText:
                 **(options or {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            if isinstance(error, TypeError) and (texts := _with_text_arguments(messages)) != messages:
+                return self.render(texts, tools=tools, prompt=prompt, options=options)
             raise ChatError(
                 f"The model's chat template cannot render these messages: {error}",
                 param="messages",
@@ -196,6 +203,17 @@ class ChatText:
         at, mark = max(ends)
         return written[:at], mark
 
+    def parser(self, prompt: str, tools: Tools) -> ReplyParser:
+        """A parser of one reply to a prompt, which looks for calls if there are tools."""
+        tags, tool_format = self._thinking, self.tool_format if tools else None
+        return ReplyParser(tool_format, tools, tags, is_thinking=bool(tags and prompt.rstrip().endswith(tags.first)))
+
+    def forced_prefix(self, prompt: str, tool: str | None) -> str:
+        """What the reply to a prompt must start with to call this tool; reasoning that the prompt begins ends first."""
+        tags = self._thinking
+        end = f"{tags.last}\n\n" if tags and prompt.rstrip().endswith(tags.first) else ""
+        return end + (self.tool_format.forced_prefix(tool) if self.tool_format else "")
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response: without special tokens, but with the tool format's own."""
         shown = [token for token in ids if token not in self._hidden and token not in self.eos_ids]
@@ -214,6 +232,21 @@ def _with_short_ids(message: Message, length: int) -> Message:
     if "tool_call_id" in message:
         changed["tool_call_id"] = message["tool_call_id"][-length:]
     return {**message, **changed}
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages for templates that add the arguments of calls to their own text (DeepSeek V3 and R1)."""
+
+    def write(call: Message) -> Message:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    changes = [{"tool_calls": [*map(write, message.get("tool_calls", ()))]} for message in messages]
+    return [
+        message | change if change["tool_calls"] else message for message, change in zip(messages, changes, strict=True)
+    ]
 
 
 def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
@@ -260,10 +293,11 @@ class RecordedChoice:
     prompt_length: int
     """Characters of the prompt's text."""
     prompt_digest: bytes
+    reasoning: str
 
     @property
     def nbytes(self) -> int:
-        return self.prompt_ids.nbytes + self.ids.nbytes + len(self.meaning)
+        return self.prompt_ids.nbytes + self.ids.nbytes + len(self.meaning) + len(self.reasoning)
 
 
 class Sessions:
@@ -291,17 +325,18 @@ class Sessions:
         def render(count: int, prompt: bool) -> str:
             return self._text.render(messages[:count], tools=tools, prompt=prompt, options=options)
 
-        full, broken = render(len(messages), True), False
         session = self._sessions.get(key, {}) if key is not None else {}
         before = digests(messages) if session else []
+        messages = [
+            _with_reasoning(message, session.get(digest, ())) for message, digest in zip(messages, before, strict=False)
+        ] or messages
+        full, broken = render(len(messages), True), False
         for at in range(len(before) - 2, 0, -1):
             if messages[at]["role"] != "assistant":
                 continue
             choices = session.get(before[at], [])
             for choice in _echoed(choices, messages[at]):
-                tool_format = self._text.tool_format if tools else None
-                parse = functools.partial(tool_format.parse, tools=tools) if tool_format else Parsed
-                tail = self._tail(full, choice, messages[at], functools.partial(render, at + 1, False), parse)
+                tail = self._tail(full, choice, messages[at], functools.partial(render, at + 1, False), tools)
                 if tail is not None:
                     return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, broken)
             # It continues a recorded call by something else, or says elsewhere what was said here.
@@ -315,7 +350,7 @@ class Sessions:
         choice: RecordedChoice,
         message: Message,
         render: Callable[[], str],
-        parse: Callable[[str], Parsed],
+        tools: Tools,
     ) -> Tokens | None:
         """Ids of what stands after the reply in `full`; None if the template writes prompt or reply otherwise now."""
         start = choice.prompt_length
@@ -325,11 +360,15 @@ class Sessions:
         if not full.startswith(upto) or len(upto) <= start:
             return None
         written, mark = self._text.split_end(upto[start:])
-        if not _means(parse(written), message):
+        parsed = self._text.parser(full[:start], tools).parse(written)
+        if not _means(parsed, message) or parsed.reasoning != choice.reasoning:
             return None
         last = int(choice.ids[-1]) if len(choice.ids) else -1
         if last not in self._text.eos_ids:  # A reply cut short gets the end token that the template writes.
-            return np.array(self._text.encode(full[start + len(written) :]), np.int32)
+            sampled = self._text.decode(choice.ids.tolist())
+            # Of reasoning that was cut, the template also writes the end.
+            said = next((text for text in (sampled, sampled.rstrip()) if written.startswith(text)), written)
+            return np.array(self._text.encode(full[start + len(said) :]), np.int32)
         # A sampled end token stands for the one that the template writes.
         rest = full[start + len(written) + len(mark) :]
         return np.array(self._text.encode_after(last, rest), np.int32)
@@ -340,9 +379,16 @@ class Sessions:
         """Remember a call: its prompt, and each choice's normalised message and response ids."""
         choices = self._sessions.setdefault(key, {}).setdefault(digests(messages)[-1], [])
         for message, ids in replies:
-            prompt_digest = _digest(prompt.text)
             choices.append(
-                RecordedChoice(meaning(message), _call_ids(message), ids, prompt.ids, len(prompt.text), prompt_digest)
+                RecordedChoice(
+                    meaning(message),
+                    _call_ids(message),
+                    ids,
+                    prompt.ids,
+                    len(prompt.text),
+                    _digest(prompt.text),
+                    message.get("reasoning_content", ""),
+                )
             )
             self._nbytes += choices[-1].nbytes
         self._sessions.move_to_end(key)
@@ -355,6 +401,14 @@ def _echoed(choices: Sequence[RecordedChoice], message: Message) -> list[Recorde
     """Those that say what `message` says: first those with its call ids, the newest first among them."""
     wanted, ids = meaning(message), _call_ids(message)
     return sorted((c for c in reversed(choices) if c.meaning == wanted), key=lambda choice: choice.call_ids != ids)
+
+
+def _with_reasoning(message: Message, choices: Sequence[RecordedChoice]) -> Message:
+    """An echoed reply with its reasoning, which most clients leave out; the template says whether the model sees it."""
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return message
+    reasoning = next((choice.reasoning for choice in _echoed(choices, message)), "")
+    return {**message, "reasoning_content": reasoning} if reasoning else message
 
 
 def _call_ids(message: Message) -> tuple[str | None, ...]:

@@ -94,11 +94,37 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A response taken apart. With an error there are no calls, and the content is the whole text."""
+    """A response taken apart, or a piece of one: pieces add up.
+
+    With an error there are no calls, and the content is the whole text (but for reasoning).
+    """
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     error: str | None = None
+    reasoning: str = ""
+
+    def __add__(self, later: Parsed) -> Parsed:
+        return Parsed(
+            self.content + later.content,
+            self.calls + later.calls,
+            self.error or later.error,
+            self.reasoning + later.reasoning,
+        )
+
+
+def find_mark(text: str, start: int, marks: Sequence[str]) -> tuple[int, bool]:
+    """Where the first of these marks begins, or is cut by the end of the text, and whether it is there whole.
+
+    >>> find_mark("2 < 3 <thi", 0, ["<think>"])
+    (6, False)
+    """
+    whole = [at for mark in marks if (at := text.find(mark, start)) >= 0]
+    if whole:
+        return min(whole), True
+    longest = min(len(text) - start, max(map(len, marks), default=0))
+    cut = (n for n in range(longest, 0, -1) if any(mark.startswith(text[len(text) - n :]) for mark in marks))
+    return len(text) - next(cut, 0), False
 
 
 class MalformedError(ValueError):
@@ -131,6 +157,13 @@ class ToolFormat(abc.ABC):
     @abc.abstractmethod
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         """The calls in such a text, with the types of the tools' schemas if it has none. Raises MalformedError."""
+
+    def find_call(self, text: str, start: int) -> tuple[int, bool]:
+        """Where from `start` on a call may begin in a text that goes on, and whether it is sure to be the mark of one.
+
+        The end of the text if nothing in it may be a beginning.
+        """
+        return find_mark(text, start, self.markers)
 
     def parse(self, text: str, tools: Tools = ()) -> Parsed:
         """Find the calls in a response's text (without its end token)."""
@@ -319,15 +352,27 @@ class LlamaJson(ToolFormat):
 
     name = "llama3_json"
     markers = ("<|python_tag|>",)
+    _BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"function"')
+    _OBJECT = re.compile(r'\{\s*"(name|type|parameters|function)"')
 
     def detect(self, template: str) -> bool:
         return '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
+
+    def find_call(self, text: str, start: int) -> tuple[int, bool]:
+        body = text.lstrip()
+        if start or not body:
+            return (len(text) if start else 0), False
+        if body.startswith(self.markers[0]) or self._OBJECT.match(body):
+            return 0, True
+        begun = re.sub(r"^\{\s*", "{", body)
+        may_begin = any(beginning.startswith(begun) for beginning in (self.markers[0], *self._BEGINNINGS))
+        return (0 if may_begin else len(text)), False
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         body = text.strip()
         if body.startswith(self.markers[0]):
             return [""], [body.removeprefix(self.markers[0]).strip()]
-        return ([""], [body]) if re.match(r'\{\s*"(name|type|parameters|function)"', body) else ([text], [])
+        return ([""], [body]) if self._OBJECT.match(body) else ([text], [])
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [_call(value, "parameters", "arguments") for value in _json_values(body)]
@@ -343,12 +388,19 @@ class PlainText(ToolFormat):
     """
 
     name = "plain_text"
+    _LINE = re.compile(f"^{ACTION}(.*)$", re.MULTILINE)
 
     def detect(self, template: str) -> bool:
         return "tool" not in template
 
+    def find_call(self, text: str, start: int) -> tuple[int, bool]:
+        line = self._LINE.search(text, start)
+        last = text.rfind("\n") + 1
+        may_begin = last >= start and ACTION.startswith(text[last:])
+        return (line.start(), True) if line else (last if may_begin else len(text), False)
+
     def split(self, text: str) -> tuple[list[str], list[str]]:
-        pieces = re.split(f"^{ACTION}(.*)$", text, flags=re.MULTILINE)
+        pieces = self._LINE.split(text)
         return pieces[::2], pieces[1::2]
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 FIXTURE = Path(__file__).with_name("parsers.jsonl")
-"""A line for each case: format, case, and what vLLM's parser gave: content, and calls as name and arguments."""
+"""A line for each case: format, case, and what vLLM's parser gave: content, and calls as name and arguments.
+
+For a parser of reasoning: its name, the text, content and reasoning.
+"""
 
 Call = tuple[str, dict[str, Any]]
 
@@ -84,6 +87,14 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     writer.__name__: writer
     for writer in (hermes, qwen3_coder, glm45, deepseek_v3, deepseek_v31, mistral, mistral_named, llama3_json)
 }
+REASONING_PARSERS = ("deepseek_r1", "qwen3", "glm45")
+THOUGHTS = (
+    "<think>\nFirst 12,\n\nthen 30.\n</think>\n\nIt is 42.",
+    "the prompt began it</think>It is 42.",
+    "<think></think>42",
+    "<think>cut",
+    "世界 </thin",
+)
 ADD: Call = ("add", {"i": 12, "x": 0.5})
 LOOK_UP: Call = ("look_up", {"s": "a < b"})
 NESTED: Call = ("add", {"o": {"a": [1, {"b": None}]}, "l": [True, "x", 2.5], "b": False})

@@ -7,15 +7,19 @@ import json
 import pytest
 
 from agl_chat.formats import FORMATS
+from agl_chat.parsing import THINKING_TAGS, ReplyParser
 
-from .parser_cases import FIXTURE, MALFORMED, PROSE_AFTER, TOOLS, UNKNOWN, WRITERS, texts
+from .parser_cases import FIXTURE, MALFORMED, PROSE_AFTER, REASONING_PARSERS, THOUGHTS, TOOLS, UNKNOWN, WRITERS, texts
 
 BY_NAME = {tool_format.name: tool_format for tool_format in FORMATS}
-OF_VLLM = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
+LINES = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
+OF_VLLM = [line for line in LINES if line[1] not in THOUGHTS]
+REASONING_OF_VLLM = [line for line in LINES if line[1] in THOUGHTS]
 
 
 def test_the_fixture_holds_every_case_and_nothing_else() -> None:
     assert [(name, case) for name, case, *_ in OF_VLLM] == [(name, case) for name in WRITERS for case in texts(name)]
+    assert [line[:2] for line in REASONING_OF_VLLM] == [[name, text] for name in REASONING_PARSERS for text in THOUGHTS]
 
 
 @pytest.mark.parametrize(("name", "case", "content_of_vllm", "calls_of_vllm"), OF_VLLM)
@@ -47,3 +51,10 @@ def test_calls_are_read_as_vllm_reads_them(name: str, case: str, content_of_vllm
         assert (parsed.content, calls, parsed.error) == (text, [], None)
     else:
         assert (parsed.content.strip(), calls, parsed.error) == (content_of_vllm.strip(), calls_of_vllm, None)
+
+
+@pytest.mark.parametrize(("name", "text", "content_of_vllm", "reasoning_of_vllm"), REASONING_OF_VLLM)
+def test_reasoning_is_read_as_vllm_reads_it(name: str, text: str, content_of_vllm: str, reasoning_of_vllm: str) -> None:
+    """But for space around it, which vLLM's parsers keep. They take every prompt for one that begins the reasoning."""
+    parsed = ReplyParser(tags=THINKING_TAGS[0], is_thinking=True).parse(text)
+    assert (parsed.content, parsed.reasoning) == (content_of_vllm.strip(), reasoning_of_vllm.strip())
