@@ -225,6 +225,8 @@ class Upstream:
     returns_ids: bool = True
     """Replies carry token ids and log-probabilities."""
     context_length: int | None = None
+    streams: bool = False
+    """Its servers answer `stream: true` as tokens are sampled; with ids, each chunk has those of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,9 @@ class Engine(ABC):
     context (`Authorization: Bearer`); others get 401. A request with `return_token_ids` and `logprobs` gets
     `prompt_token_ids` beside the choices, `token_ids` in each choice, and one log-probability for each of them, at the
     sampling temperature. The header `x-agl-policy-version` is the version that sampled the whole reply, from its first
-    token to its last.
+    token to its last. With `stream: true` (`Upstream.streams`) the first chunk has `prompt_token_ids`, each choice of a
+    chunk has the ids and log-probabilities of its tokens, also of those whose text comes later, and the last chunk
+    before `[DONE]` has `usage` and `agl`. The deltas of a choice add up to the message of the whole reply.
 
     **Updates.** `update` builds the algorithm that it names: from the installed plugins and the files of the context,
     with the options as its settings (`agl_core.training.child`). The engine asks what was built for what it needs:

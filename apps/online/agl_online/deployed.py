@@ -116,7 +116,7 @@ class DeployedVersions:
         """The version that answers a session; it stays loaded until the block ends."""
         served = self.current_destination()
         version = self._version_of(attempt.rollout.group)
-        upstream = Upstream(served.upstream.urls, {self._policy: _model(version)}, served.upstream.api_key)
+        upstream = replace(served.upstream, models={self._policy: _model(version)})
         self._calls[version] += 1
         try:
             yield Destination(upstream, served.settings, served.client, {self._policy: version})
@@ -138,7 +138,7 @@ class DeployedVersions:
         self._engine = make_engine(self._config, folder)
         upstream = await self._engine.start()
         client = UpstreamClient(upstream, self._settings.timeout)
-        named = Upstream(upstream.urls, {self._policy: self._policy}, upstream.api_key)
+        named = replace(upstream, models={self._policy: self._policy})
         self._destination = Destination(named, self._settings, client, {})
 
     async def _stop(self) -> None:

@@ -106,10 +106,10 @@ class ModelRequest:
             raise wrong("model", "is missing", code="missing_required_parameter")
         return replace(self, model=model)
 
-    def notes(self, reply: Reply) -> dict[str, str]:
-        """Headers for the reply that say what was ignored, here and by the model server."""
+    def notes(self, of_server: str | None) -> dict[str, str]:
+        """Headers for the reply that say what was ignored, here and by the model server (`of_server`)."""
         own = quote(", ".join(sorted(self.ignored)), safe=", ")  # A name may be anything, and a header may not.
-        notes = ", ".join(filter(None, (own, reply.raw.ignored)))[:_MAX_NOTE]
+        notes = ", ".join(filter(None, (own, of_server)))[:_MAX_NOTE]
         return {HEADER_IGNORED: notes} if notes else {}
 
 

@@ -37,10 +37,18 @@ from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
+from agl_core.server.streaming import LiveReply
 from agl_core.server.upstream import Destination, DestinationProvider
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
-from agl_core.wire.headers import HEADER_AGENT, HEADER_CALL, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
+from agl_core.wire.headers import (
+    HEADER_AGENT,
+    HEADER_CALL,
+    HEADER_IGNORED,
+    HEADER_PARENT_SPAN,
+    HEADER_ROLLOUT,
+    HEADER_STATE,
+)
 
 if TYPE_CHECKING:
     from agl_core.server.api import Passthrough
@@ -131,6 +139,12 @@ class _ModelCall:
     dialect: Dialect
     request: ModelRequest
     headers: Headers
+    id: str
+    """The id under which it is recorded, unless the request retries another."""
+
+    def reply_headers(self, reply_id: str, ignored: str | None) -> dict[str, str]:
+        """Headers for the client; `ignored` is what the model server ignored of the request."""
+        return {HEADER_CALL: reply_id, **self.attempt.reply_headers, **self.request.notes(ignored)}
 
     @property
     def agent(self) -> str | None:
@@ -180,6 +194,8 @@ class Gateway:
         """One model call, from the agent's request to the agent's reply, and whether it arrived."""
         attempt: ActiveAttempt | None = None
         exchange: Exchange | None = None
+        live: LiveReply | None = None
+        response, last_events = Response(), b""
         connection: HttpConnection = request.scope[CONNECTION]
         try:
             attempt = await self.attribution.open(request)
@@ -187,27 +203,36 @@ class Gateway:
             parsed = dialect.parse(raw, attempt.answered)
             if not parsed.model:
                 parsed = parsed.named(request.path_params.get("deployment"), self.models(attempt))
-            call = _ModelCall(attempt, dialect, parsed, request.headers)
+            call = _ModelCall(attempt, dialect, parsed, request.headers, attempt.call_id(dialect.id_prefix))
             if dialect.counts:
                 response = dialect.render(parsed, await self._counted(call))
             else:
                 exchange = self._exchange(call, raw)
                 exchange.waiting.append(connection)
-                reply = await self._reply(call, exchange)
+                if parsed.stream:
+                    live = LiveReply(connection, send, dialect.renderer(parsed, call.id), logprobs=parsed.logprobs)
+                reply = await self._reply(call, exchange, live)
                 attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
                 exchange.request = parsed if exchange.conversation is not None else None
-                response = dialect.render(parsed, reply)
                 self._budget.update(attempt.answered)
-                notes = parsed.notes(reply)
-                self._log(dialect, notes)
-                headers = {HEADER_CALL: reply.id, **attempt.reply_headers, **notes}
-                response.raw_headers += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                self._log(dialect, parsed.notes(reply.raw.ignored))
+                if live is not None and live.has_begun:
+                    last_events = live.renderer.finish(reply)
+                else:
+                    response = dialect.render(parsed, reply)
+                    headers = call.reply_headers(reply.id, reply.raw.ignored)
+                    response.raw_headers += [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
         except Exception as error:
             failure, exchange = as_answer(error, request.url.path), None
             if attempt is not None:
                 attempt.count_failure(failure)
+            if live is not None and live.has_begun:
+                last_events = live.renderer.fail(failure)
             response = dialect.refuse(failure)
-        arrived = await connection.reply(response, send)
+        if live is not None and live.has_begun:
+            arrived = await live.end(last_events)
+        else:
+            arrived = await connection.reply(response, send)
         if attempt is not None and exchange is not None:
             await self._delivered(attempt, exchange, arrived)
 
@@ -253,8 +278,8 @@ class Gateway:
         with self._provider_of(call.attempt).acquire_destination(call.attempt) as served:
             request = call.request
             body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)
-            payload, headers = await served.client.complete(body, None)
-            return read_reply(payload, headers, "", logprobs=False)
+            answer = await served.client.complete(body, None)
+            return read_reply(answer.body, answer.headers, "", logprobs=False)
 
     def _exchange(self, call: _ModelCall, raw: bytes) -> Exchange:
         """That of the call which this request retries, or a new one."""
@@ -268,8 +293,11 @@ class Gateway:
             exchange.supersedes = earlier
         return exchange
 
-    async def _reply(self, call: _ModelCall, exchange: Exchange) -> Reply:
-        """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
+    async def _reply(self, call: _ModelCall, exchange: Exchange, live: LiveReply | None) -> Reply:
+        """Make the call, or join the one that this request retries.
+
+        A client that hangs up ends it only if the reply has begun.
+        """
         if exchange.kept is not None:
             return exchange.kept.read()
         if exchange.reply is not None:
@@ -278,8 +306,8 @@ class Gateway:
         exchange.reply = future
         self._in_flight[future] = _this_task()
         try:
-            reply = await self._make(call, exchange, future)
-            exchange.kept = reply.raw
+            reply = await self._make(call, exchange, future, live)
+            exchange.kept = None if live is not None and live.was_left else reply.raw
             future.set_result(reply)
         except asyncio.CancelledError:
             future.set_exception(stopping())
@@ -289,7 +317,9 @@ class Gateway:
         call.attempt.answered.end(exchange)
         return future.result()
 
-    async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply]) -> Reply:
+    async def _make(
+        self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply], live: LiveReply | None
+    ) -> Reply:
         """Forward a call, and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
         with self._provider_of(attempt).acquire_destination(attempt) as served:
@@ -301,9 +331,14 @@ class Gateway:
             body = forwarded(served.upstream, request.chat, effective, policy, trains=attempt.mode.trains)
             attempt.asking[exchange.sequence] = started
             try:
-                payload, of_reply = await served.client.complete(body, attempt.key)
-                own_id = attempt.call_id(call.dialect.id_prefix)
-                reply = read_reply(payload, of_reply, own_id, logprobs=request.logprobs)
+                if live is not None and served.upstream.streams:
+                    body |= {"stream": True, "stream_options": {"include_usage": True}}
+                answer = await served.client.complete(body, attempt.key, streamed="stream" in body)
+                if live is None or answer.chunks is None:
+                    reply = read_reply(answer.body, answer.headers, call.id, logprobs=request.logprobs)
+                else:
+                    own = call.reply_headers(call.id, answer.headers.get(HEADER_IGNORED))
+                    reply = await live.follow(answer.chunks, answer.headers, call.id, exchange.waiting, own)
             finally:
                 attempt.asking.pop(exchange.sequence, None)
                 attempt.last_answer = time.time()
@@ -336,6 +371,8 @@ class Gateway:
             await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late
             exchange.call = None if late else record
+            if live is not None and live.was_left:  # Should its client ask again all the same, this one does not count.
+                exchange.supersedes = exchange.call
             if late and attempt.refuses_late:
                 raise attempt_closed(*attempt.key)
             return reply

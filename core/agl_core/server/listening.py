@@ -171,6 +171,10 @@ class HttpConnection(HttpToolsProtocol):
         if not cycle.keep_alive:
             self.transport.close()
         cycle.on_response()
+        return await self.has_left()
+
+    async def has_left(self) -> bool:
+        """Wait until what is written has left for the client; False if the connection broke before."""
         for _ in range(2):  # uvloop tells of a break in a later turn.
             await asyncio.sleep(0)
         while not self.is_gone and self.transport.get_write_buffer_size():  # noqa: ASYNC110

@@ -2,32 +2,26 @@
 
 A rollout stays with one server, where the beginning of its prompts is cached. It moves if that server is away, or has
 much more to do than another. A new rollout goes to a server with the fewest requests under way.
-
-General HTTP clients take longer to prepare a request than the gateway takes for all the rest of a call. `Endpoint`
-prepares once what is the same for every request, and httptools reads the replies.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
-import ssl
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
-import httptools
 import orjson
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
+from agl_core.apis.reply import not_a_completion
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
+from agl_core.server.endpoint import Endpoint, HttpReply
 from agl_core.types import AttemptKey, Json
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_ROLLOUT
@@ -50,175 +44,20 @@ _PROXYS_OWN = frozenset({502, 503, 504})
 """The statuses by which a proxy answers for a server that is away."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
 _ERROR_FIELDS = ("type", "param", "code")
-_FIRST_FINAL_STATUS = 200
-"""Replies below are interim ones."""
+_LAST_EVENT = b"[DONE]"
 
 
-@dataclass(frozen=True, slots=True)
-class HttpReply:
-    """A reply, whatever its status."""
+Chunks: TypeAlias = AsyncGenerator[list[Mapping[str, Any]], None]
+"""The chunks of a reply, as they come; to be closed. ApiError if it breaks off, or the server tells of an error."""
 
-    status: int
-    headers: Mapping[str, str]
-    """By name in lower case; of those that came several times, the last."""
+
+class UpstreamReply(NamedTuple):
+    """A reply with status 200."""
+
     body: bytes
-
-
-class Endpoint:
-    """One URL to POST to, with headers that every request has, over connections with one request at a time each.
-
-    Times are in seconds: `timeout` for a reply, `connect` for a connection, `idle` to keep one that is not used.
-    The last has to be less than the server's, which would otherwise close a connection just when a request is sent.
-    """
-
-    def __init__(self, url: str, headers: Mapping[str, str], *, timeout: float, connect: float, idle: float) -> None:
-        self.under_way = 0
-        """Requests that it has."""
-        self.away_since = float("-inf")
-        """When it was last missed, unless it answered since."""
-        self._url = urlsplit(url)
-        self._timeout, self._connect, self._keep = timeout, connect, idle
-        target = self._url.path + (f"?{self._url.query}" if self._url.query else "")
-        host = self._url.netloc.rpartition("@")[2]
-        self._head = f"POST {target} HTTP/1.1\r\nHost: {host}\r\n".encode() + _lines(headers)
-        self._idle: deque[tuple[_Connection, float]] = deque()
-        self._closed = False
-
-    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpReply:
-        """The reply. TimeoutError if it takes longer; OSError if it did not come whole, or the server is not there.
-
-        If it is cancelled, so is the request: its connection is closed.
-        """
-        connection = self._kept() or await self._new()
-        late = asyncio.get_running_loop().call_later(self._timeout, connection.fail, TimeoutError())
-        try:
-            request = b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, _lines(headers), len(body), body)
-            reply = await connection.ask(request)
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            late.cancel()
-        self._keep_for_later(connection)
-        return reply
-
-    def close(self) -> None:
-        """Keep no connections any more; what is in flight goes on."""
-        self._closed = True
-        while self._idle:
-            self._idle.pop()[0].close()
-
-    def _kept(self) -> _Connection | None:
-        """The connection that was used last, if there is one that is still good."""
-        oldest = asyncio.get_running_loop().time() - self._keep
-        while self._idle:
-            connection, since = self._idle.pop()
-            if connection.is_open and since > oldest:
-                return connection
-            connection.close()
-        return None
-
-    def _keep_for_later(self, connection: _Connection) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._closed:
-            connection.close()
-        if connection.is_open:
-            self._idle.append((connection, now))
-        while self._idle and self._idle[0][1] < now - self._keep:
-            self._idle.popleft()[0].close()
-
-    async def _new(self) -> _Connection:
-        url = self._url
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._connect):
-                _, connection = await loop.create_connection(
-                    _Connection, url.hostname or "", url.port or (80 if self._tls is None else 443), ssl=self._tls
-                )
-        except TimeoutError as error:
-            raise ConnectionError(f"no connection in {self._connect:g} seconds") from error
-        return connection
-
-    @cached_property
-    def _tls(self) -> ssl.SSLContext | None:
-        return ssl.create_default_context() if self._url.scheme == "https" else None
-
-
-class _Connection(asyncio.Protocol):
-    """One connection; it closes itself once it cannot carry another request."""
-
-    def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._waiting: asyncio.Future[HttpReply] | None = None
-        self._headers: dict[str, str] = {}
-        self._body: list[bytes] = []
-
-    @property
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
-
-    def ask(self, request: bytes) -> asyncio.Future[HttpReply]:
-        if not self.is_open:
-            raise ConnectionError("it closed the connection")
-        self._waiting = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return self._waiting
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.fail(ConnectionError(f"what it sent is no HTTP: {error}"))
-
-    def eof_received(self) -> None:
-        if self._waiting is not None and self._ends_with_the_connection:
-            self.on_message_complete()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.fail(ConnectionError(str(error or "it closed the connection")))
-
-    def on_message_begin(self) -> None:
-        self._headers, self._body = {}, []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_body(self, data: bytes) -> None:
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < _FIRST_FINAL_STATUS:
-            return
-        waiting, self._waiting = self._waiting, None
-        if waiting is None or not self._parser.should_keep_alive():
-            self.close()
-        if waiting is not None and not waiting.done():
-            waiting.set_result(HttpReply(status, self._headers, b"".join(self._body)))
-
-    @property
-    def _ends_with_the_connection(self) -> bool:
-        return bool(self._headers) and not {"content-length", "transfer-encoding"} & self._headers.keys()
-
-    def fail(self, error: OSError) -> None:
-        """End the request under way with this error."""
-        self.close()
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
-
-
-def _lines(headers: Mapping[str, str]) -> bytes:
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
-        raise ValueError("a header has a line break in it")
-    return lines.encode()
+    headers: Mapping[str, str]
+    chunks: Chunks | None
+    """Instead of a body, if the reply is streamed."""
 
 
 class UpstreamClient:
@@ -243,10 +82,13 @@ class UpstreamClient:
         for server in self._servers.values():
             server.close()
 
-    async def complete(self, body: Mapping[str, Json], key: AttemptKey | None) -> tuple[bytes, Mapping[str, str]]:
-        """POST a chat completion, of an attempt or of none; the reply's body and headers if its status is 200.
+    async def complete(
+        self, body: Mapping[str, Json], key: AttemptKey | None, *, streamed: bool = False
+    ) -> UpstreamReply:
+        """POST a chat completion, of an attempt or of none; the reply if its status is 200.
 
-        A server that cannot be reached, or breaks off, costs an attempt nothing while there is another.
+        A server that cannot be reached, or breaks off, costs an attempt nothing while there is another, unless the
+        reply is `streamed` and has begun.
         """
         rollout = "" if key is None else key.rollout
         stamp = {} if key is None else {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
@@ -256,14 +98,15 @@ class UpstreamClient:
             server = self._servers[url]
             server.under_way += 1
             try:
-                reply = await self._post(url, stamp, sent)
+                reply = await self._post(url, stamp, sent, streamed)
             except ApiError as refused:
                 tried.append(url)
                 if refused.code != UPSTREAM_GONE or not (self._there() - {*tried}):
                     raise
                 logger.warning("%s Another server is asked.", refused)
             else:
-                return reply.body, reply.headers
+                chunks = None if reply.parts is None else self._chunks(url, reply.parts)
+                return UpstreamReply(reply.body, reply.headers, chunks)
             finally:
                 server.under_way -= 1
 
@@ -288,21 +131,60 @@ class UpstreamClient:
         recently = self._clock() - REST
         return {url for url, server in self._servers.items() if server.away_since <= recently}
 
-    async def _post(self, url: str, stamp: Mapping[str, str], sent: bytes) -> HttpReply:
+    async def _post(self, url: str, stamp: Mapping[str, str], sent: bytes, streamed: bool) -> HttpReply:
         server = self._servers[url]
-        try:
-            reply = await server.post(stamp, sent)
-        except TimeoutError as error:
-            problem = f"did not answer in {self._timeout:g} seconds."
-            raise _failed(504, f"The model server at {url} {problem}", "upstream_timeout") from error
-        except OSError as error:
-            server.away_since = self._clock()
-            problem = f"The model server at {url} cannot be reached, or broke off ({error}). Is the engine running?"
-            raise _failed(502, problem, UPSTREAM_GONE) from error
+        with self._explained(url):
+            reply = await server.post(stamp, sent, streamed=streamed)
         server.away_since = self._clock() if reply.status in _PROXYS_OWN else float("-inf")
         if reply.status != 200:
             raise _refused(reply.status, reply.body, url)
         return reply
+
+    async def _chunks(self, url: str, parts: AsyncGenerator[bytes, None]) -> Chunks:
+        server, rest, ended = self._servers[url], b"", False
+        server.under_way += 1
+        try:
+            async with aclosing(parts):
+                with self._explained(url):
+                    async for part in parts:
+                        # No model server puts the JSON of a chunk on several lines, as server-sent events could have.
+                        *lines, rest = (rest + part).split(b"\n")
+                        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+                        ended |= _LAST_EVENT in events
+                        if chunks := [_chunk(event, url) for event in events if event not in (b"", _LAST_EVENT)]:
+                            yield chunks
+                    if not ended:
+                        raise ConnectionError(f"its stream ended without {_LAST_EVENT.decode()}")
+        finally:
+            server.under_way -= 1
+
+    @contextmanager
+    def _explained(self, url: str) -> Iterator[None]:
+        """Errors of the connection as answers to the agent."""
+        try:
+            yield
+        except ApiError:
+            raise
+        except TimeoutError as error:
+            problem = f"did not answer in {self._timeout:g} seconds."
+            raise _failed(504, f"The model server at {url} {problem}", "upstream_timeout") from error
+        except OSError as error:
+            self._servers[url].away_since = self._clock()
+            problem = f"The model server at {url} cannot be reached, or broke off ({error}). Is the engine running?"
+            raise _failed(502, problem, UPSTREAM_GONE) from error
+
+
+def _chunk(event: bytes, url: str) -> Mapping[str, Any]:
+    """The chunk of a server-sent event; ApiError if it is none, or tells of an error."""
+    try:
+        chunk = parse_json(event)
+        failed = chunk.get("error")
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise not_a_completion(error, event) from error
+    if failed:
+        status = failed.get("code") if isinstance(failed, dict) else None
+        raise _refused(status if type(status) is int and 400 <= status < 500 else 500, event, url)
+    return cast(Mapping[str, Any], chunk)
 
 
 @dataclass(frozen=True, slots=True)

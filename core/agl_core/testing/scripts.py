@@ -58,31 +58,38 @@ class CallTools:
 
 @dataclass(frozen=True)
 class Fail:
-    """Answer with an error status."""
+    """Answer with an error status, or end a stream by such an error `after` some chunks."""
 
     status: int
     body: Any = field(default_factory=lambda: {"error": {"message": "scripted failure", "type": "x", "code": None}})
+    after: int = 0
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Answer 200 with these bytes."""
+    """Answer 200 with these bytes; a chat completion is streamed where that is asked for."""
 
     payload: bytes
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Close the connection without an answer."""
+    """Close the connection without an answer, or `after` some chunks of a stream."""
+
+    after: int = 0
 
 
 @dataclass
 class Hold:
-    """Answer with `then` once `release` is set; `arrived` says that the request is waiting."""
+    """Answer with `then` once `release` is set, or its stream goes on only then, `after` some chunks.
 
-    then: Say | CallTools = field(default_factory=lambda: Say("held"))
+    `arrived` says that the request is waiting.
+    """
+
+    then: Say | CallTools | Raw = field(default_factory=lambda: Say("held"))
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
+    after: int = 0
 
 
 Step: TypeAlias = Say | CallTools | Fail | Raw | Drop | Hold

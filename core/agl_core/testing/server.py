@@ -133,7 +133,7 @@ async def running_stack(
             folder = Path(last.enter_context(tempfile.TemporaryDirectory()))
             store = await last.enter_async_context(SqliteStore(folder / "store.sqlite"))
         scripted = await last.enter_async_context(ScriptedUpstream())
-        served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key")
+        served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key", streams=True)
         served = replace(served, **(upstream_fields(scripted) if upstream_fields else {}))
         sampling = SamplingSection(temperature=0.7, max_tokens=512)
         tried: dict[str, Any] = {"sampling": sampling, "seed": 1, "timeout": 30, "attempts": 2}

@@ -18,7 +18,7 @@ import json
 import ssl
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -47,6 +47,10 @@ class ScriptedUpstream:
         """Answers requests for which no step is queued. It may block, which holds up its own request alone."""
         self.returns_ids = True
         """True if replies have token ids and log-probabilities."""
+        self.streams = True
+        """Whether it streams where that is asked for."""
+        self.cut = 0
+        """Streams whose client left before their end."""
         self.models = ["served"]
         self.more: Mapping[str, Any] = {}
         """More fields of each reply, or other values of those that it has."""
@@ -98,31 +102,55 @@ class ScriptedUpstream:
         self.received.append(received)
         number = len(self.received)
         step = self._script.popleft() if self._script else await self._answered(received)
-        if isinstance(step, Hold):
+        streamed = self.streams and bool(received.body.get("stream"))
+        if isinstance(step, Hold) and not (step.after and streamed):
             step.arrived.set()
             await step.release.wait()
             step = step.then
         match step:
-            case Drop():
+            case Drop(after=0):
                 assert request.transport is not None
                 request.transport.close()
                 return web.Response()
-            case Fail(status, content):
+            case Fail(status, content, after=0):
                 return web.json_response(content, status=status)
-            case Raw(payload):
+            case Raw(payload) if not (streamed and b'"message"' in payload):
                 return web.Response(body=payload, content_type="application/json", headers=self.headers)
+        if streamed:
+            return await self._stream(request, received, step, number)
         completion = self._completion(received, step, number)
-        streamed = bool(received.body.get("stream"))
-        body = self.encode(received, completion, streamed)
-        return web.Response(
-            text=body, content_type="text/event-stream" if streamed else "application/json", headers=self.headers
-        )
+        text = self.encode(received, completion, streamed=False)
+        return web.Response(text=text, content_type="application/json", headers=self.headers)
+
+    async def _stream(self, request: web.Request, received: Received, step: Step, number: int) -> web.StreamResponse:
+        completion = self._completion(received, step, number)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self.headers})
+        await response.prepare(request)
+        events = self.encode(received, completion, streamed=True).split("\n\n")[:-1]
+        with contextlib.suppress(ConnectionError):
+            for place, event in enumerate(events):
+                match step:
+                    case Hold(after=after) if after == place:
+                        step.arrived.set()
+                        await step.release.wait()
+                    case Drop(after=after) if after == place:
+                        assert request.transport is not None
+                        request.transport.close()
+                    case Fail(_, content, after=after) if after == place:
+                        await response.write(f"data: {json.dumps(content)}\n\n".encode())
+                        return response
+                await response.write(f"{event}\n\n".encode())
+                await asyncio.sleep(0)
+            return response
+        self.cut += 1
+        return response
 
     def encode(self, received: Received, completion: Reply, streamed: bool) -> str:
         """A chat completion as the body of a reply in the API that was asked."""
         if "messages" not in received.body:
             completion["choices"] = [{**item, "text": item["message"]["content"]} for item in completion["choices"]]
-        return _chunks(completion) if streamed else json.dumps(completion)
+        with_usage = bool((received.body.get("stream_options") or {}).get("include_usage"))
+        return events_of(completion, with_usage=with_usage) if streamed else json.dumps(completion)
 
     async def _answered(self, received: Received) -> Step:
         try:
@@ -131,8 +159,13 @@ class ScriptedUpstream:
         except Exception as error:
             return Fail(500, {"error": {"message": repr(error)}})
 
-    def _completion(self, received: Received, step: Say | CallTools, number: int) -> Reply:
+    def _completion(self, received: Received, step: Step, number: int) -> Reply:
         body = received.body
+        step = step.then if isinstance(step, Hold) else step
+        if isinstance(step, Raw):
+            return dict(json.loads(step.payload))
+        if not isinstance(step, Say | CallTools):
+            step = echo(received)
         prompt_ids = list(json.dumps(list(received.items)).encode())
         choices = [self._choice(body, step, index, number) for index in range(body.get("n") or 1)]
         produced = sum(len(choice["token_ids"]) for choice in choices)
@@ -206,17 +239,63 @@ def _arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _chunks(completion: Reply) -> str:
-    """A chat completion as its stream: each choice in one piece, then its end."""
-    head = {**{name: completion[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
-    pieces = []
-    for choice in completion["choices"]:
-        message = {name: value for name, value in choice["message"].items() if value is not None}
-        if "tool_calls" in message:
-            message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
-        for delta, reason in ((message, None), ({}, choice["finish_reason"])):
-            pieces.append({**head, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": reason}]})
-    return "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
+def events_of(completion: Reply, *, with_usage: bool = True) -> str:
+    """A chat completion as its stream, as an engine's server sends it.
+
+    The first chunk has the prompt's ids, each other one ids and log-probabilities of some tokens, also where their text
+    comes later; the one before the end has the usage and agl's extras.
+    """
+    of_whole = ("choices", "usage", "agl", "prompt_token_ids")
+    head = {k: v for k, v in completion.items() if k not in of_whole} | {"object": "chat.completion.chunk"}
+    of_prompt = {k: completion[k] for k in ("prompt_token_ids",) if k in completion}
+    chunks = []
+    for place, choice in enumerate(completion["choices"]):
+        index = choice.get("index", place)
+        deltas = [*_deltas(choice["message"])]
+        more = {k: v for k, v in choice.items() if k not in ("index", "message", "logprobs", "token_ids", "text")}
+        for tokens, delta in zip(_tokens(choice, len(deltas) + 1), [*deltas, {}], strict=True):
+            text = {"text": delta.get("content") or ""} if "text" in choice else {}
+            chunks.append({**head, **of_prompt, "choices": [{"index": index, "delta": delta, **tokens, **text}]})
+            of_prompt = {}
+        chunks[-1]["choices"][0].update(more)
+    usage = {"usage": completion.get("usage")} if with_usage else {}
+    extras = {"agl": completion["agl"]} if "agl" in completion else {}
+    if usage or extras:
+        chunks.append({**head, "choices": [], **usage, **extras})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def _deltas(message: Mapping[str, Any]) -> Iterator[Reply]:
+    """A message in pieces; after the first one of each field the text is held back for once."""
+    yield {"role": "assistant", "content": ""}
+    for name in sorted(message.keys() - {"role", "tool_calls"}, key="content".__eq__):
+        value = message[name]
+        if value:
+            first, *others = _pieces(value) if isinstance(value, str) else [[part] for part in value]
+            yield from [{name: first}, {}, *({name: other} for other in others)]
+    for place, call in enumerate(message.get("tool_calls") or ()):
+        kind, written = ("custom", "input") if call.get("type") == "custom" else ("function", "arguments")
+        first, *others = _pieces(text) if isinstance(text := call[kind].get(written), str) else [text]
+        yield {"tool_calls": [{**call, "index": place, kind: {**call[kind], written: first}}]}
+        yield from ({"tool_calls": [{"index": place, kind: {written: other}}]} for other in others)
+
+
+def _pieces(text: str) -> list[str]:
+    size = max(8, len(text) // 32)
+    return [text[start : start + size] for start in range(0, len(text), size)] or [""]
+
+
+def _tokens(choice: Mapping[str, Any], n_chunks: int) -> Iterator[Reply]:
+    """The tokens of a choice, spread over all its chunks but the first."""
+    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    entries = (logprobs or {}).get("content")
+    size = -(-len(ids or entries or ()) // max(1, n_chunks - 1))
+    for place in range(n_chunks):
+        some = slice(max(0, (place - 1) * size), place * size)
+        yield {
+            **({} if ids is None else {"token_ids": ids[some]}),
+            "logprobs": None if entries is None or not place else {"content": entries[some]},
+        }
 
 
 @contextlib.asynccontextmanager

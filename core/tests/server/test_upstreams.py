@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.protocols import Upstream
-from agl_core.server.upstream import REST, SLACK, Endpoint, HttpReply, UpstreamClient
+from agl_core.server.endpoint import Endpoint, HttpReply
+from agl_core.server.upstream import REST, SLACK, UpstreamClient
 from agl_core.testing.scripts import Drop, Fail, Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream, served
