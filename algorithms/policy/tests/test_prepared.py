@@ -43,6 +43,18 @@ def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> No
     assert prepared.metrics()["transitions_dropped"] == 1
 
 
+def test_a_masked_transition_is_compared_and_gives_its_share_to_no_other() -> None:
+    """TRL's mask_truncated_completions with its loss "grpo"."""
+    values = [0.0, 1.0, 3.0, 5.0]
+    whole, masked = (
+        prepared_of(replace(rows_of(values), weight_N=np.array(weights))).result(1, {})
+        for weights in ([1.0] * 4, [1.0, 1.0, 1.0, 0.0])
+    )
+    assert masked.advantage_N.tolist() == whole.advantage_N.tolist()
+    assert masked.weight_N.tolist() == [*whole.weight_N[:3], 0.0]
+    assert masked.dropped == (None, None, None, DropReason.NO_ADVANTAGE)
+
+
 def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
     class Broken(Grpo):
         def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:

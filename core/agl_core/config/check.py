@@ -143,6 +143,9 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     if not loaded.is_whole:
         return
     engine = loaded.engine
+    if loaded.config.train.truncated == "mask":
+        for chosen in needing(loaded, plan, Capability.OWN_ALGORITHMS):
+            yield f"{chosen.label} knows no masked responses: set [train] truncated to 'keep' or 'drop'."
     for need, in_words in _OF_THE_ENGINE.items():
         for chosen in needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:

@@ -73,6 +73,12 @@ class TrainSection(Section):
     agents: tuple[str, ...] = Field(
         ("*",), description="Names or patterns of the agents to train; calls of other agents count only in the return."
     )
+    truncated: Literal["keep", "mask", "drop"] = Field(
+        "keep",
+        description="Responses that the token limit cut off. keep: trained on like others; mask: out of the loss, "
+        "while their rewards are compared with the group's (DAPO's overlong filtering); drop: their rollouts leave "
+        "the group.",
+    )
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(
         2, ge=1, description="Older ones are removed, but for the one with the best evaluation."

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,17 @@ from agl_core.config import LoadedConfig, PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
 from agl_core.protocols import CreditRule
-from agl_core.types import Batch, CreditKind, DropReason, Episode, FinishReason, Mode, TrainingRecord, Transition
+from agl_core.types import (
+    Batch,
+    CreditKind,
+    DropReason,
+    Episode,
+    FinishReason,
+    Mode,
+    TrainingRecord,
+    Transition,
+    TransitionKey,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +78,28 @@ class BatchPlan:
     """A group with fewer members left is dropped whole."""
     without_logprobs: bool = False
     """True if transitions without log-probabilities are trained on."""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """As `TrainSection.truncated`."""
 
     @classmethod
     def configured(cls, loaded: LoadedConfig, *, without_logprobs: bool) -> BatchPlan:
         train = loaded.config.train
         credit = {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()}
-        return cls(credit, train.agents, min(train.min_group_size, train.group_size), without_logprobs)
+        least = min(train.min_group_size, train.group_size)
+        return cls(credit, train.agents, least, without_logprobs, train.truncated)
+
+    def fault(self, episode: Episode) -> DropReason | None:
+        """Why a whole episode is not trained on, if so."""
+        if episode.dropped is not None or not episode.transitions:
+            return episode.dropped or DropReason.NO_TRANSITION
+        if self.truncated == "drop" and any(self.cuts(transition) for transition in episode.transitions):
+            return DropReason.TRUNCATED
+        return None
+
+    def cuts(self, transition: Transition) -> bool:
+        """True if the limit cut a response of a trained agent off, and such are not kept."""
+        is_cut = transition.finish_reason is FinishReason.LENGTH and is_among(transition.agent, self.agents)
+        return is_cut and self.truncated != "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,12 @@ class StepBatches:
     dropped: tuple[TrainingRecord, ...]
     """Every dropped transition, with the reason."""
     episodes_dropped: Mapping[DropReason, int]
+    masked: frozenset[TransitionKey] = frozenset()
+    """Transitions of the batches whose weight is 0 because they were cut off: their values are compared with others."""
+
+    def reason(self, key: TransitionKey, dropped: str | None) -> str | None:
+        """Why a transition of a batch was not trained on; `dropped` is what the engine said."""
+        return DropReason.TRUNCATED if dropped == DropReason.NO_ADVANTAGE and key in self.masked else dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +144,7 @@ def make_batches(
     episodes_dropped: Counter[DropReason] = Counter()
     rollouts = 0
     for group_index, group in enumerate(groups):
-        faults = [e.dropped or (None if e.transitions else DropReason.NO_TRANSITION) for e in group]
+        faults = [plan.fault(episode) for episode in group]
         if faults.count(None) < plan.min_group_size:
             faults = [fault or DropReason.GROUP_TOO_SMALL for fault in faults]
         for episode, fault in zip(group, faults, strict=True):
@@ -135,9 +168,12 @@ def make_batches(
                 if plan.credit[policy].kind is CreditKind.REWARD:
                     values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
                 weight = weights[group_index] if weights else 1.0
-                rows.setdefault(policy, []).extend(
-                    _CreditedTransition(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
-                )
+                for i in kept:
+                    transition = episode.transitions[i]
+                    share = 0.0 if plan.cuts(transition) else weight
+                    rows.setdefault(policy, []).append(
+                        _CreditedTransition(transition, values[i], group_index, rollouts, share)
+                    )
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
@@ -147,7 +183,10 @@ def make_batches(
         for row, fault in zip(of_policy, usable.dropped, strict=True):
             if fault is not None:
                 dropped.append(_dropped(row.transition, step, row.value, fault))
-    return StepBatches(batches, tuple(dropped), episodes_dropped)
+    masked = frozenset(
+        row.transition.key for of_policy in rows.values() for row in of_policy if plan.cuts(row.transition)
+    )
+    return StepBatches(batches, tuple(dropped), episodes_dropped, masked)
 
 
 def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs: bool = False) -> DropReason | None:

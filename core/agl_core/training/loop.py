@@ -221,7 +221,9 @@ class Trainer:
         """
         compared = (None, DropReason.NO_ADVANTAGE)
         records = [
-            TrainingRecord(*key, step, credit, advantage if reason in compared else None, weight, reason)
+            TrainingRecord(
+                *key, step, credit, advantage if reason in compared else None, weight, batches.reason(key, reason)
+            )
             for policy, result in results.items()
             for key, credit, advantage, weight, reason in zip(
                 batches.batches[policy].keys,

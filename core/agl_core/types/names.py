@@ -152,6 +152,8 @@ class DropReason(StrEnum):
     """The reply reached no client: the client hung up before it came, or left the stream."""
     STALLED = "stalled"
     """It timed out or crashed because the machine kept it waiting, while the alarm `stall` held."""
+    TRUNCATED = "truncated"
+    """The token limit cut a response of it off (`train.truncated`)."""
     STALE = "stale"
     """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from agl_core.learning.batch import filter_trainable, subset, unusable
 from agl_core.testing import engines
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row
-from agl_core.types import Batch, CreditKind, DropReason, Episode, TransitionKey
+from agl_core.types import Batch, CreditKind, DropReason, Episode, FinishReason, TransitionKey
 
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
 
@@ -103,6 +103,43 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch() -> None:
         "default": [0.25] * 3,
     }
     assert make_batches(groups, BatchPlan(credit)).batches["judge"].weight_N.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("truncated", "weights", "dropped"),
+    [
+        ("keep", {"a": [1.0, 1.0], "b": [1.0], "c": [1.0, 1.0]}, {}),
+        ("mask", {"a": [1.0, 0.0], "b": [1.0], "c": [1.0, 1.0]}, {}),
+        ("drop", {"b": [1.0], "c": [1.0, 1.0]}, {DropReason.TRUNCATED: 1}),
+    ],
+)
+def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
+    truncated: Literal["keep", "mask", "drop"],
+    weights: dict[str, list[float]],
+    dropped: dict[DropReason, int],
+) -> None:
+    """The limit cut a trained agent's call of `a` off; that of `c` is another agent's."""
+    cut = make.choice(finish_reason=FinishReason.LENGTH)
+    calls = {
+        "a": [make.call(0, rollout="a", agent="solver"), make.call(1, cut, rollout="a", agent="solver")],
+        "b": [make.call(0, rollout="b", agent="solver")],
+        "c": [make.call(i, rollout="c", agent="solver") for i in (0, 1)]
+        + [make.call(2, cut, rollout="c", agent="judge")],
+    }
+    built = [
+        replace(build_episode(make.rollout(name), make.attempt(name), of), terminal=1.0) for name, of in calls.items()
+    ]
+
+    step = make_batches([built], BatchPlan(IDENTICAL, ["solver"], truncated=truncated))
+
+    batch = step.batches["default"]
+    assert {
+        name: [float(w) for key, w in zip(batch.keys, batch.weight_N, strict=True) if key.rollout == name]
+        for name in weights
+    } == weights
+    assert len(batch) == sum(map(len, weights.values()))
+    assert step.episodes_dropped == dropped
+    assert {key.rollout for key in step.masked} == ({"a"} if truncated == "mask" else set())
 
 
 def conversation(name: str, terminal: float) -> Episode:
