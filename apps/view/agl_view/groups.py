@@ -18,9 +18,9 @@ from agl_core.reading.explained import (
 from agl_core.reading.rollouts import Query, RolloutEntry, entries_of, matching
 from agl_core.reading.words import message_text
 from agl_core.returns import are_equal
-from agl_core.store.interface import Store
+from agl_core.store.interface import Store, Wanted
 from agl_core.training.rollouts import by_rollout, counted_attempts
-from agl_core.types import Mode, RolloutState, Task, TrainingRecord
+from agl_core.types import Json, Mode, RolloutState, Task, TrainingRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Member:
     """A rollout of a group."""
 
     entry: RolloutEntry
+    answer: Json
+    """What the agent returned."""
     advantage: float | None
     """The mean over its trained transitions, of the last step that used it; None if none was trained on."""
     matches: bool
@@ -66,35 +68,51 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupList:
-    """Groups in which something matches, in the order in which they were made."""
+class GroupPage:
+    """Groups in which something matches: those that train first, of several steps the newest first."""
 
     groups: Sequence[Group]
     matching: int
     """The number of matching rollouts among all that were looked at."""
     total: int
-    """The number of rollouts that were looked at: the newest ones."""
-    is_all: bool
-    """True if these are all of this step and mode."""
+    """The number of rollouts that were looked at."""
+    older: str | None
+    """The rollout that older pages are before; None if there are none."""
+    newer: str | None
+    """The rollout that newer pages are after; None if there are none."""
 
 
-async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
-    """The groups with rollouts that match, among the newest `limit` rollouts of the step and mode."""
-    newest = await store.rollouts(step=query.step, mode=query.mode, newest=limit + 1)
-    is_all, newest = len(newest) <= limit, newest[-limit:]
-    entries = await entries_of(store, newest)
-    records = by_rollout(await store.training_records(counted_attempts(newest)))
+async def find_groups(
+    store: Store, query: Query, size: int, before: str | None = None, after: str | None = None
+) -> GroupPage:
+    """The groups with rollouts that match, among `size` rollouts of the step and mode.
+
+    These are the newest, or those before or after another rollout. A group is on one page.
+    """
+    most = size + 1
+    wanted: Wanted = {"step": query.step, "mode": query.mode, "before": before, "after": after}
+    rollouts = await store.rollouts(**wanted, newest=most if after is None else None, limit=most)
+    goes_on = len(rollouts) > size
+    if goes_on:
+        cut = rollouts[0 if after is None else -1].group
+        rollouts = [rollout for rollout in rollouts if rollout.group != cut] or rollouts
+    entries = await entries_of(store, rollouts)
+    records = by_rollout(await store.training_records(counted_attempts(rollouts)))
+    answers = {rollout.id: attempt.result for rollout, attempt in await counted_of(store, rollouts)}
     ids = await matching(store, query, entries)
     by_group: dict[tuple[str, str, int], list[Member]] = {}
     for entry in entries:
         rollout = entry.rollout
-        member = Member(entry, _advantage(records.get(rollout.id, ())), rollout.id in ids)
+        advantage = _advantage(records.get(rollout.id, ()))
+        member = Member(entry, answers.get(rollout.id), advantage, rollout.id in ids)
         by_group.setdefault((rollout.group, rollout.run, rollout.restart), []).append(member)
-    return GroupList(
-        [Group.of(members) for members in by_group.values() if any(member.matches for member in members)],
+    groups = [Group.of(members) for members in by_group.values() if any(member.matches for member in members)]
+    return GroupPage(
+        sorted(groups, key=lambda group: (not group.mode.trains, -group.step)),
         matching=len(ids),
-        total=len(newest),
-        is_all=is_all,
+        total=len(rollouts),
+        older=rollouts[0].id if rollouts and (goes_on or after is not None) else None,
+        newer=rollouts[-1].id if rollouts and (before is not None or (goes_on and after is not None)) else None,
     )
 
 

@@ -80,6 +80,27 @@ def test_filters_are_in_the_address(runs: Folder, asked: str, number: int) -> No
     assert f"{number} of {0 if asked in ('mode=eval-greedy', 'step=2') else 4} rollouts" in page
 
 
+def test_rollouts_come_in_pages_of_whole_groups_training_first(runs: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_view.pages.base.PAGE_SIZE", 3)
+    runs.trained()
+    evaluated = [
+        replace(each, mode=Mode.EVAL_GREEDY) for each in rollout("s9-g9-m0", answer="Bern") if isinstance(each, Rollout)
+    ]
+    runs.make("calc", *evaluated)
+
+    def page(address: str) -> tuple[str, list[str]]:
+        html = runs.page(f"/runs/calc/rollouts{address}")
+        return said(html), [link for link in Parsed(html).links if link.startswith("?")]
+
+    newest, [older] = page("?")
+    assert "6 * 7 s1-g1 mean 2 deviation 0 no contrast m0 1 2 – m1 1 2 –" in newest
+    assert ("s1-g0 " in newest, "s9-g9" in newest) == (False, False)
+    oldest, [newer] = page(older)
+    assert ("s1-g0 " in oldest, "s1-g1 " in oldest) == (True, False)
+    assert page(newer)[0] == newest
+    assert "s9-g9" in page("?mode=")[0]
+
+
 @pytest.mark.parametrize("asked", ["step=x", "step=inf", "step=1e40", "mode=other", "low=much"])
 def test_a_filter_that_cannot_be_read_is_named(runs: Folder, asked: str) -> None:
     runs.trained()

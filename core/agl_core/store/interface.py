@@ -32,6 +32,8 @@ class Wanted(TypedDict, total=False):
     group: str | None
     after: str | None
     """Those that were first recorded after the rollout of this id: with `limit`, the next page of a list."""
+    before: str | None
+    """Those that were first recorded before it: with `newest`, the page before."""
     limit: int | None
     """The first so many."""
     newest: int | None

@@ -37,14 +37,14 @@ def runs(connection: sqlite3.Connection) -> list[Run]:
 
 def rollouts(connection: sqlite3.Connection, wanted: Wanted) -> list[Rollout]:
     """Those that match, oldest first."""
-    limit, newest, after = wanted.get("limit"), wanted.get("newest"), wanted.get("after")
-    equal = {
-        name: value for name, value in wanted.items() if value is not None and name not in ("limit", "newest", "after")
-    }
+    limit, newest = wanted.get("limit"), wanted.get("newest")
+    given = {name: value for name, value in wanted.items() if value is not None}
+    equal = {name: value for name, value in given.items() if name not in ("limit", "newest", "after", "before")}
     conditions, values = [f'"{name}" = ?' for name in equal], list(equal.values())
-    if after is not None:
-        conditions.append("seq > (SELECT seq FROM rollouts WHERE id = ?)")
-        values.append(after)
+    for name, sign in (("after", ">"), ("before", "<")):
+        if name in given:
+            conditions.append(f"seq {sign} (SELECT seq FROM rollouts WHERE id = ?)")
+            values.append(given[name])
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     most = limit if newest is None else newest
     sql = f"SELECT body FROM rollouts{where} ORDER BY seq {'' if newest is None else 'DESC'} LIMIT ?"

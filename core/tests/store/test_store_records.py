@@ -287,6 +287,7 @@ async def test_a_store_that_is_not_open_says_so(tmp_path: Path) -> None:
         ({"after": "c"}, "ba"),
         ({"after": "d", "limit": 2, "step": 1}, "cb"),
         ({"after": "unknown"}, ""),
+        ({"before": "a", "newest": 1}, "b"),
         ({"step": 0}, "da"),
         ({"mode": Mode.TRAIN}, "dca"),
         ({"state": RolloutState.QUEUED}, "cba"),

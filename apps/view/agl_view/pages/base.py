@@ -6,10 +6,11 @@ What a page needs is read by `agl_core.reading`, and a template makes HTML of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -30,8 +31,10 @@ from agl_view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
 
-_MOST_ROLLOUTS, _MOST_OF_A_STEP = 400, 1000
-"""A page of rollouts looks at so many, the newest."""
+PAGE_SIZE = 100
+"""Rollouts of a page at most, but for a step or a filter."""
+MAX_SEARCHED = 1000
+"""Rollouts of a step that are shown together, and of a run that a filter looks at."""
 _MOST_WHOLE = 1 << 53
 """Larger numbers in an address are not whole for certain."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
@@ -109,9 +112,13 @@ class Pages:
 
     async def rollouts(self, request: Request) -> Response:
         name, folder = self.found(request)
-        query, line = read_query(request), run_line(name, folder)
+        query, line, given = read_query(request), run_line(name, folder), request.query_params
+        size = PAGE_SIZE if query == Query(mode=query.mode) else MAX_SEARCHED
         async with self.folders.open_store(folder) as store:
-            listing = await find_groups(store, query, _MOST_ROLLOUTS if query.step is None else _MOST_OF_A_STEP)
+            if query.step is None and "mode" not in given and await store.rollouts(mode=Mode.TRAIN, limit=1):
+                query = replace(query, mode=Mode.TRAIN)
+            listing = await find_groups(store, query, size, given.get("before"), given.get("after"))
+        asked = {key: value for key, value in given.items() if key not in ("before", "after")}
         rewards = [m.entry.reward for g in listing.groups for m in g.members if m.entry.reward is not None]
         advantages = [abs(m.advantage) for g in listing.groups for m in g.members if m.advantage is not None]
         return self.render(
@@ -119,6 +126,8 @@ class Pages:
             "rollouts.html",
             query=query,
             listing=listing,
+            older=listing.older and f"?{urlencode({**asked, 'before': listing.older})}",
+            newer=listing.newer and f"?{urlencode({**asked, 'after': listing.newer})}",
             low=min(rewards, default=0.0),
             high=max(rewards, default=0.0),
             most=max(advantages, default=0.0),
