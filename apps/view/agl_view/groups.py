@@ -18,7 +18,7 @@ from agl_core.reading.explained import (
 from agl_core.reading.rollouts import Query, RolloutEntry, entries_of, matching
 from agl_core.reading.words import message_text
 from agl_core.returns import are_equal
-from agl_core.store.interface import Store, Wanted
+from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts
 from agl_core.types import Json, Mode, RolloutState, Task, TrainingRecord
 
@@ -90,8 +90,9 @@ async def find_groups(
     These are the newest, or those before or after another rollout. A group is on one page.
     """
     most = size + 1
-    wanted: Wanted = {"step": query.step, "mode": query.mode, "before": before, "after": after}
-    rollouts = await store.rollouts(**wanted, newest=most if after is None else None, limit=most)
+    rollouts = await store.rollouts(
+        step=query.step, mode=query.mode, before=before, after=after, limit=most, newest=None if after else most
+    )
     goes_on = len(rollouts) > size
     if goes_on:
         cut = rollouts[0 if after is None else -1].group

@@ -253,7 +253,6 @@ WORDS = (
             r"(?i: error ) (?: [.!]?\Z"
             r" | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
         ),
-        "autogen-core 0.7.5, autogen-agentchat 0.7.5, langgraph-prebuilt 1.1.2",
     ),
     StatusRule(
         "http",
@@ -291,14 +290,13 @@ WORDS = (
         'a JSON object: `{"status": "error", "error_message": "no city"}`',
         ToolStatus.ERROR,
         _status_error,
-        "google-adk 2.13.0",
     ),
     StatusRule(
         "is-error-field",
         'a JSON object: `{"isError": true}`, `{"is_error": true}`',
         ToolStatus.ERROR,
         lambda seen: "" if any(seen.fields.get(name) is True for name in ("isError", "is_error")) else None,
-        "MCP, llama-index-core 0.14.25",
+        "MCP",
     ),
     StatusRule(
         "error-field",
@@ -306,7 +304,6 @@ WORDS = (
         "fraction (a measurement)",
         ToolStatus.ERROR,
         _error_field,
-        "google-adk 2.13.0",
     ),
     StatusRule(
         "looks-like-error",
@@ -341,7 +338,7 @@ class Decided(NamedTuple):
 def decide(seen: Seen) -> Decided:
     """The status by the first rule that matches, of what is in `{"result": …}` if that is all there is.
 
-    Google ADK 2.13.0 sends everything in it that is no dictionary.
+    Some frameworks send everything in it that is no dictionary.
     """
     while seen.raised is None and set(seen.fields) == {"result"}:
         inner = seen.fields["result"]
