@@ -24,7 +24,7 @@ import numpy as np
 from agl_chat.formats import Message, Parsed, PlainText, ToolFormat, Tools, detect_format, in_plain_text
 from agl_chat.parsing import ReplyParser, detect_thinking
 from agl_core.errors import ServerError
-from agl_core.types import RecordedReply, TokenizedReply, Tokens
+from agl_core.types import PrefixBreak, RecordedReply, TokenizedReply, Tokens
 from agl_core.types.forms import parse_if_json
 
 
@@ -143,7 +143,9 @@ class ChatText:
         """True if tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
-        self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}
+        self._eos_texts: dict[int, str] = {
+            token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)
+        }
         markers = {*(self.tool_format.markers if self.tool_format else ())}
         if self._thinking:
             markers |= {self._thinking.first, self._thinking.last}
@@ -202,6 +204,16 @@ class ChatText:
             return written.rstrip(), ""
         at, mark = max(ends)
         return written[:at], mark
+
+    def until_end(self, text: str) -> tuple[str, str]:
+        """What stands before the first end token of a text, and that token; "" if there is none."""
+        ends = [(at, mark) for mark in self._eos_texts.values() if (at := text.find(mark)) >= 0]
+        at, mark = min(ends, default=(len(text), ""))
+        return text[:at], mark
+
+    def end_text(self, token: int) -> str:
+        """An end token as templates write it."""
+        return self._eos_texts[token]
 
     def parser(self, prompt: str, tools: Tools) -> ReplyParser:
         """A parser of one reply to a prompt, which looks for calls if there are tools."""
@@ -278,8 +290,8 @@ class Prompt:
 
     ids: Tokens
     text: str
-    prefix_broken: bool
-    """An earlier reply is echoed, but its recorded ids could not be used."""
+    prefix_broken: PrefixBreak | None
+    """Why the recorded ids of an earlier reply could not be used; the latest such reply counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -330,19 +342,36 @@ class Sessions:
         messages = [
             _with_reasoning(message, session.get(digest, ())) for message, digest in zip(messages, before, strict=False)
         ] or messages
-        full, broken = render(len(messages), True), False
+        full, cause = render(len(messages), True), None
         for at in range(len(before) - 2, 0, -1):
             if messages[at]["role"] != "assistant":
                 continue
             choices = session.get(before[at], [])
-            for choice in _echoed(choices, messages[at]):
+            echoed = _echoed(choices, messages[at])
+            for choice in echoed:
                 tail = self._tail(full, choice, messages[at], functools.partial(render, at + 1, False), tools)
                 if tail is not None:
-                    return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, broken)
-            # It continues a recorded call by something else, or says elsewhere what was said here.
-            everything = (choice.meaning for choices in session.values() for choice in choices)
-            broken = broken or bool(choices) or meaning(messages[at]) in everything
-        return Prompt(np.array(self._text.encode(full), np.int32), full, broken)
+                    return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, cause)
+            cause = cause or self._cause(messages[at], echoed, choices, session)
+        return Prompt(np.array(self._text.encode(full), np.int32), full, cause)
+
+    def _cause(
+        self,
+        message: Message,
+        echoed: Sequence[RecordedChoice],
+        choices: Sequence[RecordedChoice],
+        session: Mapping[bytes, Sequence[RecordedChoice]],
+    ) -> PrefixBreak | None:
+        """Why the ids of a reply are not used: those of `echoed` say the same, `choices` answered the same."""
+        if echoed:
+            return PrefixBreak.TEMPLATE if self._has_ended(echoed[0]) else PrefixBreak.CUT
+        if choices:
+            return PrefixBreak.EDITED
+        everything = (choice.meaning for others in session.values() for choice in others)
+        return PrefixBreak.MOVED if meaning(message) in everything else None
+
+    def _has_ended(self, choice: RecordedChoice) -> bool:
+        return len(choice.ids) > 0 and int(choice.ids[-1]) in self._text.eos_ids
 
     def _tail(
         self,
@@ -356,20 +385,28 @@ class Sessions:
         start = choice.prompt_length
         if _digest(full[:start]) != choice.prompt_digest:
             return None
-        upto = render()
-        if not full.startswith(upto) or len(upto) <= start:
-            return None
-        written, mark = self._text.split_end(upto[start:])
-        parsed = self._text.parser(full[:start], tools).parse(written)
-        if not _means(parsed, message) or parsed.reasoning != choice.reasoning:
-            return None
-        last = int(choice.ids[-1]) if len(choice.ids) else -1
-        if last not in self._text.eos_ids:  # A reply cut short gets the end token that the template writes.
+
+        def is_reply(written: str) -> bool:
+            parsed = self._text.parser(full[:start], tools).parse(written)
+            return _means(parsed, message) and parsed.reasoning == choice.reasoning
+
+        written, mark = self._text.until_end(full[start:])
+        if not mark or not is_reply(
+            written
+        ):  # No end token after the reply: it ends where a shorter conversation does.
+            upto = render()
+            written, mark = self._text.split_end(upto[start:])
+            if not full.startswith(upto) or len(upto) <= start or not is_reply(written):
+                return None
+        if not self._has_ended(choice):  # A reply cut short gets the end token that the template writes.
             sampled = self._text.decode(choice.ids.tolist())
             # Of reasoning that was cut, the template also writes the end.
             said = next((text for text in (sampled, sampled.rstrip()) if written.startswith(text)), written)
             return np.array(self._text.encode(full[start + len(said) :]), np.int32)
-        # A sampled end token stands for the one that the template writes.
+        last = int(choice.ids[-1])
+        # The sampled end token stands for another one that the template writes, but not for the mark of what follows.
+        if mark != self._text.end_text(last) and mark != self._text.split_end(render()[start:])[1]:
+            mark = ""
         rest = full[start + len(written) + len(mark) :]
         return np.array(self._text.encode_after(last, rest), np.int32)
 

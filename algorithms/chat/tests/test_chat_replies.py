@@ -43,7 +43,7 @@ def test_a_plain_reply(chat: ScriptedChat) -> None:
         "version": 3,
         "prefilled": 5,
         "reused": 7,
-        "prefix_broken": False,
+        "prefix_broken": None,
         "choices": [{"mask": None, "parse_error": None}],
     }
 

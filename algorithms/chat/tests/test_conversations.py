@@ -14,7 +14,7 @@ from tiny_tokenizers import CHATML, LLAMA
 
 from agl_chat.conversation import Sessions, tokenized
 from agl_chat.formats import FORMATS, ToolFormat, detect_format, in_plain_text
-from agl_core.types import RecordedReply
+from agl_core.types import PrefixBreak, RecordedReply
 
 from .conftest import CALCULATOR, ScriptedChat, ServedModel
 
@@ -278,18 +278,18 @@ def test_agents_that_interleave_in_one_rollout(chat: ScriptedChat) -> None:
     assert_spliced(two, chat.ask([system, USER, echo(two), HELLO], "x"), chat.encode(NEXT))
 
 
-def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) -> bool:
-    flag: bool = chat.ask(messages, "x", **fields)["agl"]["prefix_broken"]
-    return flag
+def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) -> PrefixBreak | None:
+    cause: PrefixBreak | None = chat.ask(messages, "x", **fields)["agl"]["prefix_broken"]
+    return cause
 
 
 def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -> None:
     first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id])
     edited = [USER, {"role": "assistant", "content": "The answer is 43."}, HELLO]
     moved = [{"role": "user", "content": "Something else?"}, echo(first), HELLO]
-    for messages in (edited, moved):
+    for messages, cause in ((edited, PrefixBreak.EDITED), (moved, PrefixBreak.MOVED)):
         body = chat.ask(messages, "x")
-        assert body["agl"]["prefix_broken"]
+        assert body["agl"]["prefix_broken"] == cause
         fresh = chat.ask(messages, "x", session=f"fresh{id(messages)}")
         assert body["prompt_token_ids"] == fresh["prompt_token_ids"]
         assert not fresh["agl"]["prefix_broken"]
@@ -300,8 +300,9 @@ def test_a_template_that_rewrites_history_breaks(qwen: ServedModel) -> None:
     tokenizer = type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML.replace("(message.content or '')", "(message.content or '') | upper")
     chat = ScriptedChat(replace(qwen, tokenizer=tokenizer))
-    first = chat.ask([USER], "the answer")
-    assert broken(chat, [USER, echo(first), HELLO])
+    for reply, cause in (("the answer", PrefixBreak.TEMPLATE), (chat.encode("the ans"), PrefixBreak.CUT)):
+        first = chat.ask([USER], reply)
+        assert broken(chat, [USER, echo(first), HELLO]) == cause
 
 
 def test_sessions_are_apart(chat: ScriptedChat) -> None:

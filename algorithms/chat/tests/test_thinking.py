@@ -91,6 +91,26 @@ def test_thoughts_that_the_prompt_begins() -> None:
     assert "reasoning_content" not in choice["message"]
 
 
+MARKS_ROLES = """\
+{%- for m in messages %}<|im_start|>{{ m.role + ' ' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+"""As GLM's: what ends a reply is the mark of what follows it."""
+
+
+@pytest.mark.parametrize(
+    ("end", "tail"),
+    [("<|im_start|>", "user Again?"), ("<|endoftext|>", "<|im_start|>user Again?"), ("", "<|im_start|>user Again?")],
+)
+def test_the_mark_of_what_follows_stands_once_after_a_reply(end: str, tail: str) -> None:
+    tokenizer = make_tokenizer("qwen2", MARKS_ROLES)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
+    chat = ScriptedChat(ServedModel(tokenizer, frozenset(ends)))
+    first = chat.ask([USER], [*letters(chat, "It is 42."), *chat.encode(end)])
+    second = chat.ask([USER, echo(first), {"role": "user", "content": "Again?"}], "42")
+    recorded = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    assert second["prompt_token_ids"] == recorded + chat.encode(f"{tail}<|im_start|>assistant ")
+
+
 MISTRAL = """\
 {%- for m in messages %}{% if m.role == 'tool' %}
 {%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from agl_core.apis.errors import ApiError
-from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
+from agl_core.types import Choice, FinishReason, Json, Logprobs, PrefixBreak, TokenMask, Tokens
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 
@@ -77,7 +77,7 @@ class Reply:
     prompt_ids: Tokens | None
     version: int | None
     """The policy version, if the upstream names it."""
-    prefix_broken: bool
+    prefix_broken: PrefixBreak | None
     prefilled: int
     reused: int
     stop_sequence: str | None = None
@@ -142,12 +142,16 @@ def _read(raw: RawReply) -> Reply:
         choices=choices,
         prompt_ids=_ids(body.get("prompt_token_ids")),
         version=None if version is None else int(version),
-        prefix_broken=bool(extras.get("prefix_broken", False)),
+        prefix_broken=_prefix_break(extras.get("prefix_broken")),
         prefilled=int(extras.get("prefilled", 0)),
         reused=int(extras.get("reused", 0)),
         stop_sequence=_text(body["choices"][0].get("stop_reason")),
         prompt_logprobs=body.get("prompt_logprobs"),
     )
+
+
+def _prefix_break(cause: Json) -> PrefixBreak | None:
+    return next((known for known in PrefixBreak if known == cause), PrefixBreak.OTHER) if cause else None
 
 
 def reasoning_of(message: Mapping[str, Json]) -> str | None:

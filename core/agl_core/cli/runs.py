@@ -287,7 +287,7 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
     logprob = ", no log-probabilities" if transition.has_ids else ""
     if transition.logprobs is not None:
         logprob = f", log-probability {float(transition.logprobs.sum()):.3f}"
-    broken = ", prefix broken" if transition.prefix_broken else ""
+    broken = f", prefix broken ({transition.prefix_broken})" if transition.prefix_broken else ""
     broken += ", prompt cut by the model server" if has_cut_prompt(transition) else ""
     screen.print(f"    {ids}{logprob}{broken}", style="dim")
     if transition.parse_error:

@@ -259,10 +259,10 @@ class _Parquet:
         if table == "transitions":
             own = {
                 pa.string(): "call agent policy finish_reason parse_error messages tools response tool_results rewards "
-                "state dropped",
+                "state dropped prefix_broken",
                 pa.int64(): "choice turn agent_turn version",
                 pa.float64(): "temperature reward credit advantage weight",
-                pa.bool_(): "prefix_broken pruned",
+                pa.bool_(): "pruned",
                 pa.list_(pa.int32()): "prompt_ids response_ids",
                 pa.list_(pa.float32()): "logprobs",
                 pa.list_(pa.bool_()): "mask",

@@ -111,7 +111,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "length/prompt": mean(len(t.prompt_ids) for t in transitions if t.prompt_ids is not None),
         "length/response": mean(len(t.response_ids) for t in transitions if t.response_ids is not None),
         "length/truncated": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
-        "calls/prefix_broken": float(sum(t.prefix_broken for t in transitions)),
+        "calls/prefix_broken": float(sum(t.prefix_broken is not None for t in transitions)),
         "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
         "calls/undelivered": float(sum(len({t.key.call for t in e.undelivered}) for e in episodes)),
         "calls/passed_through": float(sum(sum((e.passed_through or {}).values()) for e in episodes)),
@@ -122,6 +122,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     for reward in (r for e in episodes for r in e.rewards):
         parts[reward.name] = parts.get(reward.name, 0.0) + reward.value
     metrics |= {f"reward/{name}": total / len(episodes) for name, total in parts.items()}
+    breaks = Counter(t.prefix_broken.value for t in transitions if t.prefix_broken)
+    metrics |= {f"calls/prefix_broken/{cause}": float(count) for cause, count in breaks.items()}
     endings = Counter(e.ending.value for e in episodes)
     metrics |= {f"ending/{name}": float(count) for name, count in endings.items()}
     metrics |= health_metrics(episodes)

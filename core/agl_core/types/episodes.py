@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agl_core.types.names import DropReason, Ending, FinishReason, Mode
+from agl_core.types.names import DropReason, Ending, FinishReason, Mode, PrefixBreak
 from agl_core.types.records import (
     Annotation,
     Json,
@@ -47,7 +47,7 @@ class Transition:
     mask: TokenMask | None = None
     """[T] bool: which response tokens the policy sampled; None: all."""
     parse_error: str | None = None
-    prefix_broken: bool = False
+    prefix_broken: PrefixBreak | None = None
     tool_results: tuple[ToolResult, ...] = ()
     """The tool results of this response's tool calls, in their order."""
     rewards: tuple[Reward, ...] = ()

@@ -158,6 +158,21 @@ class DropReason(StrEnum):
     """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
 
 
+class PrefixBreak(StrEnum):
+    """Why the recorded token ids of an earlier reply were not spliced into a prompt that has it."""
+
+    EDITED = "edited"
+    """Another reply stands where that one was given."""
+    MOVED = "moved"
+    """The messages before the reply are not those that it answered."""
+    TEMPLATE = "template"
+    """The chat template writes the reply, or what stands before it, otherwise in a longer conversation."""
+    CUT = "cut"
+    """The reply was cut short, and the chat template does not write it as it was sampled."""
+    OTHER = "other"
+    """The model server does not say."""
+
+
 class Verdict(StrEnum):
     """A judgement on a rollout, by what was recorded of it: did it go as it should? (`agl_core.learning.health`)"""
 

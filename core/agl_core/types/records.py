@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types.names import Ending, FinishReason, Mode, RolloutState, Source, ToolStatus
+from agl_core.types.names import Ending, FinishReason, Mode, PrefixBreak, RolloutState, Source, ToolStatus
 
 Json = Any
 """Any JSON value: None, bool, int, float, str, list or dict of these."""
@@ -178,8 +178,8 @@ class Call:
     """The sampling that the agent's code requested."""
     effective: Sampling = Sampling()
     """The sampling that was used, as the rollout's mode requires."""
-    prefix_broken: bool = False
-    """An earlier reply was echoed, but its recorded ids could not be spliced in."""
+    prefix_broken: PrefixBreak | None = None
+    """Why the recorded ids of an earlier reply that was echoed could not be spliced in."""
     prefilled: int = 0
     """Prompt tokens computed for this call."""
     reused: int = 0

@@ -18,7 +18,7 @@ from agl_core.errors import EpisodesError
 from agl_core.reading.export import Format, export_run
 from agl_core.reading.importing import import_file
 from agl_core.testing import episodes as make
-from agl_core.types import Episode, Reward, ToolResult, TransitionKey
+from agl_core.types import Episode, PrefixBreak, Reward, ToolResult, TransitionKey
 from agl_core.types.forms import to_json
 
 ADD = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
@@ -167,7 +167,7 @@ def any_episodes(draw: st.DrawFn) -> Episode:
                 prompt_ids=draw(st.none() | st.just(np.arange(3, dtype=np.int32))),
                 version=draw(st.none() | st.integers(0, 9)),
                 state=draw(st.none() | st.dictionaries(text, st.integers())),
-                prefix_broken=draw(st.booleans()),
+                prefix_broken=draw(st.none() | st.sampled_from(PrefixBreak)),
             )
         )
     built = agl_core.learning.build_episode(

@@ -84,7 +84,7 @@ def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: A
             "total_tokens": 30 + len(ids),
             "prompt_tokens_details": {"cached_tokens": 10},
         },
-        "agl": {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": False, "choices": [{"mask": None}]},
+        "agl": {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": None, "choices": [{"mask": None}]},
     }
     return Raw(json.dumps(body).encode())
 

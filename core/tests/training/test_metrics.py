@@ -25,6 +25,7 @@ from agl_core.types import (
     Ending,
     Episode,
     FinishReason,
+    PrefixBreak,
     Reward,
     Rollout,
     ToolResult,
@@ -65,7 +66,9 @@ def changed() -> Episode:
     """Three transitions of two calls: two choices of one, and a truncated one with a broken prefix."""
     first, last = episode("a", (0, 0)).transitions
     second = replace(first, key=TransitionKey("a", 0, first.key.call, 1), tool_results=(told("1"), told("2")))
-    last = replace(last, finish_reason=FinishReason.LENGTH, prefix_broken=True, parse_error="no JSON", prompt_ids=None)
+    last = replace(
+        last, finish_reason=FinishReason.LENGTH, prefix_broken=PrefixBreak.MOVED, parse_error="no JSON", prompt_ids=None
+    )
     return replace(episode("a"), transitions=(first, second, last), unjoined=(told("3"),))
 
 
@@ -74,6 +77,7 @@ def test_lengths_calls_and_tool_results_are_counted_by_transition_call_and_rollo
     assert (metrics["rollout/turns"], metrics["rollout/calls"], metrics["rollout/tool_results"]) == (2, 1.5, 1)
     assert (metrics["length/prompt"], metrics["length/response"]) == (2, 3), "a prompt without ids has no length"
     assert (metrics["length/truncated"], metrics["calls/prefix_broken"], metrics["calls/parse_errors"]) == (0.25, 1, 1)
+    assert metrics["calls/prefix_broken/moved"] == 1
     assert metrics["tool_results/unjoined"] == 1
 
 

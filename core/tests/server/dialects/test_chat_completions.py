@@ -130,13 +130,13 @@ async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
         "version": 1,
         "prefilled": 10,
         "reused": 20,
-        "prefix_broken": True,
+        "prefix_broken": "edited",
         "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
     }
     stack.upstream.more = {"agl": told}
     await stack.client(key).chat.completions.create(model="default", messages=HELLO)
     (call,) = await stack.calls(key)
-    assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, True)
+    assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, "edited")
     assert call.choices[0].mask is not None
     assert call.choices[0].mask.tolist() == [True, False, True]
     assert call.choices[0].parse_error == "no closing brace"
