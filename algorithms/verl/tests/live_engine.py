@@ -212,6 +212,7 @@ async def test_two_updates_are_those_of_the_torch_engine_also_from_a_checkpoint(
             result.metrics.get("value_loss"),
             weights(saved[-1]) - weights(saved[-2]),
             None,
+            result.metrics,
         )
         distance = parity.compared((expected, found))
         assert distance.within, distance

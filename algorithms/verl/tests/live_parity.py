@@ -20,6 +20,12 @@ def test_both_engines_make_the_same_update(name: str) -> None:
     assert distance.within, distance
 
 
+@pytest.mark.parametrize("name", parity.CASES)
+def test_calls_in_one_row_make_the_update_of_a_row_each(name: str) -> None:
+    distance = parity.distance_of_rows(POLICY, parity.CASES[name])
+    assert distance.within, distance
+
+
 @pytest.mark.parametrize("engine", ["torch", "verl"])
 @pytest.mark.parametrize("name", parity.CASES)
 def test_stale_untrained_and_dropped_calls_weigh_nothing(name: str, engine: str) -> None:

@@ -69,6 +69,8 @@ class Made:
     change: Tensor
     """How all parameters of the policy moved, in the model's order."""
     critic_change: Tensor | None
+    metrics: Mapping[str, float]
+    """The policy's."""
     pads: tuple[int, ...] = ()
     """Which of veRL's rows are pad rows."""
 
@@ -136,6 +138,7 @@ class TorchBench:
             result.metrics.get("value_loss"),
             flat(self._loaded.model.parameters()) - before,
             None if critic is None or critic_before is None else critic - critic_before,
+            result.metrics,
         )
 
     def _critic(self) -> Tensor | None:
@@ -236,6 +239,7 @@ class VerlBench:
             value_loss,
             change,
             critic_change,
+            measured,
             tuple(place for place, chain in enumerate(of_rows) if chain is None),
         )
 
