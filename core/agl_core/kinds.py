@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NewType
 
 from pydantic import BaseModel, ConfigDict
@@ -81,6 +82,7 @@ class Component:
     yields: frozenset[CreditKind] = frozenset()
     takes: Callable[[Any], CreditKind | None] = lambda options: None
     status_rules: tuple[Any, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Register:
@@ -103,6 +105,7 @@ class Register:
         takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
         yields: CreditKind | Collection[CreditKind] = (),
         status_rules: Iterable[Any] = (),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Bring a component.
 
@@ -111,7 +114,7 @@ class Register:
         a reward or a credit rule offers it. `takes` is which credited values an algorithm takes (by default either),
         `yields` what those of a credit rule are, or both if they can be read as either. `needs` and `takes` may be
         computed from the settings. `status_rules` are the words in which an adapter's framework tells a model that a
-        tool failed.
+        tool failed. `defaults` are those that an engine wants of algorithms' settings, where an algorithm has them.
         """
         if kind == CREDIT and not yields:
             raise TypeError(
@@ -129,5 +132,6 @@ class Register:
             yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
             takes=lambda chosen: takes(chosen) if callable(takes) else takes,
             status_rules=tuple(status_rules),
+            defaults=dict(defaults),
         )
         self.components.append(component)

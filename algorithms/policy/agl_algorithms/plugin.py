@@ -40,7 +40,11 @@ class PolicyGradientOptions(BaseModel):
         "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
     )
     importance_cap: float | None = Field(
-        None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no weights."
+        None,
+        ge=0,
+        le=1000,
+        description="Truncate importance weights old/behaviour here; 0: no weights. Absent: 2 with the engine 'verl', "
+        "whose servers compute otherwise than its training, else 0.",
     )
     importance_level: RatioLevel = Field(
         "token", description="One importance weight per token, or one per transition: the product over its tokens."
@@ -61,7 +65,7 @@ class PolicyGradientOptions(BaseModel):
 
     @model_validator(mode="after")
     def _no_level_without_importance(self) -> Self:
-        if self.importance_cap is None:
+        if not self.importance_cap:
             self._refuse_changed(("importance_level",), "set importance_cap (2 is usual).")
         return self
 
@@ -74,9 +78,6 @@ class PolicyGradientOptions(BaseModel):
 class GrpoOptions(PolicyGradientOptions):
     """Settings of GRPO; a setting without effect is refused."""
 
-    beta: float = Field(
-        0.04, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model."
-    )
     std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
     ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")

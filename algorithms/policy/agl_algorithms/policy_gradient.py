@@ -156,7 +156,7 @@ class PolicyGradient(ABC):
             "ratio_mean": ratio_R,
             "clip_fraction": clipped_R.to(ratio_R.dtype),
         }
-        if self.options.importance_cap is not None:
+        if self.options.importance_cap:
             importance_R = truncated_importance(
                 samples, logprobs, self.options.importance_cap, self.options.importance_level
             )

@@ -60,7 +60,7 @@ ACROSS_CALLS: list[Change] = [
 ]
 CHANGES: dict[str, list[Change]] = {
     "grpo": [
-        ({}, {"beta": 0.0}),
+        ({}, {"beta": 0.1}),
         ({}, {"std_normalization": False}),
         ({}, {"epsilon": 0.5}),
         ({}, {"ratio": "sequence"}),

@@ -178,5 +178,7 @@ def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
 @hookimpl
 def register_components(register: Register) -> None:
     provides = {Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.OWN_ALGORITHMS}
-    register(kinds.ENGINE, "verl", build_engine, options=VerlOptions, provides=provides)
+    # vLLM samples in other kernels, and often in another precision, than FSDP trains in.
+    defaults = {"importance_cap": 2.0}
+    register(kinds.ENGINE, "verl", build_engine, options=VerlOptions, provides=provides, defaults=defaults)
     register(kinds.ALGORITHM, "verl", build_native, options=NativeOptions, needs=needs, takes=CreditKind.RETURN)

@@ -16,6 +16,7 @@ from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
 from agl_core import Capability, CreditKind, kinds
+from agl_core.config import load
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
@@ -41,6 +42,28 @@ def mapping_of(algorithm: Any = None, *, cpu: bool = False, spec: dict[str, Any]
 
 def grpo(**options: Any) -> Grpo:
     return Grpo(GrpoOptions(**({"beta": 0} | options)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "cap"), [("verl", None, 2.0), ("verl", 0, 0.0), ("verl", 3, 3.0), ("torch", None, None)]
+)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_importance_weights_are_capped_at_2_unless_the_run_says_otherwise(
+    tmp_path: Path, engine: str, given: float | None, cap: float | None, algorithm: str
+) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text(
+        f"""config_version = 1
+        plugins = ["{plugin.__file__}"]
+        agent.entry = "agent:solve"
+        tasks.train = {{source = "jsonl", path = "tasks.jsonl"}}
+        policies.default.model.path = "m"
+        engine.name = "{engine}"
+        algorithm.name = "{algorithm}"
+        {"" if given is None else f"algorithm.{algorithm}.importance_cap = {given}"}"""
+    )
+    options = load(file).policies["default"].algorithm.options
+    assert options.model_dump()["importance_cap"] == cap
 
 
 CHANGES: dict[str, tuple[Any, str, Any]] = {

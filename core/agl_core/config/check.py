@@ -59,7 +59,7 @@ def cautions(loaded: LoadedConfig) -> Iterator[str]:
 
 def corrects_staleness(plan: PolicyPlan) -> bool:
     """True if importance weights are on, or the algorithm has no such setting."""
-    return getattr(plan.algorithm.options, "importance_cap", 0) is not None
+    return bool(getattr(plan.algorithm.options, "importance_cap", True))
 
 
 def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:

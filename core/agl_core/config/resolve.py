@@ -87,9 +87,12 @@ def resolve(
     What is wrong goes to the report, if it is of a kind that is needed; that component is missing from both.
     """
     find = _Resolver(plugins, folder, report, needs)
-    single = {
+    single = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
+    if (engine := single[kinds.ENGINE][1]) is not None:
+        find.defaults = engine.component.defaults
+    single |= {
         kind: find.choice(kind, (kind,), getattr(config, kind))
-        for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.ENGINE, kinds.STORE, kinds.BUFFER)
+        for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.STORE, kinds.BUFFER)
     }
     policies, plans = find.policies(config.policies, single[kinds.ALGORITHM][1], single[kinds.CREDIT][1])
     tasks, chosen_tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
@@ -120,6 +123,8 @@ class _Resolver:
 
     def __init__(self, plugins: Plugins, folder: Path, report: Problems, needs: Collection[Kind]) -> None:
         self._plugins, self._folder, self._needed, self._needs = plugins, folder, report, needs
+        self.defaults: Mapping[str, Any] = {}
+        """The engine's own of algorithms' settings, where an algorithm has them."""
 
     def _report(self, kind: Kind) -> Problems:
         """Where problems with components of a kind go: nowhere, if none is needed."""
@@ -228,6 +233,9 @@ class _Resolver:
                 place, f"{label(component)} calls a setting {clash}, which means something else here."
             )
             return None
+        if kind == kinds.ALGORITHM:
+            own = {key: value for key, value in self.defaults.items() if key in component.options.model_fields}
+            settings = {**own, **settings}
         options = self._report(kind).validated(component.options, settings, place, label(component))
         if options is None:
             return None
