@@ -86,7 +86,7 @@ class _Kept:
         return any(staleness(episode, context.versions) > context.max_staleness for episode in self.episodes)
 
 
-class Prioritised:
+class Prioritised(Fifo):
     """Every new group once, in the order of completion; beside them those of earlier updates, by priority.
 
     A group can be replayed until an episode of it is older than `async.max_staleness`, or 256 groups
@@ -94,24 +94,17 @@ class Prioritised:
     """
 
     def __init__(self, options: PrioritisedOptions) -> None:
+        super().__init__()
         self._options = options
-        self._new = Fifo()
         self._kept: list[_Kept] = []
 
     def __len__(self) -> int:
         """How many groups wait to be trained on, or can be replayed."""
-        return len(self._new) + len(self._kept)
-
-    @property
-    def pending(self) -> list[str]:
-        return self._new.pending
-
-    def add(self, group: Sequence[Episode]) -> None:
-        self._new.add(group)
+        return super().__len__() + len(self._kept)
 
     def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
         """The first `count` new groups and up to `ratio · count` others, or None if there are fewer new ones."""
-        new = self._new.draw(count, context)
+        new = super().draw(count, context)
         if new is None:
             return None
         replays = self._replays(math.ceil(self._options.ratio * count), context)

@@ -168,8 +168,8 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
         if session.engine.supports("estimate"):
             findings.append(_resources(work, await session.engine.estimate(work)))
         look = await first_look(session, observer)
-        mark = "ok" if look.fault is None else "FAIL"
-        findings += [Finding(mark, "rollout", seen) for seen in look.seen]
+        failed = "note" if look.fault is None else "FAIL"
+        findings += [Finding("ok" if finished else failed, "rollout", seen) for finished, seen in look.seen]
         if look.fault is not None:
             findings[-1] = replace(findings[-1], remedy=f"{look.fault.remedy} {look.fault.details}".strip())
     return findings

@@ -27,7 +27,7 @@ from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
 from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
-from agl_core.reading.words import one_line
+from agl_core.reading.words import amount, one_line
 from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
@@ -220,9 +220,9 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
     agents = sorted({call.agent for call in calls if call.agent})
     by = f" by {', '.join(agents)}" if agents else ""
     ending = attempt.ending.value if attempt.ending else "running"
-    _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.tool_results)} tool results")
+    _say(f"{ending}: {amount(len(calls), 'LLM call')}{by}, {amount(len(recording.tool_results), 'tool result')}")
     for address, count in (attempt.bypassed or {}).items():
-        _say(f"past agl, and not recorded: {count} calls to {one_line(address, 200)}")
+        _say(f"past agl, and not recorded: {amount(count, 'call')} to {one_line(address, 200)}")
     if attempt.error:
         _say(attempt.error)
     _say(f"agl show {folder} {attempt.rollout}")

@@ -39,6 +39,15 @@ def one_line(text: str, width: int, *, tail: bool = False) -> str:
     return f"…{safe[-width + 1 :]}" if tail else f"{safe[: width - 1]}…"
 
 
+def amount(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> amount(1, "call"), amount(2, "call")
+    ('1 call', '2 calls')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def status_text(tool_result: ToolResult) -> str:
     """Its status, and the rule that decided it where the status alone does not say what was seen.
 

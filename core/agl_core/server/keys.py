@@ -424,7 +424,7 @@ class Attribution:
                 f"same in both.",
                 code="rollout_mismatch",
             )
-        attempt = self._queue.attempt(key)
+        attempt = self._queue.attempts.get(key)
         if attempt is None:
             raise ApiError(
                 404,

@@ -78,7 +78,8 @@ class RolloutQueue:
         """Workers that have sent a heartbeat."""
         self._lives: dict[str, _Life] = {}
         self._queued: OrderedDict[str, _Life] = OrderedDict()
-        self._attempts: dict[AttemptKey, ActiveAttempt] = {}
+        self.attempts: dict[AttemptKey, ActiveAttempt] = {}
+        """Those that run, and those that ended not long ago."""
         self._running: dict[AttemptKey, ActiveAttempt] = {}
         self._closed_attempts: deque[AttemptKey] = deque()
         self._done: OrderedDict[str, tuple[int, Rollout]] = OrderedDict()
@@ -139,10 +140,6 @@ class RolloutQueue:
             self._hook.rollout_started(rollout=active.rollout, attempt=active.record.attempt)
         return LeaseReply(leases=[self._leased(active) for active in held], closed=False)
 
-    def attempt(self, key: AttemptKey) -> ActiveAttempt | None:
-        """The attempt, running or ended; None if it was never started here, or ended long ago."""
-        return self._attempts.get(key)
-
     def held(self) -> list[AttemptKey]:
         """The attempts that workers hold, oldest first."""
         return list(self._running)
@@ -161,7 +158,7 @@ class RolloutQueue:
         lost: list[AttemptRef] = []
         for held in request.attempts:
             key = AttemptKey(held.rollout, held.attempt)
-            known = self._attempts.get(key)
+            known = self.attempts.get(key)
             if known is None or not self._keys.holds(held.secret, key) or known.record.ending in _TAKEN_AWAY:
                 lost.append(AttemptRef(rollout=key.rollout, attempt=key.attempt))
             else:
@@ -174,7 +171,7 @@ class RolloutQueue:
         The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
         again does not count. ApiError 404 if there is no such attempt.
         """
-        active = self._attempts.get(key)
+        active = self.attempts.get(key)
         return await self._close_forgotten(key) if active is None else await self._end(active, request)
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
@@ -290,7 +287,7 @@ class RolloutQueue:
         life.attempts += 1
         expires = _now() + self._expiry if worker in self._beating else None
         active = ActiveAttempt(life.rollout, record, _now() + self._longest, expires)
-        self._attempts[active.key] = self._running[active.key] = active
+        self.attempts[active.key] = self._running[active.key] = active
         return active
 
     def _leased(self, active: ActiveAttempt) -> Lease:
@@ -317,7 +314,7 @@ class RolloutQueue:
             life = self._lives[active.rollout.id]
             life.attempts -= 1
             life.rollout = replace(life.rollout, state=RolloutState.QUEUED)
-            del self._attempts[active.key], self._running[active.key]
+            del self.attempts[active.key], self._running[active.key]
             self._queue_first(life)
 
     async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
@@ -361,7 +358,7 @@ class RolloutQueue:
         del self._running[active.key]
         self._closed_attempts.append(active.key)
         if len(self._closed_attempts) > MAX_REMEMBERED:
-            del self._attempts[self._closed_attempts.popleft()]
+            del self.attempts[self._closed_attempts.popleft()]
         self._hook.rollout_finished(rollout=rollout, attempt=record)
         if again:
             life = self._lives[rollout.id]

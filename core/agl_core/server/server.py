@@ -77,12 +77,12 @@ class LightningServer:
         )
         self.worker_key = keys.worker
         self.keys, self._host, self._port = keys, listen.host, listen.port
-        self._relay = Relay(self.queue.lend)
-        self._relay.withdraw()
+        self.relay = Relay(self.queue.lend)
+        self.relay.withdraw()
         self._upstream, self._settings = upstream, settings
         self._source = source
         attribution = Attribution(keys, self.queue, source)
-        self._gateway = Gateway(attribution, store, self._relay)
+        self._gateway = Gateway(attribution, store, self.relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         self._plugins_routes = hook.server_routes(store, attribution.leased)
         self._listening: Listening | None = None
@@ -96,7 +96,7 @@ class LightningServer:
     @property
     def versions(self) -> dict[str, int]:
         """The version being served of each policy, for upstreams whose replies do not name it."""
-        return self._relay.versions
+        return self.relay.versions
 
     async def start(self) -> None:
         """Listen; ServerError if a port is taken."""
@@ -109,7 +109,7 @@ class LightningServer:
             raise
         self._port = listening.port
         if self._upstream is not None:
-            self._relay.serve(self._upstream, self._settings)
+            self.relay.serve(self._upstream, self._settings)
         self._listening = listening
         self._watching = [asyncio.create_task(self.queue.watch())]
         calls = ModelCalls(self._app(), self._gateway, self._passthrough)
@@ -121,18 +121,14 @@ class LightningServer:
 
     async def begin(self, run: Run) -> None:
         """Take in the rollouts of this restart; what earlier ones left unfinished ends as lost."""
-        self._relay.withdraw()
+        self.relay.withdraw()
         await self.queue.abandon(run.id)
         await self.store.put(run)
 
     def serve(self, upstream: Upstream, versions: Mapping[str, int]) -> None:
         """Lend rollouts from now on, and have this model server answer their calls; `versions` are its policies'."""
         self.versions.update(versions)
-        self._relay.serve(upstream, self._settings)
-
-    def withdraw(self) -> None:
-        """Lend no more rollouts, and answer no more model calls, until `serve` is called again."""
-        self._relay.withdraw()
+        self.relay.serve(upstream, self._settings)
 
     async def stop(self, *, over: bool = True) -> None:
         """End leases and calls in flight, and close the port; calling it again changes nothing.
@@ -154,7 +150,7 @@ class LightningServer:
         if self._source is not None:
             await self._source.stop()
         await self._passthrough.stop()
-        self._relay.withdraw()
+        self.relay.withdraw()
 
     async def __aenter__(self) -> LightningServer:
         await self.start()
@@ -166,7 +162,7 @@ class LightningServer:
     def health(self) -> Health:
         """The server's health."""
         return Health(
-            serving=self._relay.is_there,
+            serving=self.relay.is_there,
             queued=self.queue.queued,
             running=self.queue.running,
             waiting=self.queue.waiting,
@@ -181,7 +177,7 @@ class LightningServer:
             return None if begun is None else max(0.0, now - begun)
 
         return Activity(
-            serving=self._relay.is_there,
+            serving=self.relay.is_there,
             queued=queue.queued,
             waiting=queue.waiting,
             finished=since(queue.ended),

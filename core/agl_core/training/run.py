@@ -153,7 +153,7 @@ async def evaluate(
 async def _look(session: Session, observer: Observer) -> None:
     """Show the agent's first rollout. TrainingError if it fails, and two more do in the same way."""
     look = await first_look(session, observer)
-    for rollout in look.seen:
+    for _, rollout in look.seen:
         observer.say(f"first look: {rollout}")
     if look.fault is not None:
         raise TrainingError(

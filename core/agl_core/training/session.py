@@ -29,7 +29,7 @@ from agl_core.training.metrics import Observer
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
 from agl_core.training.server import begin_restart
-from agl_core.types import AlarmName, Episode, Mode, Rollout, Workload
+from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Workload
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
 
@@ -130,7 +130,7 @@ async def _started_engine(
     if weights is not None:
         await engine.load(weights)
     server.serve(upstream, await engine.versions())
-    stack.callback(server.withdraw)
+    stack.callback(server.relay.withdraw)
     return engine
 
 
@@ -247,8 +247,8 @@ def check_agent(config: RunConfig, source: TaskSource) -> None:
 class Look:
     """The agent's first rollouts, before it is trained."""
 
-    seen: list[str]
-    """Each of them in words."""
+    seen: list[tuple[bool, str]]
+    """Each of them in words, with True if it finished; then problems of the worker."""
     fault: Alarm | None
     """How all of them failed, with the first error and what to do; None: at least one finished."""
 
@@ -269,7 +269,8 @@ async def first_look(session: Session, observer: Observer) -> Look:
             episodes += (await session.collector.collect([[rollout] for rollout in planned[1:]], phase)).episodes
     fault = None if common_failure(episodes) is None else await failures(session.server.store, episodes)
     problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
-    return Look([*map(_described, episodes), *(f"problem: {problem}" for problem in problems)], fault)
+    seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
+    return Look([*seen, *((False, f"problem: {problem}") for problem in problems)], fault)
 
 
 def _described(episode: Episode) -> str:

@@ -90,8 +90,8 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
         "model": "served",
     }
     assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
-    assert "crashed: 1 LLM calls by seeker, 1 tool results" in result.stderr
-    said = f"past agl, and not recorded: 1 calls to {running.upstream.url}/chat/completions"
+    assert "crashed: 1 LLM call by seeker, 1 tool result\n" in result.stderr
+    said = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
     assert said in result.stderr.replace("localhost", "127.0.0.1")
 
     shown = running.agl("show", rollout.id)

@@ -59,7 +59,7 @@ def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
 
 def clients_waiting(stack: Stack, key: AttemptKey) -> int:
     """The most connections that asked for one and the same call of an attempt."""
-    attempt = stack.server.queue.attempt(key)
+    attempt = stack.server.queue.attempts.get(key)
     assert attempt is not None
     exchanges = [exchange for found in attempt.answered._exchanges.values() for exchange in found]
     return max((len(exchange.waiting) for exchange in exchanges), default=0)

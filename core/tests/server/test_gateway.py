@@ -133,7 +133,7 @@ async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
         with pytest.raises(openai.BadRequestError) as raised:
             await stack.client(key).chat.completions.create(**GOOD)
         assert raised.value.code == "context_length_exceeded"
-    attempt = stack.server.queue.attempt(key)
+    attempt = stack.server.queue.attempts.get(key)
     assert attempt is not None
     assert attempt.context_overflows == 2
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))

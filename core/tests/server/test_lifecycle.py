@@ -113,7 +113,7 @@ class Lives(RuleBasedStateMachine):
     def report(self, place: int, ending: Ending, calls: int, twice: bool) -> None:
         """Of any attempt that was ever leased: also one that was lost, superseded, or reported before."""
         _, key = self.leased[place % len(self.leased)]
-        active = self.queue.attempt(key)
+        active = self.queue.attempts.get(key)
         if active is not None and not active.closed:
             active.completed_calls += calls
 

@@ -267,7 +267,7 @@ async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) 
         chunked = await http.post(url, content=in_pieces(), headers=headers)
         assert (chunked.status_code, message_of(chunked)) == (413, message_of(announced)), url
     assert stack.upstream.received == []
-    active = stack.server.queue.attempt(key)
+    active = stack.server.queue.attempts.get(key)
     assert active is not None
     assert not active.closed
 

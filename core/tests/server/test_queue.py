@@ -56,7 +56,7 @@ async def lent(queue: RolloutQueue, worker: str = "w", capacity: int = 1) -> lis
 async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
     """Lease one and let it have made some calls."""
     (key,) = await lent(queue)
-    attempt = queue.attempt(key)
+    attempt = queue.attempts.get(key)
     assert attempt is not None
     attempt.started_calls, attempt.completed_calls, attempt.context_overflows = calls + overflows, calls, overflows
     return key
@@ -191,7 +191,7 @@ async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -
     with pytest.raises(ServerError, match="stopping"):
         await asking
     assert await leasing == LeaseReply(leases=[], closed=False), "the run is not over"
-    active = queue.attempt(key)
+    active = queue.attempts.get(key)
     assert active is not None
     assert not active.closed
 
@@ -253,7 +253,7 @@ async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
 ) -> None:
     await queue.enqueue([make.rollout("a"), make.rollout("b")])
     key = await leased(queue, calls=calls, overflows=overflows)
-    active = queue.attempt(key)
+    active = queue.attempts.get(key)
     assert active is not None
     if was_away:
         active.count_failure(no_upstream())
@@ -293,7 +293,7 @@ async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, stor
         "b": (Ending.CANCELLED, None),
     }
     assert (await store.rollout("b")).state is RolloutState.DONE
-    attempt = queue.attempt(key)
+    attempt = queue.attempts.get(key)
     assert attempt is not None
     assert attempt.closed
     assert not (await queue.close_attempt(key, FINISHED)).counted

@@ -160,7 +160,7 @@ async def test_what_fails_after_the_first_event_ends_in_the_apis_own_error(
     assert says in await error_of(stack, key)
     stack.store.failing = False
     assert await stack.calls(key) == []
-    attempt = stack.server.queue.attempt(key)
+    attempt = stack.server.queue.attempts.get(key)
     assert attempt is not None
     assert says in str(attempt.last_failure)
     assert attempt.interrupted is (failure is None)
