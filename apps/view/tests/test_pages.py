@@ -183,7 +183,7 @@ def test_names_of_runs_may_have_every_kind_of_character(runs: Folder) -> None:
 def test_two_folders_of_one_name_are_two_runs(tmp_path: Path, runs: Folder) -> None:
     from starlette.testclient import TestClient
 
-    from agl_view.app import make_app
+    from agl_view.serving import make_app
 
     one = runs.trained()
     (tmp_path / "other").mkdir()

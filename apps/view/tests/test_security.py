@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from agl_view.app import make_app
+from agl_view.serving import make_app
 
 from .viewed_runs import HERE, TOKEN, Folder
 
