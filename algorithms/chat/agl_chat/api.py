@@ -36,6 +36,7 @@ from agl_core.types import FinishReason
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 
+CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_CHOICES = 128
 _LONGEST_NOTE = 1000
 """Characters."""
@@ -80,7 +81,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
             error = ChatError(str(error), code="engine_error", status=500)
         return _json(error.body, status=error.status)
 
-    routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]
+    routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"])]
     return Starlette(routes=routes, exception_handlers={AglError: refuse})
 
 
@@ -288,18 +289,20 @@ class ModelServer:
                 param="messages",
                 code="context_length_exceeded",
             )
+        stops = (*chat.stops, *_one_call_end(chat, tool_format))
         forced = self.text.forced_prefix(prompt.text, chat.forced_tool) if chat.forces_tool else ""
         request = Request(
             id=f"chatcmpl-{uuid.uuid4().hex}",
             prompt_ids=prompt.ids,
-            max_tokens=chat.limit or context,
+            max_tokens=min(chat.limit or context, context - length),
             n=chat.n or 1,
             temperature=1.0 if chat.temperature is None else chat.temperature,
             top_p=1.0 if chat.top_p is None else chat.top_p,
             seed=secrets.randbits(63) if chat.seed is None else chat.seed,
             forced_ids=tuple(self.text.encode(forced)),
             top=(chat.top_logprobs or 0) if chat.logprobs else 0,
-            stop=stop_at(self.text, (*chat.stops, *_one_call_end(chat, tool_format))),
+            stop=stop_at(self.text, stops),
+            stops=stops,
             model=self.name,
         )
         parser = functools.partial(self.text.parser, prompt.text, chat.shown_tools)

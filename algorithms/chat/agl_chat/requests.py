@@ -17,7 +17,7 @@ class Request:
     prompt_ids: Tokens
     """[P] int32, not empty and shorter than the context."""
     max_tokens: int
-    """Limit of each response; the context's end limits it too."""
+    """Limit of each response, forced tokens included; the context has room for as many."""
     n: int = 1
     temperature: float = 1.0
     """0 takes the likeliest token; its log-probabilities are then those of temperature 1."""
@@ -30,6 +30,8 @@ class Request:
     """How many of the likeliest tokens are reported at each position."""
     stop: Callable[[Sequence[int]], bool] | None = None
     """Asked after each sampled token, with the response so far: whether it is complete."""
+    stops: tuple[str, ...] = ()
+    """The strings that `stop` looks for, for an engine that detokenises itself."""
     model: str = "default"
     """The name of the model that answers."""
 
@@ -45,7 +47,7 @@ class Response:
     mask: TokenMask | None
     """[T] bool, False where a token was forced; None: all sampled."""
     finish_reason: FinishReason
-    """STOP or LENGTH."""
+    """STOP, LENGTH, or ABORTED by an engine of its own accord."""
     likeliest: tuple[dict[int, float], ...] = ()
     """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
 from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
+from agl_chat.loading import end_ids, load_tokenizer
 from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
@@ -143,7 +144,7 @@ def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
         tokenizer=tokenizer,
         device=device,
         dtype=next(model.parameters()).dtype,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=end_ids(model.generation_config, model.config, tokenizer),
         context_length=_context_length(model.config, tokenizer),
     )
 
@@ -239,13 +240,6 @@ def _check_base(adapter: Path, model: Any, name: str) -> None:
         )
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    ids: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        ids.update([value] if isinstance(value, int) else value or ())
-    return frozenset(ids)
-
-
 def _context_length(config: Any, tokenizer: Any) -> int:
     text = config.get_text_config()
     lengths = [getattr(text, "max_position_embeddings", None), tokenizer.model_max_length]
@@ -258,26 +252,6 @@ def _context_length(config: Any, tokenizer: Any) -> int:
     if not known:
         raise EngineError("The model does not say how long its context is. Set engine.torch.max_context.")
     return min(known)
-
-
-def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or hub name, with its own chat template.
-
-    Where there is a `tokenizer.json`, that file is the tokenizer, unless the model's own code is trusted.
-    `AutoTokenizer` may choose a class by the model's type instead, which brings a pre-tokenizer of its own: every id of
-    a hand-made BPE beside a Qwen2 configuration would differ from those the model was trained on.
-    """
-    whole = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    if whole is not None and not trust_remote_code:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    if not tokenizer.chat_template:
-        raise EngineError(
-            f"The tokenizer of '{model}' has no chat template, so conversations cannot be rendered. Use an "
-            f"instruction-tuned model, or put a chat_template.jinja beside tokenizer.json."
-        )
-    return tokenizer
 
 
 def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:

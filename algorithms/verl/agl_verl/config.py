@@ -223,8 +223,6 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorit
         f"{ROLLOUT}.seed": context.seed,
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.engine_kwargs.vllm.served_model_name": policy,
-        f"{ROLLOUT}.engine_kwargs.vllm.enable_auto_tool_choice": True,
-        f"{ROLLOUT}.engine_kwargs.vllm.tool_call_parser": options.tool_parser,
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,

@@ -48,10 +48,6 @@ REMEDIES: Mapping[tuple[str, ...], str] = {
         r"Unsupported CPU attention configuration",
     ): "vLLM on a CPU cannot compute this model's attention: its heads have to have 32, 64 or more dimensions.",
     (
-        r"invalid tool call parser: ",
-        r"Tool parser '[^']*' not found",
-    ): "engine.verl.tool_parser names none of vLLM's parsers of tool calls.",
-    (
         r"Checkpoint engine nccl not registered",
     ): "Weights go to servers of their own (engine.verl.serving_gpus) over NCCL, for which veRL needs CuPy on every "
     "node: pip install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12.",

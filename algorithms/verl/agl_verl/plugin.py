@@ -80,10 +80,6 @@ class VerlOptions(BaseModel):
         "installed, sdpa on a CPU. With sdpa and eager a policy and a reference need no flash-attn, and pads are "
         "computed too.",
     )
-    tool_parser: str = Field(
-        "hermes",
-        description="vLLM's parser of the model's tool calls: its --tool-call-parser, for instance 'llama3_json'.",
-    )
     overrides: tuple[str, ...] = Field(
         (),
         description="Hydra overrides of veRL's own configuration, as on veRL's command line: KEY=VALUE, or +KEY=VALUE "

@@ -1,29 +1,49 @@
-"""veRL's vLLM servers, with a gate before them (`agl_verl.gate`). Imports veRL and vLLM."""
+"""veRL's vLLM servers behind agl's chat layer and a gate (`agl_verl.gate`). Imports veRL and vLLM.
+
+A chat completion is answered by the chat layer, which asks the server's own route for tokens, in this process. That
+request passes the gate, so that a response that an exchange of weights disturbs is sampled again.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from typing import Any
 
 import ray
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from agl_chat.api import CHAT_COMPLETIONS, ModelServer, create_app
+from agl_chat.backends import VllmBackend, client_of
+from agl_chat.loading import load_text
 from agl_verl.environment import KEY_VARIABLE
 from agl_verl.gate import Gate, GatedApp
 
-TOOL_PARSERS = "vllm.tool_parsers"
-"""The logger of all of vLLM's parsers of tool calls."""
 
-
-class VersionedReplies(GatedApp):
-    """The gate as vLLM puts it around its app, by name."""
+class ChatServer:
+    """Chat layer and gate as vLLM puts them around its app, by name."""
 
     def __init__(self, app: ASGIApp) -> None:
-        super().__init__(app, lambda scope: scope["app"].state.args.agl_gate, os.environ[KEY_VARIABLE])
+        self._key = os.environ[KEY_VARIABLE]
+        self._gated = GatedApp(app, lambda scope: scope["app"].state.args.agl_gate, self._key)
+        self._chat: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != CHAT_COMPLETIONS:
+            await self._gated(scope, receive, send)
+            return
+        if self._chat is None:
+            self._chat = self._make_chat(scope["app"])
+        await self._chat({**scope}, receive, send)
+
+    def _make_chat(self, vllm: Any) -> ASGIApp:
+        state = vllm.state
+        text, name = state.args.agl_text, state.openai_serving_models.base_model_paths[0].name
+        model = ModelServer(name, text, state.engine_client.model_config.max_model_len)
+        backend = VllmBackend(client_of(vllm, self._key), text.eos_ids)
+        return create_app({name: model}, backend, api_key=self._key)
 
 
 class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
@@ -34,10 +54,10 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
         super().__init__(*arguments, **settings)
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        # A tool call that cannot be parsed is a reply like others: vLLM would write a traceback for each.
-        logging.getLogger(TOOL_PARSERS).setLevel(logging.CRITICAL)
         args.agl_gate = self._gate
-        args.middleware = [*(args.middleware or ()), f"{__name__}.{VersionedReplies.__name__}"]
+        args.agl_text = load_text(args.model, trust_remote_code=args.trust_remote_code)
+        args.enable_scale_out = args.enable_prompt_tokens_details = True  # The route for tokens, and what was cached.
+        args.middleware = [*(args.middleware or ()), f"{__name__}.{ChatServer.__name__}"]
         await super().run_server(args)
 
     async def abort_all_requests(self, *arguments: Any, **settings: Any) -> Any:

@@ -22,7 +22,8 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
-from agl_core.wire.headers import HEADER_POLICY
+from agl_core.types import PrefixBreak
+from agl_core.wire.headers import HEADER_POLICY, HEADER_ROLLOUT
 from agl_torch.loading import LoadedModel, load_model, save_policy
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm
@@ -52,6 +53,21 @@ async def contract(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[En
         yield EngineCase(engine, await engine.start(), context, folder, tolerance=1e-4)
     finally:
         await engine.stop()
+
+
+async def test_a_conversation_goes_on_from_the_recorded_ids(contract: EngineCase) -> None:
+    messages, before = [*QUESTION], list[int]()
+    for turn in range(5):
+        reply = await ask(contract.upstream, session="r/0", messages=messages, temperature=1.3, seed=turn)
+        answer = reply.json()
+        assert answer["prompt_token_ids"][: len(before)] == before
+        assert answer["agl"]["prefix_broken"] is None
+        before = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+        messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": f"And {turn} plus 4?"}]
+    assert answer["agl"]["reused"] + answer["agl"]["prefilled"] == len(answer["prompt_token_ids"])
+    messages[1] = {"role": "assistant", "content": "Something else."}
+    edited = await ask(contract.upstream, session="r/0", messages=messages)
+    assert edited.json()["agl"]["prefix_broken"] == PrefixBreak.MOVED
 
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
@@ -134,7 +150,7 @@ async def engine(
         await made.stop()
 
 
-async def ask(upstream: Upstream, **settings: Any) -> httpx.Response:
+async def ask(upstream: Upstream, session: str = "", **settings: Any) -> httpx.Response:
     body = {
         "model": "default",
         "messages": QUESTION,
@@ -144,7 +160,7 @@ async def ask(upstream: Upstream, **settings: Any) -> httpx.Response:
         "return_token_ids": True,
         **settings,
     }
-    headers = {"authorization": f"Bearer {upstream.api_key}"}
+    headers = {"authorization": f"Bearer {upstream.api_key}", HEADER_ROLLOUT: session}
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
         return await client.post(f"{upstream.urls[0]}/chat/completions", json=body, headers=headers)
 
@@ -267,10 +283,16 @@ async def test_what_is_asked_during_an_update_is_answered_whole_by_one_version(
 
 
 async def long_replies(upstream: Upstream, update: asyncio.Task[Any]) -> list[httpx.Response]:
-    """One after the other, the last of them after the update."""
+    """One after the other, the last of them after the update. Asked for by tokens: the chat layer ends each reply."""
+    prompt = (await ask(upstream)).json()["prompt_token_ids"]
+    sampling = {"max_tokens": 200, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    body = {"token_ids": prompt, "sampling_params": sampling, "return_token_ids": True}
+    url = f"{upstream.urls[0].removesuffix('/v1')}/inference/v1/generate"
+    headers = {"authorization": f"Bearer {upstream.api_key}"}
     replies = []
     while True:
-        reply = await ask(upstream, max_tokens=200, temperature=1.0, ignore_eos=True)
+        async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
+            reply = await client.post(url, json=body, headers=headers)
         assert reply.status_code == 200, reply.text
         replies.append(reply)
         if update.done():

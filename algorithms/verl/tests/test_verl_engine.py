@@ -102,7 +102,6 @@ KNOWN_ERRORS = [
         "or model_max_length=None in model's config.json).",
         "max_context is longer",
     ),
-    ("KeyError: 'invalid tool call parser: hermse (chose from { granite,hermes })'", "tool_parser"),
     ("RuntimeError: Unsupported CPU attention configuration: head_dim=16", "dimensions"),
     ("ValueError: Checkpoint engine nccl not registered, registered backends: ['naive']", "pip install cupy"),
     ("RuntimeError: operator torchvision::nms does not exist", "pip uninstall -y torchvision"),

@@ -77,7 +77,6 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "offload": (True, "actor_rollout_ref.actor.fsdp_config.param_offload", True),
     "gradient_checkpointing": (False, "actor_rollout_ref.model.enable_gradient_checkpointing", False),
     "attention": ("sdpa", "actor_rollout_ref.model.override_config.attn_implementation", "sdpa"),
-    "tool_parser": ("mistral", "actor_rollout_ref.rollout.engine_kwargs.vllm.tool_call_parser", "mistral"),
 }
 
 

@@ -1,0 +1,211 @@
+"""Back ends against servers that speak as vLLM and SGLang document; `live_chat.py` of agl-verl has the real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from agl_chat.api import create_app
+from agl_chat.backends import SglangBackend, VllmBackend, client_of
+from agl_chat.conversation import ChatError
+from agl_chat.requests import Backend, Generated, Request
+from agl_core.errors import EngineError
+from agl_core.types import FinishReason
+from agl_core.wire.headers import HEADER_POLICY
+
+from .conftest import CALCULATOR, ServedModel
+
+VLLM, SGLANG = "/inference/v1/generate", "/generate"
+BACKENDS = {VLLM: VllmBackend, SGLANG: SglangBackend}
+REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+
+
+class Server:
+    """Answers every request for tokens by `ids`; the log-probability of a token is minus its id."""
+
+    def __init__(self, path: str, ids: list[int], reason: str = "stop") -> None:
+        self.received: list[dict[str, Any]] = []
+        self.ids, self.reason = ids, reason
+        self.failure: Response | None = None
+        answer = self.vllm if path == VLLM else self.sglang
+
+        async def generate(request: HttpRequest) -> Response:
+            self.received.append(await request.json())
+            return self.failure or answer(self.received[-1])
+
+        self.app = Starlette(routes=[Route(path, generate, methods=["POST"])])
+        self.backend: Backend = BACKENDS[path](client_of(self.app, "key"), {1, 0})
+
+    def vllm(self, body: dict[str, Any]) -> Response:
+        count = body["sampling_params"]["logprobs"]
+
+        def entry(token: int) -> dict[str, Any]:
+            shown = [token, *(other for other in range(2, 9) if other != token)][: max(count, 1)]
+            others = [{"token": f"token_id:{other}", "logprob": -float(other), "bytes": None} for other in shown]
+            return {"token": f"token_id:{token}", "logprob": -float(token), "bytes": None, "top_logprobs": others}
+
+        choices = [
+            {
+                "index": index,
+                "token_ids": self.ids,
+                "logprobs": {"content": [entry(token) for token in self.ids]},
+                "finish_reason": self.reason,
+            }
+            for index in range(body["sampling_params"]["n"])
+        ]
+        usage = {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2}}
+        body = {"request_id": body["request_id"], "choices": choices[::-1], "usage": usage}
+        return JSONResponse(body, headers={HEADER_POLICY: "7"})
+
+    def sglang(self, body: dict[str, Any]) -> Response:
+        top = [[[-float(other), other, None] for other in range(2, 2 + body["top_logprobs_num"])] for _ in self.ids]
+        answers = [
+            {
+                "text": "what nobody reads",
+                "output_ids": self.ids,
+                "meta_info": {
+                    "id": body["rid"],
+                    "finish_reason": {"type": self.reason},
+                    "prompt_tokens": 5,
+                    "completion_tokens": len(self.ids),
+                    "cached_tokens": 2,
+                    "weight_version": "7",
+                    "output_token_logprobs": [[-float(token), token, None] for token in self.ids],
+                    **({"output_top_logprobs": top} if body["top_logprobs_num"] else {}),
+                },
+            }
+            for _ in range(body["sampling_params"]["n"])
+        ]
+        return JSONResponse(answers if len(answers) > 1 else answers[0])
+
+    async def ask(self, **fields: Any) -> Generated:
+        request = Request("r", np.array([5, 6, 7], np.int32), **{"max_tokens": 16, "model": "m", **fields})
+        return await self.backend.generate(request)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_ids_logprobs_and_reason_are_the_servers(path: str, reason: str) -> None:
+    server = Server(path, [9, 4, 1], reason)
+    generated = await server.ask(n=2)
+    assert generated.version == 7
+    assert len(generated.responses) == 2
+    for response in generated.responses:
+        assert response.ids.tolist() == [9, 4, 1]
+        assert response.logprobs.tolist() == [-9, -4, -1]
+        assert response.mask is None
+        assert response.finish_reason is REASONS[reason]
+        assert response.likeliest == ()
+    assert generated.prefilled + generated.reused == 2 * 3
+
+
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_what_is_asked_reaches_the_server(path: str) -> None:
+    server = Server(path, [9])
+    await server.ask(temperature=0.7, top_p=0.9, seed=3, stops=("END",), forced_ids=(8, 8), n=2)
+    (body,) = server.received
+    sampling = body["sampling_params"]
+    assert body.get("token_ids", body.get("input_ids")) == [5, 6, 7, 8, 8]
+    assert (sampling["temperature"], sampling["top_p"], sampling["n"], sampling["stop"]) == (0.7, 0.9, 2, ["END"])
+    assert sampling.get("seed", sampling.get("sampling_seed")) == 3
+    assert sampling.get("max_tokens", sampling.get("max_new_tokens")) == 14
+    assert sampling["stop_token_ids"] == [0, 1]
+    assert not sampling["skip_special_tokens"]
+
+
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_forced_tokens_come_first_and_are_masked(path: str) -> None:
+    server = Server(path, [9, 4, 1])
+    (response,) = (await server.ask(forced_ids=(8, 3), top=1)).responses
+    assert response.ids.tolist() == [8, 3, 9, 4, 1]
+    assert response.mask is not None
+    assert response.mask.tolist() == [False, False, True, True, True]
+    assert response.logprobs.tolist() == [0, 0, -9, -4, -1]
+    assert len(response.likeliest) == 5
+    (cut,) = (await server.ask(forced_ids=(8, 3), max_tokens=2)).responses
+    assert (cut.ids.tolist(), cut.finish_reason) == ([8, 3], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_the_likeliest_are_the_best_whether_sampled_or_not(path: str) -> None:
+    (response,) = (await Server(path, [9, 3]).ask(top=3)).responses
+    assert response.likeliest == ({2: -2, 3: -3, 4: -4}, {2: -2, 3: -3, 4: -4})
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "words"),
+    [
+        (JSONResponse({"error": {"message": "too long", "type": "BadRequestError"}}, 400), ChatError, "too long"),
+        (JSONResponse({"error": {"message": "the engine is dead"}}, 500), EngineError, "the engine is dead"),
+        (PlainTextResponse("Bad Gateway", 502), EngineError, "Bad Gateway"),
+    ],
+)
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_a_refusal_comes_in_the_servers_words(
+    path: str, failure: Response, error: type[Exception], words: str
+) -> None:
+    server = Server(path, [])
+    server.failure = failure
+    with pytest.raises(error, match=words):
+        await server.ask()
+
+
+async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: ServedModel) -> None:
+    began, heard = asyncio.Event(), asyncio.Event()
+
+    async def generate(request: HttpRequest) -> Response:
+        await request.json()
+        began.set()
+        assert (await request.receive())["type"] == "http.disconnect"
+        heard.set()
+        return Response()
+
+    engine = Starlette(routes=[Route(VLLM, generate, methods=["POST"])])
+    backend = VllmBackend(client_of(engine, "key"))
+    chat = client_of(create_app({"m": qwen.server()}, backend, api_key="key"), "key")
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    asked = asyncio.ensure_future(chat.post("/v1/chat/completions", json=body))
+    await began.wait()
+    asked.cancel()
+    await asyncio.wait_for(heard.wait(), 10)
+
+
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_a_conversation_with_tools_goes_on_from_the_recorded_ids(path: str, qwen: ServedModel) -> None:
+    """The ids are another tokenisation than the tokenizer's own: one letter a token."""
+    encode: Callable[..., Any] = qwen.tokenizer
+    call = '<tool_call>\n{"name":"calculator","arguments":{"expression":"12+3"}}\n</tool_call>'
+    letters = [encode(part, add_special_tokens=False)["input_ids"] for part in ("<tool_call>", "</tool_call>")]
+    inside = [token for letter in call[11:-12] for token in encode(letter, add_special_tokens=False)["input_ids"]]
+    server = Server(path, [*letters[0], *inside, *letters[1], qwen.tokenizer.eos_token_id])
+    model = replace(qwen, context_length=4096).server()
+    chat = client_of(create_app({"m": model}, server.backend, api_key="key"), "key")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 12 plus 3?"}]
+    before: list[int] = []
+    for _ in range(5):
+        body = {"model": "m", "messages": messages, "tools": [CALCULATOR], "return_token_ids": True}
+        reply = (await chat.post("/v1/chat/completions", json=body, headers={"x-agl-rollout": "r/0"})).json()
+        assert reply["prompt_token_ids"][: len(before)] == before
+        assert not reply["agl"]["prefix_broken"]
+        (choice,) = reply["choices"]
+        before = [*reply["prompt_token_ids"], *choice["token_ids"]]
+        result = {"role": "tool", "tool_call_id": choice["message"]["tool_calls"][0]["id"], "content": "15"}
+        messages = [*messages, choice["message"], result]
+    sent = server.received[-1]
+    assert sent.get("token_ids", sent.get("input_ids")) == reply["prompt_token_ids"]
+
+
+async def test_a_server_that_is_gone_is_an_engine_error() -> None:
+    gone = VllmBackend(httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False))
+    with pytest.raises(EngineError, match="does not answer"):
+        await gone.generate(Request("c", np.array([5], np.int32), 4))
