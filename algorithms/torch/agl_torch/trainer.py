@@ -151,8 +151,7 @@ class PolicyTrainer:
         if self._loaded.has_adapter:
             with self._loaded.model.disable_adapter():
                 return self._logprobs(self._loaded.model, batch, trained, work)
-        if self._reference is None:
-            self._reference = self._load_initial().model
+        self._reference = self._reference or self._load_initial().model
         return self._logprobs(self._reference, batch, trained, work)
 
     def _load_initial(self) -> LoadedModel:
@@ -415,10 +414,7 @@ def train(
 
 def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
     for name, value in more.items():
-        if name.endswith("_max"):
-            sums[name] = max(sums.get(name, value), value)
-        else:
-            sums[name] = sums.get(name, 0.0) + value
+        sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
 
 
 class Work:
