@@ -195,8 +195,8 @@ ALWAYS = {Capability.TOKEN_IDS}
 @pytest.mark.parametrize(
     ("name", "made", "options", "takes", "needs"),
     [
-        ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
-        ("grpo", Grpo, {"beta": 0}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("grpo", Grpo, {"beta": 0.04}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
         ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
         ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
         ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
