@@ -34,7 +34,12 @@ ACTION, OBSERVATION = "Action:", "Observation:"
 
 def in_plain_text(messages: Sequence[Message], tools: Tools | None) -> list[Message]:
     """The conversation without tools: they are in the system message, calls and results in the text of the others."""
-    texts = [_message_in_text(message) for message in messages]
+    texts: list[Message] = []
+    for message, before in zip(messages, [None, *messages], strict=False):
+        text = _message_in_text(message)
+        if before and before["role"] == message["role"] == "tool":  # Some templates refuse two of a user's in a row.
+            text = {**text, "content": f"{texts.pop()['content']}\n{text['content']}"}
+        texts.append(text)
     if tools:
         shown = _tools_in_text([tool["function"] for tool in tools])
         if texts and texts[0]["role"] == "system":

@@ -125,9 +125,11 @@ def test_tools_in_plain_text_join_the_system_message() -> None:
     assert "now()\ncalculator(expression: any)\n" in alone["content"]
     (joined, _) = in_plain_text([{"role": "system", "content": "Be brief."}, asked], tools)
     assert joined == {"role": "system", "content": f"Be brief.\n\n{alone['content']}"}
-    assert in_plain_text([asked, {"role": "tool", "tool_call_id": "a", "content": "42"}], None) == [
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ab"]
+    assert in_plain_text([asked, *results, asked], None) == [
         asked,
-        {"role": "user", "content": "Observation: 42"},
+        {"role": "user", "content": "Observation: a\nObservation: b"},
+        asked,
     ]
 
 
