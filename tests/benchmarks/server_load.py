@@ -13,6 +13,8 @@ from typing import Any, cast
 
 TURNS = 6
 """Calls of an agent whose conversation grows."""
+STREAM = b'"stream":true'
+"""In the body of a request for a stream."""
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _SDK_HEADERS = """Accept: application/json
 Accept-Encoding: gzip, deflate
@@ -67,15 +69,15 @@ def chat(turn: int, question: str) -> dict[str, Any]:
 
 def post(path: str, key: str, body: Any) -> bytes:
     """A request as OpenAI's client would send it."""
-    content = json.dumps(body).encode()
+    content = json.dumps(body, separators=(",", ":")).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n{_SDK_HEADERS}"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def requests_of(lease: dict[str, Any], turns: int) -> list[bytes]:
-    """The calls of a leased rollout's agent, one for each turn."""
+def requests_of(lease: dict[str, Any], turns: int, **more: Any) -> list[bytes]:
+    """The calls of a leased rollout's agent, one for each turn; `more` fields are in each."""
     path = f"{lease['path']}/v1/chat/completions"
-    return [post(path, lease["key"], chat(turn, lease["rollout"])) for turn in range(turns)]
+    return [post(path, lease["key"], {**chat(turn, lease["rollout"]), **more}) for turn in range(turns)]
 
 
 class AnsweredWithError(Exception):
@@ -92,10 +94,15 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self._received = cast(asyncio.Transport, transport), b""
+        self.first = 0.0
+        """When the first text of a stream came."""
         self._reply: asyncio.Future[bytes] | None = None
 
     def data_received(self, data: bytes) -> None:
         self._received += data
+        if b"text/event-stream" in self._received[:400]:
+            self._stream_received()
+            return
         start = self._received.find(b"\r\n\r\n") + 4
         length = LENGTH.search(self._received, 0, start) if start > 3 else None
         if length is None or len(self._received) < start + int(length[1]) or self._reply is None:
@@ -106,6 +113,16 @@ class Connection(asyncio.Protocol):
             self._reply.set_exception(AnsweredWithError(payload.decode()))
         else:
             self._reply.set_result(payload)
+
+    def _stream_received(self) -> None:
+        if not self.first and b" word" in self._received:
+            self.first = time.perf_counter()
+        if self._reply is not None and self._received.endswith(b"\r\n0\r\n\r\n"):
+            payload, self._received = self._received, b""
+            if b"[DONE]" in payload:
+                self._reply.set_result(payload)
+            else:
+                self._reply.set_exception(AnsweredWithError(payload.decode()))
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._reply is not None and not self._reply.done():
@@ -156,10 +173,10 @@ class Worker:
         self.load.rollouts += 1
 
     async def call(self, request: bytes) -> None:
-        """One call of an agent."""
-        started = time.perf_counter()
+        """One call of an agent; of a stream the time to the first text is measured."""
+        started, self.connection.first = time.perf_counter(), 0.0
         await self.connection.send(request)
-        self.load.latencies.append(time.perf_counter() - started)
+        self.load.latencies.append((self.connection.first or time.perf_counter()) - started)
 
 
 async def at_once(port: int, key: str, n: int, seconds: float, work: Callable[[Worker], Awaitable[None]]) -> Load:

@@ -2,7 +2,8 @@
 
 `python server_peers.py upstream [CORE]` is a model server without a model. It prints its port, and answers every POST
 with one chat completion in vLLM's shape: 4.8 KB, 60 prompt ids, 40 response ids with their log-probabilities. Only a
-number in the text differs from reply to reply.
+number in the text differs from reply to reply. A reply that is streamed has the same tokens, the first at once and then
+one each `PER_TOKEN` seconds.
 
 `python server_peers.py agent KIND [CORE]` is an agent whose model server is in its environment. For each number that it
 reads, it makes so many calls, one after the other, and prints their seconds as JSON.
@@ -18,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from server_load import LENGTH, chat, pin
+from server_load import LENGTH, STREAM, chat, pin
 
 PROMPT_IDS, RESPONSE_IDS = 60, 40
 SAID = "The train leaves at half past nine, so the answer to question number ######## is that you can still take it."
 _NUMBER = b"########"
+PER_TOKEN = 0.025
 
 
 def completion() -> dict[str, Any]:
@@ -51,12 +53,33 @@ def completion() -> dict[str, Any]:
     }
 
 
+def stream() -> list[bytes]:
+    """The same reply as HTTP chunks, one for each token and one for the end."""
+    whole = completion()
+    [choice], head = (
+        whole["choices"],
+        {"id": whole["id"], "object": "chat.completion.chunk", "created": 1, "model": "m"},
+    )
+    choices = [
+        {"index": 0, "delta": {"content": entry["token"]}, "token_ids": [token], "logprobs": {"content": [entry]}}
+        for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
+    ]
+    chunks = [json.dumps({**head, "choices": [choice]}) for choice in choices]
+    chunks[0] = json.dumps({**head, "prompt_token_ids": whole["prompt_token_ids"], "choices": [choices[0]]})
+    ended = {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": whole["usage"]}
+    events = [f"data: {chunk}\n\n" for chunk in chunks] + [f"data: {json.dumps(ended)}\n\ndata: [DONE]\n\n"]
+    return [b"%x\r\n%b\r\n" % (len(event), event.encode()) for event in events]
+
+
 class UpstreamConnection(asyncio.Protocol):
     """One connection to the model server."""
 
     def __init__(self, before: bytes, after: bytes, numbers: Iterator[int]) -> None:
         self._before, self._after, self._numbers = before, after, numbers
         self._received = b""
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        first, *others, last = stream()
+        self._stream = [head + first, *others, last + b"0\r\n\r\n"]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -68,8 +91,13 @@ class UpstreamConnection(asyncio.Protocol):
             end += int(length[1]) if length else 0
             if len(self._received) < end:
                 return
-            self._received = self._received[end:]
-            self._transport.write(b"%b%08d%b" % (self._before, next(self._numbers), self._after))
+            request, self._received = self._received[:end], self._received[end:]
+            if STREAM in request:
+                self._transport.write(self._stream[0])
+                for place, part in enumerate(self._stream[1:], 1):
+                    asyncio.get_running_loop().call_later(place * PER_TOKEN, self._transport.write, part)
+            else:
+                self._transport.write(b"%b%08d%b" % (self._before, next(self._numbers), self._after))
 
 
 async def serve() -> None:

@@ -143,7 +143,7 @@ async def serve(path: Path, upstream: str) -> None:
         store = await stack.enter_async_context(SqliteStore(path))
         server = LightningServer(
             store,
-            Upstream((upstream,), {"default": "served"}, "upstream-key"),
+            Upstream((upstream,), {"default": "served"}, "upstream-key", streams=True),
             RunSettings(sampling=SamplingSection(), seed=0, timeout=600, attempts=1),
             Plugins().hook,
         )

@@ -2,7 +2,8 @@
 
     python tests/benchmarks/server_speed.py
 
-prints four tables: agents' calls, the same of unmodified agents, calls with ever more in the store, and rollouts. The
+prints five tables: agents' calls, calls that stream, calls of unmodified agents, calls with ever more in the store, and
+rollouts. The
 server has one core, the client and a scripted upstream share another one; everything is written to a store on disk as
 in training. Needs a quiet machine; takes about five minutes. `--only calls` makes one table, `--quick` only shows that
 it works, `--write` puts the tables into docs/server-performance.md. It fails as soon as a request gets an error.
@@ -145,12 +146,12 @@ class Calls:
         return float(1000 * (through - direct))
 
 
-async def calls(server: Server, concurrency: int, seconds: float) -> Calls:
-    """Agents' calls alone: their attempts are leased before and closed after."""
-    request = post("/v1/chat/completions", "upstream-key", chat(TURNS - 1, "0"))
+async def calls(server: Server, concurrency: int, seconds: float, **more: Any) -> Calls:
+    """Agents' calls alone, with `more` fields: their attempts are leased before and closed after."""
+    request = post("/v1/chat/completions", "upstream-key", {**chat(TURNS - 1, "0"), **more})
     direct = await at_once(server.upstream, "", concurrency, seconds / 3, lambda worker: worker.call(request))
     leases = await leased(server, concurrency + int(seconds * ATTEMPTS))
-    conversations = itertools.cycle([requests_of(lease, TURNS) for lease in leases])
+    conversations = itertools.cycle([requests_of(lease, TURNS, **more) for lease in leases])
     requests: dict[str, Iterator[bytes]] = {}
 
     async def call(worker: Worker) -> None:
@@ -245,6 +246,21 @@ async def calls_table(scale: float) -> str:
     )
 
 
+async def streams_table(scale: float) -> str:
+    rows = []
+    async with running() as server:
+        for concurrency in CONCURRENCY:
+            made = await calls(server, concurrency, 4 * scale, stream=True)
+            rows.append(
+                f"{concurrency} | {made.added(0.5):.2f} ms | {made.added(0.99):.2f} ms "
+                f"| {made.through.calls_per_second:,.0f} | {made.cpu:.2f} ms"
+            )
+    return table(
+        "Streams of a second at once | first token: added, median | p99 | calls/s | server's CPU per call",
+        rows,
+    )
+
+
 async def agents_table(scale: float) -> str:
     """Three processes of one agent take turns: without agl, with agl attached and no server, and with both."""
     rows = []
@@ -317,6 +333,7 @@ async def rollouts_table(scale: float) -> str:
 
 TABLES: Mapping[str, Callable[[float], Awaitable[str]]] = {
     "calls": calls_table,
+    "streams": streams_table,
     "agents": agents_table,
     "stored": stored_table,
     "rollouts": rollouts_table,

@@ -11,7 +11,13 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FIRST_COLUMNS = ["Calls of agents at once", "A call of", "Rollouts in the store", "Shape"]
+FIRST_COLUMNS = [
+    "Calls of agents at once",
+    "Streams of a second at once",
+    "A call of",
+    "Rollouts in the store",
+    "Shape",
+]
 
 
 def tables(text: str) -> list[list[list[str]]]:

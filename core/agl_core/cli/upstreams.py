@@ -56,7 +56,8 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]
             models, missing = {name: name for name in names}, "the server has several models: name one with --model"
         else:
             models, missing = {"default": names[0]}, missing_ids(_complete(client, url, names[0], listed))
-    return Upstream((url,), models, key, returns_ids=not missing), missing
+        streams = len(names) == 1 and _streams(client, url, names[0], with_ids=not missing)
+    return Upstream((url,), models, key, returns_ids=not missing, streams=streams), missing
 
 
 def missing_ids(completion: Mapping[str, Any]) -> str:
@@ -92,6 +93,15 @@ def _complete(client: httpx.Client, url: str, model: str, listed: Sequence[str])
         )
     completion: dict[str, Any] = response.json()
     return completion
+
+
+def _streams(client: httpx.Client, url: str, model: str, *, with_ids: bool) -> bool:
+    """Whether the server streams a short chat completion, and all of what it has whole."""
+    wanted = {"return_token_ids": True, "logprobs": True, "max_tokens": 8} if with_ids else {}
+    asked = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], **wanted, "stream": True}
+    response = _send(client, "POST", f"{url}/chat/completions", {**asked, "stream_options": {"include_usage": True}})
+    streams = response.is_success and response.headers.get("content-type", "").startswith("text/event-stream")
+    return streams and (not with_ids or all(f'"{name}"' in response.text for name in ("prompt_token_ids", "token_ids")))
 
 
 def _send(client: httpx.Client, method: str, url: str, body: Any = None) -> httpx.Response:

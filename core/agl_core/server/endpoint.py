@@ -73,7 +73,7 @@ class Endpoint:
             raise
         finally:
             late.cancel()
-        if connection.is_streaming:
+        if streamed and _is_event_stream(reply.status, reply.headers):
             return replace(reply, parts=self._parts(connection))
         self._keep_for_later(connection)
         return reply
@@ -83,10 +83,10 @@ class Endpoint:
         try:
             while part := await connection.read(self._timeout):
                 yield part
-            self._keep_for_later(connection)
         finally:
             if connection.is_streaming:
                 connection.close()
+            self._keep_for_later(connection)
 
     def close(self) -> None:
         """Keep no connections any more; what is in flight goes on."""
@@ -203,10 +203,10 @@ class _Connection(asyncio.Protocol):
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        if self._streamed and self._waiting is not None and self._parser.get_status_code() == 200:
-            self.is_streaming = self._headers.get("content-type", "").startswith(STREAM_TYPE)
-            if self.is_streaming:
-                self._answer(HttpReply(200, self._headers, b""))
+        status = self._parser.get_status_code()
+        if self._streamed and self._waiting is not None and _is_event_stream(status, self._headers):
+            self.is_streaming = True
+            self._answer(HttpReply(status, self._headers, b""))
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
@@ -247,6 +247,10 @@ class _Connection(asyncio.Protocol):
         waiting, self._waiting = self._waiting, None
         if waiting is not None and not waiting.done():
             waiting.set_result(result)
+
+
+def _is_event_stream(status: int, headers: Mapping[str, str]) -> bool:
+    return status == 200 and headers.get("content-type", "").startswith(STREAM_TYPE)
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:

@@ -80,7 +80,7 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
         ("search", "timeout", {"query": "x"})
     ]
     assert [(r.name, r.value, r.source) for r in episode.rewards] == [("reward", 0.75, "agent")]
-    probe, forwarded, elsewhere = running.upstream.received
+    probe, *_, forwarded, elsewhere = running.upstream.received
     assert probe.body["messages"][-1]["content"] == "Say OK."
     assert {name: forwarded.body.get(name) for name in ("temperature", "top_p", "max_tokens", "seed", "model")} == {
         "temperature": 0.25,
@@ -204,7 +204,7 @@ def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
     result = running.agl("run", "--model", "large", *arguments)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
-    assert [each.body["model"] for each in running.upstream.received] == ["small", "large", "large", "large"]
+    assert [each.body["model"] for each in running.upstream.received] == ["small", *["large"] * 4]
     assert [t.policy for t in running.recorded()[2].transitions] == ["small"]
     assert [t.policy for t in running.recorded("capture-2")[2].transitions] == ["default", "default"]
 

@@ -180,7 +180,7 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     assert log(running) == ["started", "stopped"]
     (rollout,) = (line for line in lines if line.startswith("ok    rollout: "))
     assert "finished, 1 calls by an unnamed agent; tools: none; reward: 0.5 (reported 0.5); healthy" in rollout
-    assert [each.body["model"] for each in running.upstream.received] == ["served"] * 2
+    assert [each.body["model"] for each in running.upstream.received] == ["served"] * 3
     assert not (running.folder / "runs").exists()
 
 

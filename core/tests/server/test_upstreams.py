@@ -8,7 +8,7 @@ import datetime
 import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.protocols import Upstream
-from agl_core.server.endpoint import Endpoint, HttpReply
+from agl_core.server.endpoint import MAX_UNREAD, Endpoint, HttpReply
 from agl_core.server.upstream import REST, SLACK, UpstreamClient
 from agl_core.testing.scripts import Drop, Fail, Hold
 from agl_core.testing.server import Stack, running_stack, until
@@ -91,6 +91,16 @@ async def raw_server(*script: list[Piece]) -> AsyncIterator[RawServer]:
         listening.close()
 
 
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Policy: 3\r\n"
+STREAM = STREAM_HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+
+
+async def read(endpoint: Endpoint) -> HttpReply:
+    """A reply that was asked for as it comes, put together."""
+    reply = await endpoint.post({}, b"", streamed=True)
+    return reply if reply.parts is None else replace(reply, body=b"".join([part async for part in reply.parts]))
+
+
 def shown(reply: HttpReply) -> tuple[int, str | None, bytes]:
     return reply.status, reply.headers.get("x-policy"), reply.body
 
@@ -136,6 +146,74 @@ async def test_a_body_without_a_length_ends_with_the_connection() -> None:
     async with raw_server([TO_THE_END, None]) as server:
         with server.endpoint() as endpoint:
             assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+
+
+@given(st.sampled_from([STREAM, PLAIN, STREAM.replace(b"HTTP/1.1", b"HTTP/1.0")]), st.data())
+def test_a_stream_may_come_in_any_pieces(sent: bytes, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sent) - 1), max_size=6)))
+    pieces = [sent[start:end] for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+
+    async def talk() -> None:
+        async with raw_server([*pieces]) as server:
+            with server.endpoint() as endpoint:
+                assert shown(await read(endpoint)) == (200, "3", b"hello")
+                assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+            assert server.connections == (2 if b"HTTP/1.0" in sent else 1)
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("pieces", [[STREAM[:-5], None], [STREAM[:-5], b"nonsense\r\n"]])
+async def test_a_stream_that_breaks_off_is_an_error_after_what_came(pieces: list[Piece]) -> None:
+    async with raw_server(pieces) as server:
+        with server.endpoint() as endpoint:
+            reply = await endpoint.post({}, b"", streamed=True)
+            assert reply.parts is not None
+            assert await anext(reply.parts) == b"hello"
+            with pytest.raises(ConnectionError):
+                [part async for part in reply.parts]
+            assert shown(await read(endpoint)) == (200, "3", b"hello")
+        assert server.connections == 2
+
+
+async def test_a_stream_that_is_not_read_to_its_end_closes_the_connection() -> None:
+    release = asyncio.Event()
+    async with raw_server([STREAM[:-5], release, STREAM[-5:]]) as server:
+        with server.endpoint() as endpoint:
+            reply = await endpoint.post({}, b"", streamed=True)
+            assert reply.parts is not None
+            async with contextlib.aclosing(reply.parts):
+                assert await anext(reply.parts)
+            release.set()
+            assert shown(await read(endpoint)) == (200, "3", b"hello")
+        assert server.connections == 2
+
+
+async def test_a_server_waits_for_a_slow_reader() -> None:
+    """Else a client that does not read would fill the memory."""
+    size = 64 * MAX_UNREAD
+    big = STREAM_HEAD + f"Content-Length: {size}\r\n\r\n".encode() + bytes(size)
+
+    async with raw_server() as server:
+        written = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(big)
+            await writer.drain()
+            written.set()
+            writer.close()
+
+        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+        server.port = listening.sockets[0].getsockname()[1]
+        with server.endpoint() as endpoint:
+            reply = await endpoint.post({}, b"", streamed=True)
+            for _ in range(20):
+                await asyncio.sleep(0.005)
+            assert not written.is_set()
+            assert reply.parts is not None
+            assert sum([len(part) async for part in reply.parts]) == size
+        listening.close()
 
 
 BROKEN: list[list[Piece]] = [
