@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from agl_algorithms.policy_gradient import Logprobs, PolicyGradient
 from agl_algorithms.ppo import Ppo, explained_variance
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.config.sections import OptimizerSection, usual_learning_rate
+from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
@@ -314,11 +314,14 @@ class PolicyOptimizer:
         """Of the next step: it grows linearly over the warm-up, and follows the schedule."""
         settings, rate = self.settings, self.settings.learning_rate
         assert rate is not None, "the trainer chooses one"
-        warm = min(1.0, (self.steps + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
-        if settings.schedule == "constant":
-            return rate * warm
-        done = min(1.0, max(0, self.training_step - 1) / max(1, self.training_steps))
-        return rate * warm * (1 + math.cos(math.pi * done)) / 2
+        share = rate_share(
+            settings.schedule,
+            settings.warmup_steps,
+            steps=self.steps,
+            training_step=self.training_step,
+            training_steps=self.training_steps,
+        )
+        return rate * share
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the weights; tensors and plain values only."""

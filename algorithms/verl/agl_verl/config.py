@@ -89,6 +89,11 @@ DECIDED = {
     "[algorithm.verl] loss": (f"{ACTOR}.policy_loss.loss_mode",),
     "[algorithm] name": ("critic.enable",),
     "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
+    "[policies.NAME.optimizer] schedule and warmup_steps": tuple(
+        f"{role}.optim.{key}"
+        for role in (ACTOR, "critic")
+        for key in ("lr_scheduler_type", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles", "zero_indexed_step")
+    ),
     "[policies.NAME.model.lora]": (
         f"{MODEL}.lora",
         f"{MODEL}.lora_rank",
@@ -274,6 +279,7 @@ def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -
         "optimizer_offload": options.offload,
         "use_torch_compile": not cpu,
         "ulysses_sequence_parallel_size": options.sequence_parallel,
+        "entropy_from_logits_with_chunking": True,
     }
     if context.deterministic:
         shared["full_determinism"] = True
@@ -293,9 +299,11 @@ def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorith
     """The policy's and, if there is one, the critic's, but for the critic's learning rate."""
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
+    fsdp = model_engine(options) == "dp"  # Counts optimizer steps (`agl_verl.verl_plugin`); the others updates.
+    per_update = 1 if fsdp else algorithm.epochs * algorithm.minibatches
     shared = {
         schedule: optimizer.schedule,
-        "lr_warmup_steps": -(-optimizer.warmup_steps // (algorithm.epochs * algorithm.minibatches)),
+        "lr_warmup_steps": -(-optimizer.warmup_steps // per_update),
         "weight_decay": optimizer.weight_decay,
         "clip_grad": optimizer.max_grad_norm,
     }

@@ -248,15 +248,6 @@ def _metrics(measured: Mapping[str, Tensor], data: Any) -> dict[str, Any]:
     }
 
 
-def catch_up(scheduler: Any, training_step: int) -> None:
-    """Bring a scheduler that made a step after every update to where it is when all steps before made one.
-
-    A constant step size is left alone: its scheduler knows the warm-up only, which is the optimizer's own.
-    """
-    while scheduler.last_epoch < training_step - 1:
-        scheduler.step()
-
-
 _RENAMED = {"lr": "learning_rate", TOTAL_LOSS: "loss"}
 
 

@@ -1,7 +1,7 @@
 """Changes to veRL in each process of the engine: veRL loads this module by the entry point `verl.plugins`.
 
-In every process a critic's values start at zero, and cosine schedules follow the run's training steps. Without a GPU
-these parts of veRL and vLLM are mended too:
+In every process a critic's values start at zero, and optimizer steps have the torch engine's sizes. Without a GPU these
+parts of veRL and vLLM are mended too:
 
 - the platform "cpu", which veRL does not bring: its device module, gloo, and a fake GPU as Ray's resource;
 - the process group: veRL asks torch for the backend `cpu:gloo,cpu:gloo`, which is refused as naming a device twice;
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import types
 from typing import Any
 
+from agl_core.config.sections import rate_share
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 
 
@@ -38,21 +40,72 @@ def start_at_zero() -> None:
     models.load_valuehead_model = load_with_zero_head
 
 
-def follow_training_steps() -> None:
-    """Make every worker's cosine schedule go by `TRAINING_STEP`, in this process; Megatron's is of another kind."""
+class StepSizes:
+    """The size of each optimizer step, as `OptimizerSection` says it; in the place of veRL's scheduler.
+
+    veRL's counts updates, begins with a step of size zero, and knows nothing of training steps without an update.
+    """
+
+    def __init__(self, optimizer: Any, settings: Any) -> None:
+        """`settings`: veRL's of the optimizer."""
+        self._optimizer, self._settings = optimizer, settings
+        self._initial = [group["lr"] for group in optimizer.param_groups]
+        self.steps = 0
+        """Optimizer steps made."""
+        self.training_step = 1
+        """The run's, from 1."""
+
+    def apply(self) -> None:
+        """Give the optimizer the size of its next step."""
+        settings = self._settings
+        share = rate_share(
+            settings.lr_scheduler_type,
+            settings.lr_warmup_steps,
+            steps=self.steps,
+            training_step=self.training_step,
+            training_steps=settings.total_training_steps,
+        )
+        for group, rate in zip(self._optimizer.param_groups, self._initial, strict=True):
+            group["lr"] = rate * share
+
+    def step(self) -> None:
+        """Nothing: veRL calls it at the end of an update."""
+
+    def get_last_lr(self) -> list[float]:
+        """The size of the latest step."""
+        return [group["lr"] for group in self._optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def size_steps() -> None:
+    """Make FSDP's optimizer steps go by `StepSizes`, in this process; Megatron's schedules are its own."""
     import verl.utils.tensordict_utils as tu
-    from verl.workers.engine.base import BaseEngine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    from agl_verl.rows import TRAINING_STEP, catch_up
+    from agl_verl.rows import TRAINING_STEP
 
-    train = BaseEngine.train_batch
+    train, step = FSDPEngine.train_batch, FSDPEngine.optimizer_step
+
+    def build(self: Any, optimizer: Any) -> StepSizes:
+        return StepSizes(optimizer, self.optimizer_config)
 
     def train_in_step(self: Any, data: Any, loss_function: Any) -> Any:
-        if getattr(self.optimizer_config, "lr_scheduler_type", "constant") != "constant":
-            catch_up(self.lr_scheduler, tu.get(data, TRAINING_STEP, 0))
+        self.lr_scheduler.training_step = tu.get(data, TRAINING_STEP, 1)
         return train(self, data, loss_function)
 
-    BaseEngine.train_batch = train_in_step
+    def sized_step(self: Any) -> float:
+        self.lr_scheduler.apply()
+        grad_norm: float = step(self)
+        self.lr_scheduler.steps += math.isfinite(grad_norm)  # Others are skipped.
+        return grad_norm
+
+    FSDPEngine._build_lr_scheduler = build
+    FSDPEngine.train_batch, FSDPEngine.optimizer_step = train_in_step, sized_step
 
 
 def answer_for_vllm() -> None:
@@ -168,4 +221,4 @@ if os.environ.get(CPU_VARIABLE) == "1":
     mend_reference_model()
 if os.environ.get(ENGINE_VARIABLE) == "1":
     start_at_zero()
-    follow_training_steps()
+    size_steps()

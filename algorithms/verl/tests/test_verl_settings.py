@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,15 +17,17 @@ from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
 from agl_core import Capability, CreditKind, kinds
 from agl_core.config import load
+from agl_core.config.sections import OptimizerSection
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import engine_context
+from agl_torch.trainer import PolicyOptimizer
 from agl_verl import plugin
 from agl_verl.config import ChosenAlgorithm, lacking, mapped, refuse_decided
 from agl_verl.environment import MODULES_VARIABLE, variables
 from agl_verl.plugin import UNUSABLE, NativeOptions, VerlOptions, needs
-from agl_verl.rows import catch_up
+from agl_verl.verl_plugin import StepSizes
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}
 
@@ -155,17 +157,31 @@ def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
     assert found["trainer.total_training_steps"] == 40
 
 
-@pytest.mark.parametrize("steps", [(1, 2, 3, 4), (2, 4), (1, 4)])
-def test_a_cosine_goes_by_training_steps_also_where_some_made_no_update(steps: tuple[int, ...]) -> None:
-    weight = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: (1 + math.cos(math.pi * at / 4)) / 2)
-    for step in steps:
-        for _ in range(2):  # An update has several optimizer steps, all with one step size.
-            catch_up(scheduler, step)
-            assert optimizer.param_groups[0]["lr"] == pytest.approx((1 + math.cos(math.pi * (step - 1) / 4)) / 2)
-            optimizer.step()
-        scheduler.step()  # As veRL does at the end of an update.
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("training_steps", [(1, 2, 3, 4), (2, 4), (1, 4)])
+def test_step_sizes_are_the_torch_engines(schedule: Literal["constant", "cosine"], training_steps: list[int]) -> None:
+    """Two optimizer steps an update, a warm-up of three, training steps without an update; over checkpoints too."""
+
+    def made() -> tuple[torch.optim.Optimizer, StepSizes]:
+        settings = SimpleNamespace(lr_scheduler_type=schedule, lr_warmup_steps=3, total_training_steps=4)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        return optimizer, StepSizes(optimizer, settings)
+
+    section = OptimizerSection(learning_rate=0.5, schedule=schedule, warmup_steps=3)
+    oracle = PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], section, training_steps=4)
+    optimizer, sizes = made()
+    assert optimizer.param_groups[0]["lr"] > 0
+    for training_step in training_steps:
+        saved = sizes.state_dict()
+        optimizer, sizes = made()
+        sizes.load_state_dict(saved)
+        oracle.training_step = sizes.training_step = training_step
+        for _ in range(2):
+            sizes.apply()
+            assert sizes.get_last_lr() == [pytest.approx(oracle.learning_rate)]
+            sizes.steps += 1
+            oracle.steps += 1
+        sizes.step()  # As veRL does at the end of an update.
 
 
 def test_an_algorithm_is_asked_for_what_it_needs_whatever_its_options_are_called(tmp_path: Path) -> None:
@@ -173,11 +189,10 @@ def test_an_algorithm_is_asked_for_what_it_needs_whatever_its_options_are_called
         context = engine_context(tmp_path, "/models/m", optimizer=OPTIMIZER, algorithm_options=options)
         return mapped(VerlOptions(), context, ChosenAlgorithm.of_run(context).build(), False)
 
-    plain, leashed, repeated = settings(), settings(leash=0.1), settings(rounds=2)
+    plain, leashed = settings(), settings(leash=0.1)
     assert plain["critic.enable"] is plain["actor_rollout_ref.actor.use_kl_loss"] is False
     assert leashed["actor_rollout_ref.actor.use_kl_loss"] is True
-    warmups = [each["actor_rollout_ref.actor.optim.lr_warmup_steps"] for each in (plain, repeated)]
-    assert warmups == [5, 3], "veRL counts updates, of two optimizer steps each"
+    assert plain["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 5
     with pytest.raises(ConfigError, match=r"algorithm\.conformance"):
         settings(rounds="many")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -109,6 +110,21 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+
+
+def rate_share(schedule: str, warmup_steps: int, *, steps: int, training_step: int, training_steps: int) -> float:
+    """The share of the step size that the next optimizer step has, after `steps` others, in a training step (1, 2, …).
+
+    It grows linearly over the warm-up, and follows the schedule, whether or not every training step had an update.
+
+    >>> [rate_share("constant", 4, steps=n, training_step=1, training_steps=10) for n in (0, 3, 9)]
+    [0.25, 1.0, 1.0]
+    """
+    warm = min(1.0, (steps + 1) / warmup_steps) if warmup_steps > 0 else 1.0
+    if schedule == "constant":
+        return warm
+    done = min(1.0, max(0, training_step - 1) / max(1, training_steps))
+    return warm * (1 + math.cos(math.pi * done)) / 2
 
 
 def policy_of(
