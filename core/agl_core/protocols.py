@@ -17,6 +17,7 @@ from agl_core.types import (
     Episode,
     Identity,
     Json,
+    Logprobs,
     Needs,
     RecordedReply,
     RecordedRollout,
@@ -242,6 +243,11 @@ class UpdateResult:
     """Summed token weights of each transition in the loss; 0 if dropped."""
     dropped: tuple[str | None, ...]
     """Why a transition was dropped by the engine or algorithm (a `DropReason`), or None."""
+    logprobs_N: Sequence[Logprobs | None] = ()
+    """Of each transition in the loss the log-probabilities of its response tokens before the update, NaN at tokens
+    without a weight; None of the others. Empty: the engine does not say, and no token is proved exact."""
+    precision: str = "float32"
+    """The numbers that sampling and training compute with: float32, bfloat16, …"""
 
 
 Progress: TypeAlias = Callable[[float], None]
@@ -270,8 +276,9 @@ class Engine(ABC):
     are the algorithm's own. An engine may serve one algorithm only, that of `PolicySpec.algorithm`.
     Transitions that cannot be trained on are left out, each with a `DropReason`
     (`agl_core.learning.batch`), as are those that the algorithm does not keep; their weight is 0. The result has
-    the mean advantage and the summed weight of every other transition, and metrics: what the algorithm's loss measured,
-    `loss` and `grad_norm` among others. `progress` is called with growing shares, at the end with 1.
+    the mean advantage and the summed weight of every other transition, the log-probabilities that its tokens had in
+    training, which prove that they are those that were sampled, and metrics: what the algorithm's loss measured, `loss`
+    and `grad_norm` among others. `progress` is called with growing shares, at the end with 1.
 
     **Versions.** They begin at 0. Each update makes the next one, also if it could train on nothing, and serves it at
     once and whole. An update runs to its end even if its caller is cancelled; updates, saves and loads come one after

@@ -7,16 +7,19 @@ import json
 import re
 import signal
 import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Mode, RolloutState
+from agl_core.types import AttemptKey, Call, Mode, RolloutState
 
 from .conftest import ROOT, Records, recorded, write_run
 
@@ -77,6 +80,17 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
         assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)
 
+    # Each token with a weight in the loss is proved, once; and one that is altered afterwards no longer is.
+    trained = sum(line["update/tokens_trained"] for line in lines if line["kind"] == "train")
+    assert summary["trained_tokens"] == {"count": trained, "exact_share": 1.0, "proved": {"exact": trained}}
+    assert f"{trained:.0f} trained on: {trained:.0f} exact; proved to be what was sampled: 100.00%" in output
+    used = [record for training in records.training.values() for record in training if record.recomputed]
+    assert len({(record.key, record.step) for record in used}) == len(used)
+    assert sum((~np.isnan(record.recomputed.logprobs)).sum() for record in used if record.recomputed) == trained
+    assert " exact" in agl.look("show", folder, used[0].rollout, "--tokens")
+    asyncio.run(alter(folder, records.calls[used[0].rollout]))
+    assert " other_tokens" in agl.look("show", folder, used[0].rollout, "--tokens")
+
     printed = agl.run("eval", f"{folder}@3", "--json")
     evaluated = json.loads(printed[printed.index("{\n") :])  # Before it, on the error stream, what is under way.
     assert {entry["set"] for entry in evaluated["evaluations"]} == {"eval", "eval_templates"}
@@ -90,6 +104,16 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     assert saved
     assert all(torch.equal(weights, loaded[name]) for name, weights in saved.items())
+
+
+async def alter(run: Path, calls: Sequence[Call]) -> None:
+    """Give the first token of each reply another id."""
+    async with SqliteStore(run / "store.sqlite") as store:
+        for call in calls:
+            [choice] = call.choices
+            assert choice.response_ids is not None
+            ids = choice.response_ids + (np.arange(len(choice.response_ids)) == 0)
+            await store.put(replace(call, choices=(replace(choice, response_ids=ids.astype(np.int32)),)))
 
 
 def _form(line: str) -> str:

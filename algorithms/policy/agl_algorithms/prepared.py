@@ -83,12 +83,22 @@ class Prepared:
             factor_M[chosen] = torch.where(share > 0, 1 / share, 0.0)
         return self._scaled(weights_R, factor_M * _corrections(self.batch, weights_R))
 
-    def result(self, version: int, metrics: Mapping[str, float]) -> UpdateResult:
-        """The result for all N transitions."""
+    def result(
+        self, version: int, metrics: Mapping[str, float], old_R: Tensor | None = None, precision: str = "float32"
+    ) -> UpdateResult:
+        """The result for all N transitions; `old_R` are training's log-probabilities before the update, if known."""
+        logprobs_N: list[NDArray[np.float32] | None] = [None] * len(self.dropped)
+        if old_R is not None:
+            # One that was not computed, or is not finite, is as far from what was sampled as can be.
+            known_R = torch.where(torch.isfinite(old_R), old_R, -torch.inf)
+            shown_R = known_R.masked_fill(self.weights_R <= 0, torch.nan).cpu().to(torch.float32).numpy()
+            for i, place in zip(self.trained, self.usable[self.trained], strict=True):
+                start, end = self.batch.response_offsets[i : i + 2]
+                logprobs_N[place] = shown_R[start:end].copy()  # A view would take all along to the run's process.
         advantage_N, weight_N = np.zeros(len(self.dropped)), np.zeros(len(self.dropped))
         advantage_N[self.usable] = self._advantage_M()
         weight_N[self.usable] = self.samples.sums(self.corrected(self.weights_R)).cpu().numpy()
-        return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped)
+        return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped, logprobs_N, precision)
 
     def metrics(self) -> dict[str, float]:
         """The metrics that do not come from optimizer steps."""

@@ -139,7 +139,8 @@ class PolicyTrainer:
         metrics |= prepared.metrics()
         self.version += 1
         work.finish()
-        return prepared.result(self.version, metrics | work.seconds())
+        precision = str(self._loaded.dtype).removeprefix("torch.")
+        return prepared.result(self.version, metrics | work.seconds(), old_R, precision)
 
     def logprobs(self, batch: Batch) -> NDArray[np.float64]:
         """[R] the log-probability of each response token of a batch, each of whose transitions the model can take."""

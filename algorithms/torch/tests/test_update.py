@@ -178,6 +178,28 @@ def test_old_logprobs_are_those_before_the_update(loaded: LoadedModel) -> None:
     assert max(moved[2:]) > 1e-3
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_every_token_in_the_loss_has_its_log_probability_from_before_the_update(
+    loaded: LoadedModel, epochs: int
+) -> None:
+    good = make_batch(loaded)
+    batch = replace(good, values_N=np.where(np.arange(len(good)) == 1, np.nan, good.values_N))
+    expected = [plain_logprobs(loaded.model, batch, i).detach().numpy() for i in range(len(batch))]
+
+    result = trainer_of(loaded).update(batch, grpo(epochs=epochs))
+
+    assert result.precision == "float32"
+    assert [logprobs is None for logprobs in result.logprobs_N] == [reason is not None for reason in result.dropped]
+    assert result.dropped[1] == DropReason.NON_FINITE
+    counted = 0
+    for i, logprobs in enumerate(result.logprobs_N):
+        if logprobs is not None:
+            mask = batch.mask_R[batch.response_offsets[i] : batch.response_offsets[i + 1]]
+            np.testing.assert_allclose(logprobs, np.where(mask, expected[i], np.nan), rtol=0, atol=1e-5)
+            counted += int(mask.sum())
+    assert counted == result.metrics["tokens_trained"]
+
+
 def test_probabilities_of_serving_are_compared_where_the_weights_are_the_same(loaded: LoadedModel) -> None:
     batch = make_batch(loaded)
     own = replace(batch, version_N=np.zeros_like(batch.version_N))

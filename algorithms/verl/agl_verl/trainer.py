@@ -126,7 +126,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         gap = {} if old_R is None else prepared.serving_gap(old_R, self.version)
         self.version = step
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
-        return prepared.result(step, named(metrics) | seconds | prepared.metrics() | gap)
+        measured = named(metrics) | seconds | prepared.metrics() | gap
+        return prepared.result(step, measured, old_R, self.config.actor_rollout_ref.rollout.dtype)
 
     def save(self, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""

@@ -26,6 +26,7 @@ from agl_core.cli.screen import (
     table,
 )
 from agl_core.learning import RolloutHealth
+from agl_core.learning.certificate import certify
 from agl_core.learning.health import has_cut_prompt
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, RolloutReport, TerminalReward, Turn, healths_of, read_rollout
@@ -190,13 +191,17 @@ Names = Annotated[
     ),
 ]
 Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
+TokensOption = Annotated[
+    bool, typer.Option("--tokens", help="Show each trained token, and whether it is proved to be what was sampled.")
+]
 
 
-def show(names: Names, width: Width = 300, as_json: AsJson = False) -> None:
+def show(names: Names, width: Width = 300, tokens: TokensOption = False, as_json: AsJson = False) -> None:
     """Show a rollout turn by turn: who spoke, what was asked, what the tools did, and what training made of it.
 
     Each call has its rewards with the rule that gave them, its credit, its advantage, and its weight in the loss. Below
-    the turns is the credit of the whole group, which the rollout was compared with.
+    the turns is the credit of the whole group, which the rollout was compared with. With --tokens each token has the
+    version that sampled it, its log-probability when it was sampled and as training computed it, and what that proves.
 
     For instance: agl show calc s3-g1-m0
     """
@@ -213,10 +218,10 @@ def show(names: Names, width: Width = 300, as_json: AsJson = False) -> None:
         screen.print("superseded: a later restart went on from an earlier checkpoint", style="yellow")
     screen.print(f"task {rollout.task.id}: {_json(rollout.task.input, width)}")
     for attempt in report.attempts:
-        _print_attempt(screen, attempt, report, width)
+        _print_attempt(screen, attempt, report, width, tokens)
 
 
-def _print_attempt(screen: Screen, report: AttemptReport, of: RolloutReport, width: int) -> None:
+def _print_attempt(screen: Screen, report: AttemptReport, of: RolloutReport, width: int, tokens: bool) -> None:
     attempt, episode = report.attempt, report.episode
     counts = attempt.attempt == of.rollout.counted_attempt
     ending = attempt.ending.value if attempt.ending else "running"
@@ -232,6 +237,8 @@ def _print_attempt(screen: Screen, report: AttemptReport, of: RolloutReport, wid
         )
     for turn in report.turns:
         _print_turn(screen, turn, width)
+        if tokens:
+            _print_tokens(screen, turn)
     for lost in episode.undelivered:
         reply, agent = one_line(message_text(lost.response), width), one_line(lost.agent or "unnamed agent", 60)
         screen.print(f"  undelivered, before turn {lost.turn}: {agent} did not get {reply!r}", style="yellow")
@@ -303,6 +310,25 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
         screen.print(f"    reward {_reward(reward)}")
     for record in turn.training_records:
         screen.print(f"    {_use(record)}", style="magenta")
+
+
+def _print_tokens(screen: Screen, turn: Turn) -> None:
+    """The certificate of each step that trained on the turn: a line for each token of its response."""
+    transition = turn.transition
+    for record in turn.training_records:
+        if (certificate := certify(transition, record)) is None:
+            continue
+        counts = certificate.counts
+        listed = ", ".join(f"{count} {proof}" for proof, count in counts.items()) or "none"
+        screen.print(f"    step {record.step}, {counts.total()} tokens trained on: {listed}", style="magenta")
+        assert transition.response_ids is not None, "others have no certificate"
+        sampled = [math.nan] * len(certificate.proofs_T) if transition.logprobs is None else transition.logprobs
+        version = "-" if transition.version is None else f"v{transition.version}"
+        screen.print("       token       id  version    sampled  recomputed  proof", style="dim")
+        for i, (id, one, other, proof) in enumerate(
+            zip(transition.response_ids, sampled, certificate.recomputed_T, certificate.proofs_T, strict=True)
+        ):
+            screen.print(f"      {i:>6} {id:>8} {version:>8} {one:>10.5f}  {other:>10.5f}  {proof or 'not trained on'}")
 
 
 def _json(value: Any, width: int) -> str:

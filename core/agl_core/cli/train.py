@@ -142,6 +142,9 @@ def print_summary(
     idle = transitions["without_advantage"]
     idle_note = f" ({idle} of them with an advantage of 0)" if idle else ""
 
+    share = summary.exact_share
+    exact = "" if share is None else f"; proved to be what was sampled: {share:.2%}"
+
     def listed(prefix: str) -> str:
         return ", ".join(f"{count} {name}" for name, count in sorted(counts(summary.steps, prefix).items())) or "none"
 
@@ -150,6 +153,7 @@ def print_summary(
         ("memory", f"{state.peak_rss_bytes / 2**20:.0f} MiB at most"),
         ("rollouts", listed("ending/")),
         ("transitions", f"{transitions['kept']} trained on{idle_note}; dropped: {listed('dropped/')}"),
+        ("tokens", f"{summary.proved.total()} trained on: {listed('proved/')}{exact}"),
         ("checkpoint", str(summary.checkpoint or "none")),
         ("model", ", ".join(map(str, summary.models)) or "none"),
         ("summary", str(summary.file)),

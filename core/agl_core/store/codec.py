@@ -24,7 +24,19 @@ from numpy.typing import NDArray
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.interface import Record
 from agl_core.store.tables import ATTEMPTS, RECORDS, ROLLOUTS, RUNS, Table
-from agl_core.types import Annotation, Attempt, Call, Choice, Json, Reward, Rollout, Run, ToolResult, TrainingRecord
+from agl_core.types import (
+    Annotation,
+    Attempt,
+    Call,
+    Choice,
+    Json,
+    Recomputed,
+    Reward,
+    Rollout,
+    Run,
+    ToolResult,
+    TrainingRecord,
+)
 from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 Kept = TypeVar("Kept")
@@ -83,6 +95,9 @@ def _encode(record: Record, pieces: Pieces) -> list[tuple[Table, Row]]:
     if isinstance(record, Call):
         body = to_json(record, _APART, brief=True)
         blobs = _take_apart(record, body, pieces)
+    elif isinstance(record, TrainingRecord) and (recomputed := record.recomputed) is not None:
+        body = to_json(record, ("recomputed",), brief=True) | {"recomputed": to_json(recomputed, ("logprobs",))}
+        blobs = None, _dump_array("logprobs", recomputed.logprobs, _ARRAYS["logprobs"])
     else:
         body = to_json(record, brief=True)
     owner = (body["rollout"], body["attempt"])
@@ -118,8 +133,18 @@ def merge(kind: str, earlier: str, later: str) -> str:
 
 
 def decode(kind: type[Kept], bodies: Iterable[tuple[str]]) -> list[Kept]:
-    """The records of this kind that have these bodies. Calls need `decode_call`."""
+    """The records of this kind that have these bodies. Calls and training records have their own functions."""
     return [from_json(kind, load_json(body)) for (body,) in bodies]
+
+
+def decode_training_record(body: str, arrays: bytes | None) -> TrainingRecord:
+    """The training record of a row. Without its array, which goes when its call is pruned, nothing can be compared."""
+    data = load_json(body)
+    rest = data.pop("recomputed", None)
+    if rest is None or arrays is None:
+        return from_json(TrainingRecord, data)
+    logprobs = np.frombuffer(arrays, _ARRAYS["logprobs"])
+    return from_json(TrainingRecord, data, recomputed=from_json(Recomputed, rest, logprobs=logprobs))
 
 
 def _take_apart(call: Call, body: dict[str, Json], pieces: Pieces) -> tuple[bytes, bytes]:

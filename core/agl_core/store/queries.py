@@ -12,10 +12,10 @@ import orjson
 from numpy.typing import NDArray
 
 from agl_core.errors import StoreRefusedError
-from agl_core.store.codec import NUMBERS, Data, decode, decode_call, numbers_in
+from agl_core.store.codec import NUMBERS, Data, decode, decode_call, decode_training_record, numbers_in
 from agl_core.store.connections import transaction
 from agl_core.store.interface import Wanted
-from agl_core.types import Attempt, AttemptKey, Call, Json, Mode, Rollout, RolloutState, Run
+from agl_core.types import Attempt, AttemptKey, Call, Json, Mode, Rollout, RolloutState, Run, TrainingRecord
 from agl_core.types.forms import dump_json, load_json
 
 Kept = TypeVar("Kept")
@@ -96,6 +96,12 @@ def recorded(connection: sqlite3.Connection, kind: type[Kept], keys: Iterable[At
     return decode(kind, connection.execute(f"SELECT body {_ASKED} records.seq", (_asked(keys), kind.__name__)))
 
 
+def training_records(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[TrainingRecord]:
+    """The training records of these attempts, in the order they were recorded."""
+    rows = connection.execute(f"SELECT body, arrays {_ASKED} records.seq", (_asked(keys), TrainingRecord.__name__))
+    return [decode_training_record(body, arrays) for body, arrays in rows]
+
+
 def next_piece(connection: sqlite3.Connection) -> int:
     """The first number that no piece has."""
     (number,) = connection.execute("SELECT ifnull(max(seq), 0) + 1 FROM pieces").fetchone()
@@ -157,18 +163,23 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
     """Take texts and tokens out of the calls of the steps up to `up_to`; returns how many calls had any.
 
     All in one transaction. Of each call there remain who made it, when, by which policy, how it ended, and which tools
-    it asked for. Rollouts, tool results, rewards and training records stay as they are. Rollouts that were opened from
-    outside are kept whole: those who opened them remove them. No writer may be there whose `Pieces` remember what this
-    removes.
+    it asked for; of its training records all but the log-probabilities of the tokens. Rollouts, tool results and
+    rewards stay as they are. Rollouts that were opened from outside are kept whole: those who opened them remove them.
+    No writer may be there whose `Pieces` remember what this removes.
     """
+    chosen = (
+        "owner IN (SELECT attempts.seq FROM rollouts JOIN attempts ON attempts.rollout = rollouts.id "
+        "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?)"
+    )
+    values = (up_to, RolloutState.DONE.value, Mode.USE.value)
     connection.create_function("pruned", 1, _pruned, deterministic=True)
     with transaction(connection):
         pruned = connection.execute(
             "UPDATE records SET pieces = NULL, arrays = NULL, body = pruned(body) WHERE pieces IS NOT NULL "
-            "AND owner IN (SELECT attempts.seq FROM rollouts JOIN attempts ON attempts.rollout = rollouts.id "
-            "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?)",
-            (up_to, RolloutState.DONE.value, Mode.USE.value),
+            f"AND {chosen}",
+            values,
         ).rowcount
+        connection.execute(f"UPDATE records SET arrays = NULL WHERE arrays IS NOT NULL AND {chosen}", values)
         every = (number for (number,) in connection.execute("SELECT seq FROM pieces"))
         _drop_unused(connection, np.fromiter(every, dtype=NUMBERS))
     return pruned

@@ -101,7 +101,7 @@ class SqliteStore(ErasableStore):
         return await self._read(queries.recorded, Reward, _listed(attempts))
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return await self._read(queries.recorded, TrainingRecord, _listed(attempts))
+        return await self._read(queries.training_records, _listed(attempts))
 
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
         return await self._read(queries.recorded, Annotation, _listed(attempts))

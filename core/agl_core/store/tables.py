@@ -26,7 +26,8 @@ SCHEMA = (
     # by the number of the attempt, which only grows.
     "CREATE TABLE attempts (seq INTEGER PRIMARY KEY, rollout TEXT NOT NULL, attempt INTEGER NOT NULL, "
     "UNIQUE (rollout, attempt))",
-    # What was recorded of attempts. Calls alone have pieces and arrays, until they are pruned.
+    # What was recorded of attempts. Calls alone have pieces; these and training records have arrays, until calls are
+    # pruned.
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, owner INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, "
     "pieces BLOB, arrays BLOB, body TEXT NOT NULL, UNIQUE (owner, kind, key))",
     f"PRAGMA application_id = {APPLICATION_ID}",

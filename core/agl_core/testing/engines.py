@@ -34,6 +34,7 @@ import httpx
 import numpy as np
 
 from agl_core.errors import AglError, EngineError
+from agl_core.learning.certificate import TOLERANCES
 from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, Upstream
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 from agl_core.wire.headers import HEADER_POLICY
@@ -240,6 +241,15 @@ async def check_the_algorithm_is_the_users_own(case: EngineCase) -> None:
     expected_N = batch.values_N - batch.values_N.mean()
     np.testing.assert_allclose(result.advantage_N, expected_N, atol=1e-5)
     np.testing.assert_allclose(result.weight_N, batch.response_lengths_N / batch.mask_R.size, atol=1e-5)
+
+
+async def check_training_computes_the_log_probabilities_that_were_sampled(case: EngineCase) -> None:
+    batch = await case.sampled()
+    result = await case.update(batch)
+    computed = [logprobs for logprobs in result.logprobs_N if logprobs is not None]
+    assert list(map(len, computed)) == batch.response_lengths_N.tolist()
+    tolerance = TOLERANCES[result.precision]
+    np.testing.assert_allclose(np.concatenate(computed), batch.behaviour_logprobs_R, rtol=0, atol=tolerance)
 
 
 async def check_what_cannot_be_trained_on_is_dropped_with_its_reason(case: EngineCase) -> None:

@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from agl_core.config import LoadedConfig
 from agl_core.learning import BatchPlan, StepBatches, make_batches, without_stale
+from agl_core.learning.certificate import recomputed_in
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import ErasableStore
@@ -28,6 +29,7 @@ from agl_core.training.metrics import (
     drop_metrics,
     episode_metrics,
     evaluation_line,
+    proof_metrics,
     staleness_metrics,
     step_line,
     update_metrics,
@@ -222,15 +224,21 @@ class Trainer:
         compared = (None, DropReason.NO_ADVANTAGE)
         records = [
             TrainingRecord(
-                *key, step, credit, advantage if reason in compared else None, weight, batches.reason(key, reason)
+                *key,
+                step,
+                credit,
+                advantage if reason in compared else None,
+                weight,
+                batches.reason(key, reason),
+                recomputed,
             )
             for policy, result in results.items()
-            for key, credit, advantage, weight, reason in zip(
+            for key, credit, advantage, weight, (reason, recomputed) in zip(
                 batches.batches[policy].keys,
                 batches.batches[policy].values_N.tolist(),
                 result.advantage_N.tolist(),
                 result.weight_N.tolist(),
-                result.dropped,
+                zip(result.dropped, recomputed_in(batches.batches[policy], result), strict=True),
                 strict=True,
             )
         ]
@@ -262,6 +270,7 @@ class Trainer:
             **drawn.metrics,
             **update_metrics(updates, several=len(self.loaded.policies) > 1),
             **drop_metrics(record.dropped for record in records),
+            **proof_metrics(drawn.episodes, records),
             **{f"episodes_dropped/{reason}": float(count) for reason, count in batches.episodes_dropped.items()},
             "transitions/kept": float(len(records) - dropped),
             "transitions/dropped": float(dropped),

@@ -20,13 +20,14 @@ from agl_core import private
 from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
+from agl_core.learning.certificate import Proof, certify
 from agl_core.learning.health import answer, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import KeepingTracker, Tracker, Upstream
 from agl_core.returns import are_equal, episode_return
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
-from agl_core.types import Ending, Episode, FinishReason, Json, Mode
+from agl_core.types import Ending, Episode, FinishReason, Json, Mode, TrainingRecord
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +187,16 @@ def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
     return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
 
 
+def proof_metrics(episodes: Iterable[Episode], records: Iterable[TrainingRecord]) -> dict[str, float]:
+    """The trained tokens by what is proved of them: `proved/exact`, and others by what is missing."""
+    transitions = {transition.key: transition for episode in episodes for transition in episode.transitions}
+    proofs: Counter[Proof] = Counter()
+    for record in records:
+        if record.dropped is None and (certificate := certify(transitions[record.key], record)) is not None:
+            proofs += certificate.counts
+    return {f"proved/{proof}": float(count) for proof, count in proofs.items()}
+
+
 class MetricsLog:
     """`metrics.jsonl`, one line per training step and per evaluation, and the trackers of the run."""
 
@@ -326,6 +337,16 @@ class Summary:
     def headline(self) -> str:
         return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
 
+    @property
+    def proved(self) -> Counter[str]:
+        """The trained tokens by what is proved of them (`agl_core.learning.certificate.Proof`)."""
+        return counts(self.steps, "proved/")
+
+    @property
+    def exact_share(self) -> float | None:
+        """The share of trained tokens that are proved exact; None if none was trained."""
+        return self.proved[Proof.EXACT] / self.proved.total() if self.proved else None
+
     def as_json(self, verdict: Mapping[str, Json] | None = None) -> dict[str, Any]:
         state, transitions = self.state, counts(self.steps, "transitions/")
         return {
@@ -343,6 +364,7 @@ class Summary:
                 "without_advantage": transitions["without_advantage"],
                 "dropped": counts(self.steps, "dropped/"),
             },
+            "trained_tokens": {"count": self.proved.total(), "exact_share": self.exact_share, "proved": self.proved},
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,

@@ -274,6 +274,21 @@ class TransitionKey(NamedTuple):
     choice: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Recomputed:
+    """What an update saw of a response that it trained on, to be compared with the call as it was recorded."""
+
+    version: int
+    """The policy version that was trained: the one before the update."""
+    digest: str
+    """Of the tokens and sampled log-probabilities that were in the batch (`agl_core.learning.certificate`)."""
+    precision: str
+    """The numbers that sampling and training compute with: float32, bfloat16, …"""
+    logprobs: Logprobs
+    """[T] float32 log-probabilities of the tokens under `version`, as the loss had them: with the temperature of
+    sampling. NaN where a token has no weight in the loss."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
     """The outcome of one transition in one training step. It answers "why did this token get this advantage?"."""
@@ -291,6 +306,8 @@ class TrainingRecord:
     """Its summed token weights in the loss; 0 if dropped."""
     dropped: str | None = None
     """A `DropReason`, or None if it was trained on."""
+    recomputed: Recomputed | None = None
+    """None if it was not trained on, the engine does not bring them back, or the call was pruned."""
 
     @property
     def key(self) -> TransitionKey:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agl_core.cli.screen import Screen
 from agl_core.cli.train import print_summary
+from agl_core.learning.certificate import digest
 from agl_core.training.checkpoints import RunState
 from agl_core.training.metrics import Summary
-from agl_core.types import FinishReason, Reward, Run, Source, Task, ToolResult, ToolStatus, TrainingRecord
+from agl_core.types import FinishReason, Recomputed, Reward, Run, Source, Task, ToolResult, ToolStatus, TrainingRecord
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\r[/x] [bold] [INST] :smile:"
 
@@ -107,6 +110,63 @@ def test_the_rounding_error_of_a_zero_is_zero(run: Any) -> None:
     assert "brief 0 (by brief)" in text
     assert "over 3 rollouts: 0  -0.25" in text, "what is shown alike is shown once"
     assert "e-1" not in text
+
+
+def certified(records: list[Any], **changes: Any) -> list[Any]:
+    """The rollout's second call with five tokens, trained on as they were sampled; `changes` are of the call."""
+    rollout, attempt, first, second, *others = records
+    logprobs = np.array([-0.5, -1.5, -0.25, -2.5, -4.0], np.float32)
+    choice = replace(second.choices[0], response_ids=np.arange(11, 16, dtype=np.int32), logprobs=logprobs)
+    of = digest(second.prompt_ids, choice.response_ids, logprobs)
+    computed = logprobs + np.array([0.0, 1e-5, np.nan, -1e-5, 0.0], np.float32)
+    recomputed = Recomputed(3, of, changes.pop("precision", "float32"), computed + changes.pop("shift", 0.0))
+    choice = replace(choice, **changes.pop("choice", {}))
+    record = replace(others.pop(), recomputed=changes.pop("recomputed", recomputed))
+    return [
+        rollout,
+        attempt,
+        first,
+        replace(second, **{"version": 3, "choices": (choice,), **changes}),
+        *others,
+        record,
+    ]
+
+
+OTHER_IDS = np.array([11, 12, 13, 99, 15], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "proofs"),
+    [
+        ({}, "4 exact"),
+        ({"shift": 0.01}, "4 different"),
+        ({"shift": np.array([0, 0.01, 0, 0, 0], np.float32)}, "3 exact, 1 different"),
+        ({"shift": 0.1, "precision": "bfloat16"}, "4 exact"),
+        ({"shift": -np.inf, "precision": "bfloat16"}, "4 different"),
+        ({"choice": {"response_ids": OTHER_IDS}}, "4 other_tokens"),
+        ({"choice": {"logprobs": np.full(5, -0.5, np.float32)}}, "4 other_tokens"),
+        ({"prompt_ids": OTHER_IDS}, "4 other_tokens"),
+        ({"choice": {"logprobs": None}}, "4 not_sampled"),
+        ({"version": 2}, "4 older_version"),
+        ({"version": 4}, "4 wrong_version"),
+        ({"version": None}, "4 no_version"),
+        ({"recomputed": None}, "5 not_recomputed"),
+    ],
+)  # fmt: skip
+def test_tokens_are_proved_to_be_what_was_sampled_or_are_not(run: Any, changes: dict[str, Any], proofs: str) -> None:
+    run.put(*certified(run.trained(2, "m0"), **changes))
+
+    lines = shown(run, "s2-g0-m0", "--tokens").splitlines()
+
+    _, start = [i for i, line in enumerate(lines) if "tokens trained on" in line]
+    assert lines[start].endswith(f" tokens trained on: {proofs}")
+    rows = [line.split(maxsplit=5) for line in lines[start + 2 : start + 7]]
+    counted = Counter(row[5] for row in rows if row[5] != "not trained on")
+    assert ", ".join(f"{count} {proof}" for proof, count in counted.items()) == proofs
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
+    if not changes:
+        assert rows[1] == ["1", "12", "v3", "-1.50000", "-1.49999", "exact"]
+        assert rows[2] == ["2", "13", "v3", "-0.25000", "nan", "not trained on"]
 
 
 def test_what_is_broken_or_not_seen_whole_is_named(run: Any) -> None:
