@@ -31,7 +31,7 @@ from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser
 from agl_chat.requests import Backend, Generated, Request, Response
 from agl_core.errors import AglError, nearest
-from agl_core.learning.transitions import DISTORTING, distorting
+from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types import FinishReason
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
@@ -148,7 +148,12 @@ class ChatRequest(BaseModel):
     def unknown(self) -> dict[str, Any]:
         """The fields that ask for something and are not honoured here."""
         given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
-        return {name: value for name, value in given.items() if name not in _NOT_SERVED and name not in DISTORTING}
+        return {name: value for name, value in given.items() if name not in (*_NOT_SERVED, *DISTORTING, *FORMATS)}
+
+    @property
+    def grammar(self) -> str | None:
+        """The form that replies must have, if there is one."""
+        return grammar_of({**(self.model_extra or {}), "tools": self.tools, "tool_choice": self.tool_choice})
 
     @property
     def limit(self) -> int | None:
@@ -219,17 +224,12 @@ def _unsupported(what: str, reason: str, param: str) -> ChatError:
 
 
 _TEXT_ALONE = "this engine reads and writes text alone"
-_UNENFORCED = "a format cannot be enforced: ask for it in the prompt, or give the model a tool with this schema"
 _ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_tokens'"
 _OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
 _NOT_SERVED: Mapping[str, tuple[Any, str]] = {
     "stream": (False, "this engine does not stream, but agl's gateway does"),
     "prompt_logprobs": (None, "log-probabilities are returned of responses alone"),
     "functions": ([], "it is the older form of tools. Send 'tools'"),
-    "response_format": ({"type": "text"}, _UNENFORCED),
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None, _UNENFORCED)
-    ),
     "audio": (None, _TEXT_ALONE),
     "modalities": (["text"], _TEXT_ALONE),
     "web_search_options": (None, "it needs OpenAI's own servers. Give the model a tool that searches"),
@@ -303,6 +303,7 @@ class ModelServer:
             top=(chat.top_logprobs or 0) if chat.logprobs else 0,
             stop=stop_at(self.text, stops),
             stops=stops,
+            grammar=chat.grammar,
             model=self.name,
         )
         parser = functools.partial(self.text.parser, prompt.text, chat.shown_tools)

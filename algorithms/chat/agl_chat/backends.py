@@ -8,6 +8,7 @@ servers give log-probabilities at the sampling temperature if they are started s
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class VllmBackend:
             "detokenize": bool(request.stops),
             # The sampled token counts as one of them, even where it is not among the likeliest.
             "logprobs": min(request.top + 1, VLLM_MAX_LOGPROBS) if request.top else 0,
+            **({"structured_outputs": form} if (form := _form(request)) else {}),
         }
         body = {
             "request_id": request.id,
@@ -103,6 +105,7 @@ class SglangBackend:
             "stop": list(request.stops),
             "stop_token_ids": self._end_ids,
             "skip_special_tokens": False,
+            **_sglang_form(_form(request) or {}),
         }
         body = {
             "rid": request.id,
@@ -168,6 +171,37 @@ def _prompt(request: Request) -> list[int]:
 def _sampled(request: Request) -> int:
     """The most tokens that the server may sample."""
     return max(1, request.max_tokens - len(request.forced_ids))
+
+
+def _form(request: Request) -> dict[str, Any] | None:
+    """The form that responses must have, by kind; ChatError if they may be tool calls too: these servers cannot."""
+    form: dict[str, Any] | None = orjson.loads(request.grammar) if request.grammar else None
+    if form and "or_call" in form:
+        raise ChatError(
+            "This model server cannot hold replies to a form where tools are offered. Leave one of them out.",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    return form
+
+
+def _sglang_form(form: Mapping[str, Any]) -> dict[str, Any]:
+    """The form as SGLang names it."""
+    written: dict[str, Any] = {}
+    for kind, value in form.items():
+        match kind:
+            case "json" | "json_object":
+                schema = value if kind == "json" else {"type": "object"}
+                written["json_schema"] = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
+            case "choice":
+                written["regex"] = "|".join(f"({re.escape(text)})" for text in value)
+            case "regex":
+                written["regex"] = value
+            case "grammar":
+                written["ebnf"] = value
+            case _:
+                raise ChatError(f"{kind} is not supported: SGLang has no such form.", param="response_format")
+    return written
 
 
 def _vllm_likeliest(entry: Mapping[str, Any], top: int) -> dict[int, float]:

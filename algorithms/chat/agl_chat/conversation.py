@@ -137,7 +137,7 @@ class ChatText:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self.template = str(tokenizer.get_chat_template())
         self.tool_format: ToolFormat | None = detect_format(self.template)
-        self._thinking = detect_thinking(self.template)
+        self.thinking = detect_thinking(self.template)
         self._in_plain_text = isinstance(self.tool_format, PlainText)
         self.takes_tools = "tools" in self.template or self._in_plain_text
         """True if tools are shown to the model."""
@@ -147,8 +147,8 @@ class ChatText:
             token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)
         }
         markers = {*(self.tool_format.markers if self.tool_format else ())}
-        if self._thinking:
-            markers |= {self._thinking.first, self._thinking.last}
+        if self.thinking:
+            markers |= {self.thinking.first, self.thinking.last}
         added = tokenizer.added_tokens_decoder
         kept = {token for token, text in added.items() if text.content in markers}
         special = {token for token, text in added.items() if text.special}
@@ -217,12 +217,12 @@ class ChatText:
 
     def parser(self, prompt: str, tools: Tools) -> ReplyParser:
         """A parser of one reply to a prompt, which looks for calls if there are tools."""
-        tags, tool_format = self._thinking, self.tool_format if tools else None
+        tags, tool_format = self.thinking, self.tool_format if tools else None
         return ReplyParser(tool_format, tools, tags, is_thinking=bool(tags and prompt.rstrip().endswith(tags.first)))
 
     def forced_prefix(self, prompt: str, tool: str | None) -> str:
         """What the reply to a prompt must start with to call this tool; reasoning that the prompt begins ends first."""
-        tags = self._thinking
+        tags = self.thinking
         end = f"{tags.last}\n\n" if tags and prompt.rstrip().endswith(tags.first) else ""
         return end + (self.tool_format.forced_prefix(tool) if self.tool_format else "")
 

@@ -32,6 +32,8 @@ class Request:
     """Asked after each sampled token, with the response so far: whether it is complete."""
     stops: tuple[str, ...] = ()
     """The strings that `stop` looks for, for an engine that detokenises itself."""
+    grammar: str | None = None
+    """The form that every response must have (`agl_core.learning.transitions.grammar_of`)."""
     model: str = "default"
     """The name of the model that answers."""
 
@@ -43,9 +45,9 @@ class Response:
     ids: Tokens
     """[T] int32, exactly as sampled, the end token included."""
     logprobs: Logprobs
-    """[T] float32, log-softmax(logits / temperature) at each id, over the full vocabulary."""
+    """[T] float32, log-softmax(logits / temperature) at each id, over all tokens that the grammar allows."""
     mask: TokenMask | None
-    """[T] bool, False where a token was forced; None: all sampled."""
+    """[T] bool, False where a token was forced, or the only one that the grammar allows; None: all sampled."""
     finish_reason: FinishReason
     """STOP, LENGTH, or ABORTED by an engine of its own accord."""
     likeliest: tuple[dict[int, float], ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -121,6 +122,32 @@ async def test_what_is_asked_reaches_the_server(path: str) -> None:
     assert sampling.get("max_tokens", sampling.get("max_new_tokens")) == 14
     assert sampling["stop_token_ids"] == [0, 1]
     assert not sampling["skip_special_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("form", "sglang"),
+    [
+        ({"json": {"type": "array"}}, {"json_schema": '{"type":"array"}'}),
+        ({"json_object": True}, {"json_schema": '{"type":"object"}'}),
+        ({"choice": ["a.", "b"]}, {"regex": r"(a\.)|(b)"}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+        ({"or_call": True, "json_object": True}, None),
+    ],
+)
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_the_form_of_replies_is_enforced_by_the_server(
+    path: str, form: dict[str, Any], sglang: dict[str, Any] | None
+) -> None:
+    server = Server(path, [9])
+    if sglang is None:
+        with pytest.raises(ChatError, match="where tools are offered"):
+            await server.ask(grammar=json.dumps(form))
+        return
+    await server.ask(grammar=json.dumps(form))
+    (body,) = server.received
+    expected = sglang if path == SGLANG else {"structured_outputs": form}
+    assert body["sampling_params"].items() >= expected.items()
 
 
 @pytest.mark.parametrize("path", BACKENDS)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agl_core.types import Batch
 from agl_torch.attention import Branch, branch_inputs, follows_branches
+from agl_torch.grammars import unpack
 
 LOGITS_PER_MICRO_BATCH = 2**28
 """Response tokens × vocabulary of one pass: 1 GiB of float32 logits. Bounds memory with large vocabularies."""
@@ -92,7 +93,7 @@ class TokenScores(NamedTuple):
     logprobs_R: Tensor
     """[R] at least float32; carries the gradient."""
     entropy_R: Tensor
-    """[R] of the whole distribution, in nats; no gradient."""
+    """[R] of the distribution over all that is allowed, in nats; no gradient."""
 
 
 def micro_batches(
@@ -160,8 +161,8 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
     )
 
 
-def score(model: Any, micro: MicroBatch) -> TokenScores:
-    """Log-probability and entropy of each response token.
+def score(model: Any, micro: MicroBatch, packed_RW: Tensor | None = None) -> TokenScores:
+    """Log-probability and entropy of each response token, among those that `packed_RW` allows (`grammars.unpack`).
 
     Hidden states are selected before the output layer, so logits exist at response positions only. Where there are
     many, they exist for a part of the positions at a time, and once more in the backward pass: a large vocabulary
@@ -173,11 +174,14 @@ def score(model: Any, micro: MicroBatch) -> TokenScores:
     if 0 < part < len(micro.targets_R):
         hidden_RH, logits_1V = _forward(model, micro, slice(0, 1))
         if torch.equal(head(hidden_RH[:1]), logits_1V):
-            columns = (torch.split(column, part) for column in (hidden_RH, micro.targets_R, micro.temperature_R))
-            scores = [checkpoint(_scores_of, head, *rows, use_reentrant=False) for rows in zip(*columns, strict=True)]
+            columns = [torch.split(column, part) for column in (hidden_RH, micro.targets_R, micro.temperature_R)]
+            packed = [None] * len(columns[0]) if packed_RW is None else torch.split(packed_RW, part)
+            scores = [
+                checkpoint(_scores_of, head, *rows, use_reentrant=False) for rows in zip(*columns, packed, strict=True)
+            ]
             return TokenScores(*(torch.cat(column) for column in zip(*scores, strict=True)))
     _, logits_RV = _forward(model, micro, slice(None))
-    return _scores(logits_RV, micro.targets_R, micro.temperature_R)
+    return _scores(logits_RV, micro.targets_R, micro.temperature_R, packed_RW)
 
 
 def _forward(model: Any, micro: MicroBatch, positions: slice) -> tuple[Tensor, Tensor]:
@@ -196,12 +200,16 @@ def _forward(model: Any, micro: MicroBatch, positions: slice) -> tuple[Tensor, T
     return hidden[0], logits
 
 
-def _scores_of(head: Any, hidden_RH: Tensor, targets_R: Tensor, temperature_R: Tensor) -> TokenScores:
-    return _scores(head(hidden_RH), targets_R, temperature_R)
+def _scores_of(
+    head: Any, hidden_RH: Tensor, targets_R: Tensor, temperature_R: Tensor, packed_RW: Tensor | None
+) -> TokenScores:
+    return _scores(head(hidden_RH), targets_R, temperature_R, packed_RW)
 
 
-def _scores(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor) -> TokenScores:
+def _scores(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor, packed_RW: Tensor | None) -> TokenScores:
     logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature_R[:, None]
+    if packed_RW is not None:
+        logits_RV = logits_RV.masked_fill(~unpack(packed_RW, logits_RV.shape[1]), -torch.inf)
     normalizer_R = torch.logsumexp(logits_RV, dim=-1)
     logprobs_R = logits_RV.gather(-1, targets_R[:, None])[:, 0] - normalizer_R
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch import attention
+from agl_torch.grammars import Grammars
 
 if TYPE_CHECKING:
     from agl_torch.trainer import PolicyTrainer
@@ -54,6 +56,11 @@ class LoadedModel:
     def size(self) -> int:
         """How many weights it has."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Of its replies."""
+        return Grammars(self.tokenizer, self.eos_ids, self.vocabulary)
 
     @property
     def vocabulary(self) -> int:

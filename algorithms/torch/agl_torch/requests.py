@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agl_chat.requests import Request, Response
 from agl_core.types import FinishReason, Tokens
+from agl_torch.grammars import Constraint
 
 
 @dataclass(slots=True)
@@ -54,6 +55,10 @@ class Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[dict[int, float]] = field(default_factory=list)
+    constraint: Constraint | None = None
+    """Of a response that must have a form."""
+    unchosen: list[int] = field(default_factory=list)
+    """Positions of tokens that were forced, or the only ones that the grammar allows."""
     finish_reason: FinishReason | None = None
     started: bool = False
 
@@ -78,11 +83,12 @@ class Row:
     def response(self) -> Response:
         """The finished row's response."""
         assert self.finish_reason is not None
-        forced = len(self.request.forced_ids)
+        mask = np.ones(len(self.ids), np.bool_)
+        mask[self.unchosen] = False
         return Response(
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
-            mask=np.arange(len(self.ids)) >= forced if forced else None,
+            mask=mask if self.unchosen else None,
             likeliest=tuple(self.likeliest),
             finish_reason=self.finish_reason,
         )

@@ -7,6 +7,7 @@ responses makes `n` rows.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from agl_chat.requests import Generated, Request
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
+from agl_torch.grammars import Constraint, Grammars, unpack
 from agl_torch.loading import LoadedModel
 from agl_torch.requests import Counters, Job, Row, Uniforms, choose
 
@@ -57,6 +59,7 @@ class Sampler:
         self.counters = Counters()
         self.version = 0
         """The version of the weights, which each generation is marked with."""
+        self._loaded = loaded
         self._model, self._device, self._eos_ids = loaded.model, loaded.device, loaded.eos_ids
         self._context = loaded.context_length
         self._max_rows, self._prefill_tokens, self._deterministic = max_rows, prefill_tokens, deterministic
@@ -85,6 +88,10 @@ class Sampler:
         return not self._active and not self._waiting
 
     @property
+    def grammars(self) -> Grammars:
+        return self._loaded.grammars
+
+    @property
     def cache_nbytes(self) -> int:
         return self._cache.nbytes
 
@@ -94,7 +101,10 @@ class Sampler:
         return self._cache.slots_at(capacity) * capacity * self._cache.bytes_per_token
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineError if its prompt leaves no room for a response."""
+        """Queue a request.
+
+        Raises EngineError if its prompt leaves no room for a response, ChatError if its grammar cannot be enforced.
+        """
         length = len(request.prompt_ids)
         if not 0 < length < self._context:
             raise EngineError(
@@ -104,6 +114,9 @@ class Sampler:
         job = Job(request)
         limit = min(request.max_tokens, self._context - length)
         job.rows = [Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
+        if request.grammar is not None:
+            for row in job.rows:
+                row.constraint = self.grammars.start(request.grammar, request.prompt_ids)
         self._waiting.extend(job.rows)
 
     @torch.inference_mode()
@@ -266,6 +279,7 @@ class Sampler:
 
     def _append(self, slots: NDArray[np.int64], logits_BV: Tensor) -> None:
         rows = [self._active[slot] for slot in slots]
+        self._constrain(rows, logits_BV)
         ids_B, logprobs_B, logprobs_BV = choose(
             logits_BV,
             self._tensor([row.request.temperature for row in rows], torch.float32),
@@ -278,14 +292,34 @@ class Sampler:
         for place, row in enumerate(rows):
             if row.request.top:
                 best = logprobs_BV[place].topk(min(row.request.top, logprobs_BV.shape[1]))
-                row.likeliest.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+                likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                row.likeliest.append({token: logprob for token, logprob in likeliest if logprob > -math.inf})
+        advancing: list[tuple[Constraint, int]] = []
         for row, slot, token, logprob in zip(rows, slots, ids_B.tolist(), logprobs_B.tolist(), strict=True):
             forced = len(row.ids) < len(row.request.forced_ids)
+            if forced:
+                row.unchosen.append(len(row.ids))
             self._cache.tokens[slot, len(row)] = token
             row.ids.append(token)
             row.logprobs.append(logprob)
             row.finish_reason = self._finish_reason(row, token, forced)
+            if row.constraint is not None and row.finish_reason is None:
+                advancing.append((row.constraint, token))
+        if advancing:
+            self.grammars.advance(advancing)
         self.counters.decoded += len(rows)
+
+    def _constrain(self, rows: Sequence[Row], logits_BV: Tensor) -> None:
+        """Let these rows, where they have a grammar, choose among the tokens that it allows."""
+        places = [place for place, row in enumerate(rows) if row.constraint is not None]
+        if not places:
+            return
+        packed = np.stack([row.constraint.allowed for row in rows if row.constraint is not None])
+        for place, choices in zip(places, np.bitwise_count(packed).sum(1), strict=True):
+            if choices == 1:
+                rows[place].unchosen.append(len(rows[place].ids))
+        allowed = unpack(torch.from_numpy(packed).to(self._device), logits_BV.shape[1])
+        logits_BV[places] = logits_BV[places].masked_fill(~allowed, -math.inf)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)

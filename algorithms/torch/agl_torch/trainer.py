@@ -112,7 +112,7 @@ class PolicyTrainer:
         self.optimizer.training_step = batch.step
 
         def loss_of(micro: MicroBatch, token_weights_R: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-            scores, tokens_R = score(model, micro), micro.tokens_R
+            scores, tokens_R = score(model, micro, self.allowed(prepared.batch, micro)), micro.tokens_R
             if once:
                 old_R[tokens_R] = scores.logprobs_R.detach()
             behaviour_R = samples.behaviour_R[tokens_R]
@@ -164,9 +164,21 @@ class PolicyTrainer:
         logprobs_R = torch.zeros(int(batch.response_offsets[-1]), dtype=self._precision, device=self._loaded.device)
         with torch.no_grad():
             for micro in micro_batches(batch, chosen, self._limits, self._loaded.device):
-                logprobs_R[micro.tokens_R] = score(model, micro).logprobs_R
+                logprobs_R[micro.tokens_R] = score(model, micro, self.allowed(batch, micro)).logprobs_R
                 work.advance(micro.tokens, 1)
         return logprobs_R
+
+    def allowed(self, batch: Batch, micro: MicroBatch) -> Tensor | None:
+        """[R, W] what the grammar of each response allowed at its tokens, packed; None if none has a grammar."""
+        chosen = micro.transitions_n.tolist()
+        if not any(batch.grammar_N[chosen]):
+            return None
+        grammars, masks = self._loaded.grammars, []
+        for i in chosen:
+            start, prompt, end = batch.offsets[i], batch.prompt_lengths_N[i], batch.offsets[i + 1]
+            ids = batch.tokens_T[start:end]
+            masks.append(grammars.masks(batch.grammar_N[i], ids[:prompt], ids[prompt:]))
+        return torch.from_numpy(np.concatenate(masks)).to(self._loaded.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that later updates depend on; tensors and plain values only."""

@@ -99,7 +99,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._progress = progress
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         trainable = min(self.context_length, fits)
-        usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer))
+        usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer), grammars=False)
         samples = samples_of(usable.batch)
         prepared = None
         if not isinstance(self._algorithm, NativeOptions) and not self._algorithm.needs_critic:

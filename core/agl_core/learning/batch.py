@@ -236,6 +236,7 @@ def _batch(rows: Sequence[_CreditedTransition], kind: CreditKind, step: int) -> 
         keys=tuple(t.key for t in transitions),
         weight_N=np.array([row.weight for row in rows], np.float64),
         sampled_N=np.array([t.logprobs is not None for t in transitions], np.bool_),
+        grammar_N=np.array([t.grammar for t in transitions], np.object_),
         step=step,
     )
 
@@ -256,12 +257,15 @@ class Usable:
     """[N] why each is not among the M."""
 
 
-def filter_trainable(batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None) -> Usable:
+def filter_trainable(
+    batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None, grammars: bool = True
+) -> Usable:
     """Drop what cannot be trained on; its rewards of one step go to the calls before it.
 
-    Without a model's limits, only what no model could be trained on is dropped.
+    Without a model's limits, only what no model could be trained on is dropped. `grammars` says whether the engine
+    knows which tokens the grammar of a response allowed.
     """
-    dropped = unusable(batch, context_length=context_length, vocabulary=vocabulary)
+    dropped = unusable(batch, context_length=context_length, vocabulary=vocabulary, grammars=grammars)
     places = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
     if batch.kind is CreditKind.REWARD and len(places) < len(batch):
         # The last call of a long episode may be among those; its reward is a consequence of the calls before it.
@@ -276,13 +280,14 @@ def filter_trainable(batch: Batch, *, context_length: int | None = None, vocabul
 
 
 def unusable(
-    batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None
+    batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None, grammars: bool = True
 ) -> tuple[DropReason | None, ...]:
     """[N] why each transition cannot be trained on, or None.
 
     - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
     - no unmasked token: FULLY_MASKED;
     - longer than the model's context: TOO_LONG;
+    - sampled under a grammar that the engine does not know: CONSTRAINED;
     - a log-probability of an unmasked token (unless it is not known), credited value, weight or temperature that
       is not finite, a temperature that is not positive, a weight below 0, a token id the model does not have:
       NON_FINITE.
@@ -306,9 +311,16 @@ def unusable(
             (batch.response_lengths_N == 0) | (batch.prompt_lengths_N == 0),
             _counts(batch.mask_R, batch.response_offsets) == 0,
             too_long_N,
+            (batch.grammar_N != None) & (not grammars),  # noqa: E711, by element
             broken,
         ],
-        [DropReason.EMPTY_RESPONSE, DropReason.FULLY_MASKED, DropReason.TOO_LONG, DropReason.NON_FINITE],
+        [
+            DropReason.EMPTY_RESPONSE,
+            DropReason.FULLY_MASKED,
+            DropReason.TOO_LONG,
+            DropReason.CONSTRAINED,
+            DropReason.NON_FINITE,
+        ],
         default="",
     )
     return tuple(DropReason(reason) if reason else None for reason in reasons.tolist())

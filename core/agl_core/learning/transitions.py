@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -147,6 +148,7 @@ def _transition(
         tool_results=tool_results,
         parent_span=call.parent_span,
         distorted=is_distorted(call, mode),
+        grammar=grammar_of(call.request),
         state=call.state,
         tools=tools_of(call),
         had_to_call=call.request.get("tool_choice") not in (None, "auto", "none"),
@@ -194,6 +196,41 @@ def distorting(request: Mapping[str, Json]) -> Iterator[str]:
     ['top_k']
     """
     return (name for name, same in _NEUTRAL.items() if request.get(name) is not None and request[name] not in same)
+
+
+GUIDED = ("json", "regex", "choice", "grammar")
+FORMATS = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in GUIDED))
+"""Request fields that say what form a reply must have: OpenAI's, and those of vLLM, new and old."""
+
+
+def grammar_of(request: Mapping[str, Json]) -> str | None:
+    """The form that replies to a request must have, as JSON; None if any will do.
+
+    It is vLLM's `structured_outputs`: one of json_object, json, regex, choice, grammar; with "or_call", a reply may be
+    a tool call instead. A reply that has to be a tool call has no other form. Whether a model server can enforce it is
+    not checked.
+
+    >>> grammar_of({"response_format": {"type": "json_object"}, "tools": [{"type": "function"}]})
+    '{"json_object": true, "or_call": true}'
+    """
+    if request.get("tool_choice") not in (None, "auto", "none"):
+        return None
+    given = request.get("structured_outputs")
+    form = dict(given) if isinstance(given, Mapping) else {}
+    form |= {kind: request[f"guided_{kind}"] for kind in GUIDED if request.get(f"guided_{kind}")}
+    given = request.get("response_format")
+    wanted = given if isinstance(given, Mapping) else {}
+    kind = wanted.get("type")
+    if kind == "json_schema":
+        described = wanted.get(kind)
+        schema = described.get("schema") if isinstance(described, Mapping) else None
+        form |= {"json_object": True} if schema is None else {"json": schema}
+    elif kind not in (None, "text"):
+        form[str(kind)] = True
+    if not form:
+        return None
+    or_call = {"or_call": True} if request.get("tools") and request.get("tool_choice") != "none" else {}
+    return json.dumps(form | or_call, ensure_ascii=False)
 
 
 def join_tool_results(

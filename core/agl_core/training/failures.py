@@ -47,6 +47,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
     DropReason.NON_FINITE: "Look for NaN in the algorithm's advantages and loss, and in recorded log-probabilities.",
     DropReason.TRUNCATED: "Raise sampling.max_tokens, or set train.truncated to 'keep'.",
+    DropReason.CONSTRAINED: "Let the agent ask in its prompt for the form of replies, or train by the torch engine.",
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
 """Advice for each reason that keeps rollouts from being trained on."""

@@ -49,6 +49,9 @@ class Batch:
     sampled_N: NDArray[np.bool_] = field(default_factory=lambda: np.ones(0, np.bool_))
     """True if the log-probabilities are known; by default of all. Where not, an engine takes the policy's own from
     before the update for them, so that importance weights are 1."""
+    grammar_N: NDArray[np.object_] = field(default_factory=lambda: np.ones(0, np.object_))
+    """The form that each response had to have (`agl_core.learning.transitions.grammar_of`), or None; by default none
+    had to. Log-probabilities are then those among the tokens that this form allows."""
     step: int = 0
     """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
 
@@ -57,6 +60,8 @@ class Batch:
             object.__setattr__(self, "weight_N", np.ones(len(self)))
         if not len(self.sampled_N):
             object.__setattr__(self, "sampled_N", np.ones(len(self), np.bool_))
+        if not len(self.grammar_N):
+            object.__setattr__(self, "grammar_N", np.full(len(self), None))
 
     def __len__(self) -> int:
         return len(self.keys)

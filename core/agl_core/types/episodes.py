@@ -55,6 +55,9 @@ class Transition:
     parent_span: str | None = None
     distorted: bool = False
     """It was drawn from another distribution than that of `logprobs` (`agl_core.learning.transitions`)."""
+    grammar: str | None = None
+    """The form that the model server had to give the response (`agl_core.learning.transitions.grammar_of`), if any.
+    Its log-probabilities are those among the tokens that this form allowed."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
     tools: tuple[Mapping[str, Json], ...] = ()

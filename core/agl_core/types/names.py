@@ -144,6 +144,8 @@ class DropReason(StrEnum):
     """Longer than the engine can train on."""
     DISTORTED = "distorted"
     """It was drawn from another distribution than its log-probabilities are of: `top_p`, penalties, temperature 0."""
+    CONSTRAINED = "constrained"
+    """It had to have a form (a JSON schema, say), and the engine's training pass does not know what this allowed."""
     NO_REWARD = "no_reward"
     """A rollout that was opened from outside and of which no rule had anything to say: what is missing is not 0."""
     ABORTED = "aborted"

@@ -239,6 +239,10 @@ def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
     )
     assert unusable(batch, context_length=8, vocabulary=1000) == expected
     assert unusable(batch, context_length=9, vocabulary=19)[2:5] == (None, DropReason.NON_FINITE, DropReason.NON_FINITE)
+    batch.grammar_N[[2, 4]] = '{"json_object": true}'
+    assert unusable(batch, context_length=8)[2:] == expected[2:]
+    held = unusable(batch, context_length=8, vocabulary=1000, grammars=False)
+    assert held == (*expected[:4], DropReason.CONSTRAINED, expected[5])
     usable = filter_trainable(batch, context_length=8, vocabulary=1000)
     assert usable.places.tolist() == [4]
     assert usable.dropped == expected

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
+from agl_core.learning.transitions import grammar_of
 from agl_core.testing import episodes as make
 from agl_core.types import Ending, Episode
 
@@ -45,6 +47,27 @@ def test_only_what_counts_is_in_the_episode_and_each_once() -> None:
     assert [(t.key.call, t.turn) for t in episode.transitions] == [("r-c0", 0), ("r-c2", 1), ("r-c3", 2)]
     assert [(t.key.call, t.turn) for t in episode.undelivered] == [("r-c6", 3)]
     assert episode.ending is Ending.TIMED_OUT
+
+
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "form"),
+    [
+        ({"response_format": {"type": "text"}, "guided_regex": ""}, None),
+        ({"response_format": JSON_SCHEMA}, '{"json": {"b": 1, "a": 2}}'),
+        ({"response_format": {"type": "json_schema"}, "tool_choice": "auto"}, '{"json_object": true}'),
+        ({"structured_outputs": {"choice": ["é"]}, "tools": [], "tool_choice": "none"}, '{"choice": ["é"]}'),
+        ({"guided_json": "{}", "tools": [{}]}, '{"json": "{}", "or_call": true}'),
+        ({"response_format": {"type": "json_object"}, "tools": [{}], "tool_choice": "required"}, None),
+        ({"response_format": "json", "structured_outputs": 3}, None),
+    ],
+)  # fmt: skip
+def test_the_form_that_a_reply_must_have_is_the_transitions(request_: dict[str, Any], form: str | None) -> None:
+    assert grammar_of(request_) == form
+    (transition,) = build_episode(make.rollout(), make.attempt(), [make.call(0, request=request_)]).transitions
+    assert transition.grammar == form
 
 
 def test_what_a_call_says_of_its_sampling_is_kept() -> None:

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from agl_core.learning.transitions import grammar_of
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import FinishReason, Mode
@@ -204,6 +205,7 @@ async def test_what_is_asked_is_translated(stack: Stack, name: str) -> None:
         assert {k: v for k, v in body.items() if k not in GATEWAYS} == {**forwarded, "invented": {"x": 1}, "top_k": 5}
         call = (await stack.calls(key))[-1]
         assert call.request.get("tools") == forwarded.get("tools")
+        assert grammar_of(call.request) == grammar_of(forwarded), "training reads the form of a reply there"
         requested = call.requested
         assert (requested.temperature, requested.top_p, requested.seed, requested.max_tokens) == (0.3, 0.9, 5, 77)
     await ask(stack, await stack.lease(), name, {"top_k": 5})

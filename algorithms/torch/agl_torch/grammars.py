@@ -1,0 +1,199 @@
+"""Replies of a given form: which tokens a grammar allows next, while a reply is sampled and when it is trained on.
+
+A request's format (a JSON schema, a regular expression, choices, a grammar) is about the content of a reply. Reasoning
+before it is free, and so is a tool call instead of it, where tools are offered. The policy of such a reply is the
+model's distribution over the allowed tokens: its log-probabilities are normalised over these alone, and a token that
+was the only one allowed is no decision.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_chat.conversation import ChatError, ChatText
+from agl_core.types import Tokens
+
+if TYPE_CHECKING:  # Importing it takes a while, and few runs need it.
+    import llguidance
+
+MAX_KEPT = 256
+"""Compiled grammars."""
+_JSON = {"whitespace_pattern": r" |\n( {0,32}|\t{0,8})"}
+"""A space, or a new line and its indentation: with any space allowed, a poor policy fills its token limit with it."""
+_TAIL = 16
+"""Prompt tokens in which the tag that begins reasoning is looked for."""
+
+PackedMask = NDArray[np.uint8]
+"""[W] bytes: bit i % 8 of byte i // 8 says whether token i is allowed."""
+
+
+class Constraint:
+    """One reply under its grammar, as far as it is sampled."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
+        self._matcher, self._width = matcher, -(-vocabulary // 8)
+        self._allowed = self._mask()
+        self.pending: Future[None] | None = None
+        """Computes the next mask."""
+
+    @property
+    def allowed(self) -> PackedMask:
+        """The tokens that may come next."""
+        if self.pending is not None:
+            self.pending.result()
+        return self._allowed
+
+    def accept(self, token: int) -> bool:
+        """Go on by an allowed token; False if the grammar does not allow it."""
+        accepted: bool = self._matcher.consume_token(token)
+        self._allowed = self._mask()
+        return accepted
+
+    def _mask(self) -> PackedMask:
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: self._width]
+
+
+class Grammars:
+    """The grammars of one model's replies: JSON as `agl_core.learning.transitions.grammar_of` gives it.
+
+    `vocabulary` is how many logits the model has. Compiled grammars are kept; compiling may take long, and any thread
+    may do it.
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int], vocabulary: int) -> None:
+        self._text, self._tokenizer = ChatText(tokenizer, frozenset(eos_ids)), tokenizer
+        self._vocabulary = vocabulary
+        self._thread = ThreadPoolExecutor(1, "agl-grammars")
+        self._compiled: Callable[[str, bool], llguidance.LLMatcher] = functools.lru_cache(MAX_KEPT)(self._compile)
+
+    def check(self, grammar: str) -> None:
+        """Raises ChatError for one that cannot be enforced, with the reason."""
+        for is_thinking in (False, True):
+            self._compiled(grammar, is_thinking)
+
+    def start(self, grammar: str, prompt_ids: Tokens) -> Constraint:
+        """A reply to this prompt."""
+        tags = self._text.thinking
+        tail = self._text.decode(prompt_ids[-_TAIL:].tolist()) if tags else ""
+        is_thinking = tags is not None and tail.rstrip().endswith(tags.first)
+        return Constraint(self._compiled(grammar, is_thinking).deep_copy(), self._vocabulary)
+
+    def advance(self, sampled: Sequence[tuple[Constraint, int]]) -> None:
+        """Go on by a token each, on a thread: the model can compute the logits of the next one meanwhile."""
+
+        def accept_all() -> None:
+            for constraint, token in sampled:
+                constraint.accept(token)
+
+        pending = self._thread.submit(accept_all)
+        for constraint, _ in sampled:
+            constraint.pending = pending
+
+    def masks(self, grammar: str | None, prompt_ids: Tokens, response_ids: Tokens) -> NDArray[np.uint8]:
+        """[T, W] what was allowed at each token of a response.
+
+        All tokens, if there is no grammar, or the response does not follow it: its model server did not enforce it.
+        """
+        every = np.full((len(response_ids), -(-self._vocabulary // 8)), 255, np.uint8)
+        if grammar is None:
+            return every
+        constraint, rows = self.start(grammar, prompt_ids), []
+        for token in response_ids.tolist():
+            rows.append(constraint.allowed)
+            if not constraint.accept(token):
+                return every
+        return np.stack(rows)
+
+    def _compile(self, grammar: str, is_thinking: bool) -> llguidance.LLMatcher:
+        import llguidance
+
+        try:
+            matcher = llguidance.LLMatcher(self._tokens, self._whole(json.loads(grammar), is_thinking), log_level=0)
+            error = matcher.get_error()
+        except (ValueError, TypeError, KeyError) as unreadable:
+            error = str(unreadable)
+        if error:
+            raise ChatError(
+                f"The reply's format cannot be enforced: {error.strip().splitlines()[0]}. Ask for a simpler one.",
+                param="response_format",
+                code="invalid_value",
+            )
+        return matcher
+
+    def _whole(self, form: dict[str, Any], is_thinking: bool) -> str:
+        """A grammar of the whole reply, for llguidance: reasoning, and what the form says or a tool call."""
+        or_call = form.pop("or_call", False)
+        content = _content(form)
+        tags, tool_format = self._text.thinking, self._text.tool_format if or_call else None
+        if tags is None and tool_format is None:
+            return json.dumps({"grammars": [content]})
+        lines = ["TEXT: /(?s:.+)/", r"SPACE: /[ \n]{0,4}/"]
+        start = "@content"
+        if tool_format is not None:
+            marks = [self._literal(mark) for mark in tool_format.markers]
+            lines.append(f"call: {self._literal(tool_format.forced_prefix(None))} ({' | '.join(['TEXT', *marks])})*")
+            start = "(@content | call)"
+        if tags is not None:
+            end = self._literal(tags.last)
+            thought = f"reasoning: {'TEXT? ' + end}" if end.startswith("<") else f"reasoning[suffix={end}]: /(?s:.*)/"
+            lines.append(thought)
+            first = "reasoning SPACE" if is_thinking else f"({self._literal(tags.first)} reasoning SPACE)?"
+            start = f"{first} {start}"
+        top = "\n".join([f"start: {start}", *lines])
+        return json.dumps({"grammars": [{"lark_grammar": top}, {**content, "name": "content"}]})
+
+    def _literal(self, text: str) -> str:
+        """A text in Lark's syntax. Special tokens have no text there, but a number."""
+        parts, plain = [], ""
+        for token in self._text.encode(text):
+            if self._tokens.is_special_token(token):
+                parts += [json.dumps(plain)] if plain else []
+                parts, plain = [*parts, f"<[{token}]>"], ""
+            else:
+                plain = text if not parts else plain + self._text.piece(token)
+        return " ".join(parts + ([json.dumps(plain)] if plain else []))
+
+    @functools.cached_property
+    def _tokens(self) -> llguidance.LLTokenizer:
+        """Raises ValueError for a tokenizer that is not one of Hugging Face's fast ones."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=sorted(self._text.eos_ids))
+
+
+def _content(form: dict[str, Any]) -> dict[str, Any]:
+    """The grammar of one form, for llguidance. ValueError if there is no such form."""
+    import llguidance
+
+    kinds = [kind for kind in form if form[kind] not in (None, False)]
+    if len(kinds) != 1:
+        raise ValueError(f"it has to be one form, and is {', '.join(kinds) or 'none'}")
+    (kind,) = kinds
+    value = form[kind]
+    if kind in ("json", "json_object"):
+        schema = {"type": "object"} if kind == "json_object" else json.loads(value) if isinstance(value, str) else value
+        return {"json_schema": {**schema, "x-guidance": _JSON}}
+    if kind == "choice":
+        return {"lark_grammar": "start: " + " | ".join(map(json.dumps, value))}
+    if kind == "grammar":
+        return {"lark_grammar": llguidance.grammar_from("grammar", value)}
+    if kind == "regex":
+        (grammar,) = json.loads(llguidance.LLMatcher.grammar_from_regex(value))["grammars"]
+        return {"lark_grammar": grammar["lark_grammar"]}
+    raise ValueError(f"'{kind}' is none that is known here: json_object, json, regex, choice, grammar")
+
+
+def unpack(packed_BW: Tensor, vocabulary: int) -> Tensor:
+    """[B, V] bool, of packed masks [B, W]: which tokens are allowed."""
+    bits = torch.arange(8, dtype=torch.uint8, device=packed_BW.device)
+    allowed: Tensor = ((packed_BW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocabulary]
+    return allowed
