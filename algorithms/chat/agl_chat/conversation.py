@@ -21,8 +21,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from agl_chat.formats import Message, Parsed, PlainText, ToolFormat, Tools, detect_format, in_plain_text
-from agl_chat.parsing import ReplyParser, detect_thinking
+from agl_chat.formats import Message, Parsed, ToolFormat, Tools
+from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
+from agl_chat.plain_text import PlainText, in_plain_text
 from agl_core.errors import ServerError
 from agl_core.types import PrefixBreak, RecordedReply, TokenizedReply, Tokens
 from agl_core.types.forms import parse_if_json

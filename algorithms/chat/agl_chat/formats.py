@@ -1,18 +1,4 @@
-"""How models write tool calls: one small class per format, chosen by the model's own chat template.
-
-A template that knows no tools gets them in plain text, as ReAct's lines in ordinary messages:
-
-    system     You can use these tools:
-               calculator(expression: string) - Work out a sum.
-               To use one, write a line like this, and nothing after it:
-               Action: calculator {"expression": …}
-               The next message is its result, after "Observation:".
-    user       What is 12 + 30?
-    assistant  Action: calculator {"expression": "12 + 30"}
-    user       Observation: 42
-
-A model that was never trained on this rarely writes such a line by itself: show it a few first, by imitation.
-"""
+"""How models write tool calls: one small class per format, chosen by the model's own chat template."""
 
 from __future__ import annotations
 
@@ -28,61 +14,6 @@ from agl_core.types.forms import without_halves
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 """The `tools` of a chat request."""
-
-ACTION, OBSERVATION = "Action:", "Observation:"
-
-
-def in_plain_text(messages: Sequence[Message], tools: Tools | None) -> list[Message]:
-    """The conversation without tools: they are in the system message, calls and results in the text of the others."""
-    texts: list[Message] = []
-    for message, before in zip(messages, [None, *messages], strict=False):
-        text = _message_in_text(message)
-        if before and before["role"] == message["role"] == "tool":  # Some templates refuse two of a user's in a row.
-            text = {**text, "content": f"{texts.pop()['content']}\n{text['content']}"}
-        texts.append(text)
-    if tools:
-        shown = _tools_in_text([tool["function"] for tool in tools])
-        if texts and texts[0]["role"] == "system":
-            texts[0] = {**texts[0], "content": f"{texts[0]['content']}\n\n{shown}"}
-        else:
-            texts.insert(0, {"role": "system", "content": shown})
-    return texts
-
-
-def _message_in_text(message: Message) -> Message:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"{OBSERVATION} {message['content']}"}
-    lines = [message["content"]] if message["content"] else []
-    for call in message.get("tool_calls", ()):
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        lines.append(f"{ACTION} {call['function']['name']} {arguments}")
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join(lines)}
-
-
-def _tools_in_text(functions: Sequence[Mapping[str, Any]]) -> str:
-    example = ", ".join(f'"{name}": …' for name in _properties(functions[0]))
-    return "\n".join(
-        [
-            "You can use these tools:",
-            *map(_signature, functions),
-            "To use one, write a line like this, and nothing after it:",
-            f"{ACTION} {functions[0]['name']} {{{example}}}",
-            f'The next message is its result, after "{OBSERVATION}".',
-        ]
-    )
-
-
-def _signature(function: Mapping[str, Any]) -> str:
-    parameters = [f"{name}: {schema.get('type', 'any')}" for name, schema in _properties(function).items()]
-    description = function.get("description")
-    return f"{function['name']}({', '.join(parameters)})" + (f" - {description}" if description else "")
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (function.get("parameters") or {}).get("properties") or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +140,7 @@ class Hermes(Tagged):
         return "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        return [_call(_one_json(body.strip()))]
+        return [json_call(one_json(body.strip()))]
 
     def forced_prefix(self, tool: str | None) -> str:
         return self.markers[0] + '\n{"name": "' + ("" if tool is None else f'{tool}", "arguments":')
@@ -285,7 +216,7 @@ class DeepSeek(Tagged):
         call = self._CALL.fullmatch(body)
         if call is None:
             raise MalformedError(f"the tool call has no name and arguments at {self.markers[2]}")
-        return [_call({"name": call[1], "arguments": _one_json(call[2].strip())})]
+        return [json_call({"name": call[1], "arguments": one_json(call[2].strip())})]
 
     def forced_prefix(self, tool: str | None) -> str:
         return self._PREFIX + ("" if tool is None else f"{tool}{self.markers[2]}{{")
@@ -320,10 +251,10 @@ class Mistral(ToolFormat):
         return [content], bodies
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        values = _one_json(body.strip())
+        values = one_json(body.strip())
         if not isinstance(values, list) or not values:
             raise MalformedError("the tool calls are no JSON array of calls")
-        return map(_call, values)
+        return map(json_call, values)
 
     def forced_prefix(self, tool: str | None) -> str:
         return '[TOOL_CALLS][{"name": "' + ("" if tool is None else f'{tool}", "arguments":')
@@ -343,7 +274,7 @@ class MistralNamed(Mistral):
         call = self._CALL.fullmatch(body)
         if call is None:
             raise MalformedError("the tool call is no NAME[ARGS]{…}")
-        return [_call({"name": call[1], "arguments": _one_json(call[2].strip())})]
+        return [json_call({"name": call[1], "arguments": one_json(call[2].strip())})]
 
     def forced_prefix(self, tool: str | None) -> str:
         return "[TOOL_CALLS]" + ("" if tool is None else f"{tool}[ARGS]{{")
@@ -380,56 +311,10 @@ class LlamaJson(ToolFormat):
         return ([""], [body]) if self._OBJECT.match(body) else ([text], [])
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        return [_call(value, "parameters", "arguments") for value in _json_values(body)]
+        return [json_call(value, "parameters", "arguments") for value in _json_values(body)]
 
     def forced_prefix(self, tool: str | None) -> str:
         return '{"name": "' + ("" if tool is None else f'{tool}", "parameters":')
-
-
-class PlainText(ToolFormat):
-    """`Action: NAME {…}` on a line of its own, several lines for parallel calls: where the template knows no tools.
-
-    How tools, calls and results are shown to the model is at the top of this file.
-    """
-
-    name = "plain_text"
-    _LINE = re.compile(f"^{ACTION}(.*)$", re.MULTILINE)
-
-    def detect(self, template: str) -> bool:
-        return "tool" not in template
-
-    def find_call(self, text: str, start: int) -> tuple[int, bool]:
-        line = self._LINE.search(text, start)
-        last = text.rfind("\n") + 1
-        may_begin = last >= start and ACTION.startswith(text[last:])
-        return (line.start(), True) if line else (last if may_begin else len(text), False)
-
-    def split(self, text: str) -> tuple[list[str], list[str]]:
-        pieces = self._LINE.split(text)
-        return pieces[::2], pieces[1::2]
-
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        name, _, arguments = body.strip().partition(" ")
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
-        return [_call({"name": name, "arguments": _one_json(arguments.strip())})]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return f"{ACTION} " + ("" if tool is None else f"{tool} {{")
-
-
-FORMATS: tuple[ToolFormat, ...] = (
-    Hermes(), QwenXml(), Glm(), DeepSeek(), DeepSeekFenced(), Mistral(), MistralNamed(), LlamaJson(), PlainText()
-)  # fmt: skip
-
-
-def detect_format(template: str) -> ToolFormat | None:
-    """The format in which a chat template writes tool calls, or None.
-
-    >>> detect_format("{{ '<tool_call>' }}").name
-    'hermes'
-    """
-    return next((candidate for candidate in FORMATS if candidate.detect(template)), None)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -439,7 +324,8 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _one_json(text: str) -> Any:
+def one_json(text: str) -> Any:
+    """The only JSON value in a text. Raises MalformedError."""
     values = _json_values(text)
     if len(values) > 1:
         raise MalformedError("more than one JSON value in one tool call")
@@ -464,8 +350,8 @@ def _json_values(text: str) -> list[Any]:
         position = len(text) - len(rest[1:].lstrip())
 
 
-def _call(value: Any, *keys: str) -> ToolCall:
-    """A call that is JSON; `keys` are those that its arguments may have."""
+def json_call(value: Any, *keys: str) -> ToolCall:
+    """A call that is JSON; `keys` are those that its arguments may have. Raises MalformedError."""
     if not isinstance(value, dict):
         raise MalformedError("the tool call is no JSON object")
     if not isinstance(value.get("name"), str) or not value["name"]:

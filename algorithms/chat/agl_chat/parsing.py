@@ -5,7 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from agl_chat import formats
 from agl_chat.formats import Parsed, ToolFormat, Tools, find_mark
+from agl_chat.plain_text import PlainText
+
+FORMATS: tuple[ToolFormat, ...] = (
+    formats.Hermes(), formats.QwenXml(), formats.Glm(), formats.DeepSeek(), formats.DeepSeekFenced(), formats.Mistral(),
+    formats.MistralNamed(), formats.LlamaJson(), PlainText(),
+)  # fmt: skip
+
+
+def detect_format(template: str) -> ToolFormat | None:
+    """The format in which a chat template writes tool calls, or None.
+
+    >>> detect_format("{{ '<tool_call>' }}").name
+    'hermes'
+    """
+    return next((candidate for candidate in FORMATS if candidate.detect(template)), None)
 
 
 @dataclass(frozen=True, slots=True)

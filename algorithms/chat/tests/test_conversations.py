@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tiny_tokenizers import CHATML, LLAMA
 
 from agl_chat.conversation import Sessions, tokenized
-from agl_chat.formats import FORMATS, ToolFormat, detect_format, in_plain_text
+from agl_chat.formats import ToolFormat
+from agl_chat.parsing import FORMATS, detect_format
+from agl_chat.plain_text import in_plain_text
 from agl_core.types import PrefixBreak, RecordedReply
 
 from .conftest import CALCULATOR, ScriptedChat, ServedModel

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from agl_chat.formats import FORMATS
-from agl_chat.parsing import THINKING_TAGS, ReplyParser
+from agl_chat.parsing import FORMATS, THINKING_TAGS, ReplyParser
 
 from .parser_cases import FIXTURE, MALFORMED, PROSE_AFTER, REASONING_PARSERS, THOUGHTS, TOOLS, UNKNOWN, WRITERS, texts
 

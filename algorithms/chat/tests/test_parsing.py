@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_chat.formats import FORMATS, Parsed, ToolCall, ToolFormat
-from agl_chat.parsing import THINKING_TAGS, ReplyParser, ThinkingTags
+from agl_chat.formats import Parsed, ToolCall, ToolFormat
+from agl_chat.parsing import FORMATS, THINKING_TAGS, ReplyParser, ThinkingTags
 
 from .parser_cases import TOOLS, WRITERS, texts
 
@@ -43,6 +43,8 @@ def test_pieces_of_any_size_add_up_to_the_whole(reply: tuple, data: st.DataObjec
         return ReplyParser(tool_format, TOOLS, tags, is_thinking=is_thinking)
 
     whole = parser().parse(text)
+    if tags is None:
+        assert whole == (tool_format.parse(text, TOOLS) if tool_format else Parsed(text))
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=6)))
     for ends in ([*cuts, len(text)], range(1, len(text) + 1)):
         cut, added, start = parser(), Parsed(""), 0
