@@ -254,6 +254,8 @@ class _Events(BlockRenderer):
         if block.kind == "tool_call":
             text = orjson.dumps(_tool_input(block.text)).decode()
             yield self._delta(index, {"type": "input_json_delta", "partial_json": text})
+        elif block.kind == "reasoning":  # Without it the AI SDK takes the thinking for one that it cannot send back.
+            yield self._delta(index, {"type": "signature_delta", "signature": ""})
         yield {"type": "content_block_stop", "index": index}
 
     def _delta(self, index: int, delta: Mapping[str, Json]) -> Event:

@@ -29,12 +29,12 @@ AI_SDK = {
     "6": ["ai@6", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3", "zod"],
 }
 LOOP = """
-import { generateText, tool, stepCountIs } from "ai";
+import { generateText, streamText, tool, stepCountIs } from "ai";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { z } from "zod";
 
-const { BASE, KEY, PROVIDER, STORE } = process.env;
+const { BASE, KEY, PROVIDER, STORE, STREAM } = process.env;
 const model = PROVIDER === "anthropic"
   ? createAnthropic({ baseURL: BASE, apiKey: KEY })("claude")
   : createOpenAI({ baseURL: `${BASE}/v1`, apiKey: KEY }).responses("o4-mini");
@@ -48,9 +48,15 @@ const asked = {
   model, tools: { add }, stopWhen: stepCountIs(4), maxRetries: 0,
   providerOptions: { openai: { store: STORE === "true" } },
 };
-const first = await generateText({ ...asked, messages });
+const run = async (request) => {
+  if (!STREAM) return generateText(request);
+  const result = streamText({ ...request, onError({ error }) { throw error; } });
+  await result.consumeStream();
+  return { text: await result.text, response: await result.response };
+};
+const first = await run({ ...asked, messages });
 messages.push(...first.response.messages, { role: "user", content: "Thanks." });
-const second = await generateText({ ...asked, messages });
+const second = await run({ ...asked, messages });
 console.log(JSON.stringify([first.text, second.text]));
 """
 
@@ -138,7 +144,10 @@ async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", AI_SDK)
 @pytest.mark.parametrize(("provider", "store"), [("openai", "true"), ("openai", "false"), ("anthropic", "")])
-async def test_the_ai_sdk_runs_a_tool_and_goes_on(stack: Stack, version: str, provider: str, store: str) -> None:
+@pytest.mark.parametrize("stream", ["", "yes"])
+async def test_the_ai_sdk_runs_a_tool_and_goes_on(
+    stack: Stack, version: str, provider: str, store: str, stream: str
+) -> None:
     folder = await asyncio.to_thread(installed, f"ai-sdk-{version}", AI_SDK[version])
     (folder / "loop.mjs").write_text(LOOP)
     key = await stack.lease()
@@ -163,6 +172,7 @@ async def test_the_ai_sdk_runs_a_tool_and_goes_on(stack: Stack, version: str, pr
         "KEY": stack.key(key),
         "PROVIDER": provider,
         "STORE": store,
+        "STREAM": stream,
     }
     output = await run("node", folder / "loop.mjs", env=env, cwd=folder)
     assert json.loads(output.strip().splitlines()[-1]) == ["It is 3.", "It is 3."]
