@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from agl_core.apis.answered import Answered, Message
 from agl_core.apis.errors import ApiError, openai_error, openai_problem
-from agl_core.apis.reply import Reply, Usage
+from agl_core.apis.reply import Reply
 from agl_core.apis.streams import Delta, Renderer
 from agl_core.types import Json, Sampling
 from agl_core.types.forms import parse_json
@@ -34,7 +34,7 @@ OWN_FIELDS = frozenset(
 )
 """Fields of a chat completion that the gateway sets itself."""
 _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
-_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
+_STREAM_OPTIONS = frozenset({"include_usage"})
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -344,33 +344,24 @@ class _Chunks(Renderer):
 
     def __init__(self, request: ModelRequest, reply_id: str) -> None:
         self._head: dict[str, Json] = {"id": reply_id, "object": self.object, "model": request.model}
-        options: Any = request.body.get("stream_options") or {}
-        self._usage, self._counts = bool(options.get("include_usage")), bool(options.get("continuous_usage_stats"))
+        self._usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
         self.logprobs, self.ids = request.logprobs, bool(request.body.get("return_token_ids"))
         self.of_prompt: dict[str, Any] = {}
         """It goes into the first chunk."""
-        self._prompt, self._sampled = 0, 0
 
     def start(self, head: Mapping[str, Any]) -> bytes:
         self._head.update({name: head[name] for name in _CHUNK_FIELDS if name in head})
-        ids = head.get("prompt_token_ids")
-        self._prompt = Usage.read(head.get("usage"), ids, 0).prompt
         if self.ids:
-            self.of_prompt = {"prompt_token_ids": ids}
+            self.of_prompt = {"prompt_token_ids": head.get("prompt_token_ids")}
         return b""
 
     def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
-        """One chunk of one choice; each can say how many tokens there are so far, if the client asks."""
-        usage: Any = None
-        if self._counts:
-            total = self._prompt + self._sampled
-            usage = {"prompt_tokens": self._prompt, "completion_tokens": self._sampled, "total_tokens": total}
-        so_far = {"usage": usage} if self._usage else {}
-        return _data({**self._head, **so_far, **more, "choices": [choice]})
+        """One chunk of one choice."""
+        usage = {"usage": None} if self._usage else {}
+        return _data({**self._head, **usage, **more, "choices": [choice]})
 
     def of_tokens(self, delta: Delta) -> dict[str, Any]:
         """A delta's token ids, if the client wants them."""
-        self._sampled += len(delta.token_ids)
         return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
 
     def last(self, usage: Json) -> bytes:

@@ -334,11 +334,11 @@ class Gateway:
                 if live is not None and served.upstream.streams:
                     body |= {"stream": True, "stream_options": {"include_usage": True}}
                 answer = await served.client.complete(body, attempt.key, streamed="stream" in body)
-                if live is None or answer.chunks is None:
+                if live is None:
                     reply = read_reply(answer.body, answer.headers, call.id, logprobs=request.logprobs)
                 else:
                     own = call.reply_headers(call.id, answer.headers.get(HEADER_IGNORED))
-                    reply = await live.follow(answer.chunks, answer.headers, call.id, exchange.waiting, own)
+                    reply = await live.follow(answer, call.id, exchange.waiting, own)
             finally:
                 attempt.asking.pop(exchange.sequence, None)
                 attempt.last_answer = time.time()

@@ -10,7 +10,7 @@ from starlette.types import Send
 from agl_core.apis.reply import Reply, read_reply
 from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Delta, Renderer, StreamedCompletion
 from agl_core.server.listening import HttpConnection
-from agl_core.server.upstream import Chunks
+from agl_core.server.upstream import UpstreamReply
 
 
 class LiveReply:
@@ -27,43 +27,40 @@ class LiveReply:
         self._connection, self._send, self._logprobs = connection, send, logprobs
 
     async def follow(
-        self,
-        chunks: Chunks,
-        of_reply: Mapping[str, str],
-        reply_id: str,
-        waiting: Sequence[HttpConnection],
-        headers: Mapping[str, str],
+        self, answer: UpstreamReply, reply_id: str, waiting: Sequence[HttpConnection], headers: Mapping[str, str]
     ) -> Reply:
-        """Pass the chunks on, all but the end; the reply that they add up to.
+        """Pass a streamed reply on, all but the end; the whole of it. ApiError if it does not come to its end.
 
-        `of_reply` are the headers of the model server, `headers` those for the client, and `waiting` the connections of
-        all who asked for it. ApiError if the reply does not come whole, or cannot be read.
+        `waiting` are the connections of all who asked for it, and `headers` are for the client.
         """
+        if answer.chunks is None:
+            return read_reply(answer.body, answer.headers, reply_id, logprobs=self._logprobs)
         completion = StreamedCompletion(reply_id)
-        async with aclosing(chunks):
-            async for some in chunks:
-                deltas = [delta for chunk in some for delta in completion.add(chunk)]
+        async with aclosing(answer.chunks):
+            async for chunks in answer.chunks:
+                deltas = [delta for chunk in chunks for delta in completion.add(chunk)]
                 await self._pass_on(deltas, completion, headers)
                 if self.has_begun and all(connection.is_gone for connection in waiting):
                     self.was_left = True
                     break
         await self._pass_on(completion.end(), completion, headers)
-        return read_reply(completion.whole(cut=self.was_left), of_reply, reply_id, logprobs=self._logprobs)
+        return read_reply(completion.whole(cut=self.was_left), answer.headers, reply_id, logprobs=self._logprobs)
 
     async def _pass_on(
         self, deltas: Sequence[Delta], completion: StreamedCompletion, headers: Mapping[str, str]
     ) -> None:
         if not deltas or self._connection.is_gone:
             return
-        events = b"".join(map(self.renderer.feed, deltas)) if self.has_begun else b""
+        events = list[bytes]()
         if not self.has_begun:
             self.has_begun = True
             own = {"content-type": STREAM_TYPE, **STREAM_HEADERS, **headers}
             raw = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-            events = b"".join([self.renderer.start(completion.head), *map(self.renderer.feed, deltas)])
-        if events:
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            events.append(self.renderer.start(completion.head))
+        events += map(self.renderer.feed, deltas)
+        if any(events):
+            await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
 
     async def end(self, events: bytes) -> bool:
         """Send the last events, and wait until they have left for the client; False if the connection broke before."""

@@ -55,23 +55,15 @@ async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: 
     asked = (
         {"model": "default", "messages": HELLO} if api == "chat.completions" else {"model": "default", "prompt": "x"}
     )
-    stack.upstream.script(*[Say("a long text, " * 20)] * 3)
-    options: list[dict[str, bool]] = [
-        {},
-        {"include_usage": True},
-        {"include_usage": True, "continuous_usage_stats": True},
-    ]
+    stack.upstream.script(*[Say("a long text, " * 20)] * 2)
+    options: list[dict[str, bool]] = [{}, {"include_usage": True}]
     streams = await post_each(stack, url, [{**asked, "stream": True, "stream_options": each} for each in options])
-    silent, at_the_end, everywhere = (chunks_of(each.text) for each in streams)
-    assert len(silent) > 1
+    silent, at_the_end = (chunks_of(each.text) for each in streams)
+    assert len(silent) > 4
     assert not any("usage" in chunk for chunk in silent)
     *chunks, last = [chunk["usage"] for chunk in at_the_end]
     assert (at_the_end[-1]["choices"], last["completion_tokens"]) == ([], 261)
     assert chunks == [None] * len(silent)
-    assert everywhere[-1]["usage"] == last
-    so_far = [chunk["usage"]["completion_tokens"] for chunk in everywhere]
-    assert so_far == sorted(so_far)
-    assert {chunk["usage"]["prompt_tokens"] for chunk in everywhere} == {last["prompt_tokens"]}
 
 
 async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> None:
