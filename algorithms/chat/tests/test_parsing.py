@@ -43,8 +43,6 @@ def test_pieces_of_any_size_add_up_to_the_whole(reply: tuple, data: st.DataObjec
         return ReplyParser(tool_format, TOOLS, tags, is_thinking=is_thinking)
 
     whole = parser().parse(text)
-    if tags is None:
-        assert whole == (tool_format.parse(text, TOOLS) if tool_format else Parsed(text))
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=6)))
     for ends in ([*cuts, len(text)], range(1, len(text) + 1)):
         cut, added, start = parser(), Parsed(""), 0
@@ -53,6 +51,13 @@ def test_pieces_of_any_size_add_up_to_the_whole(reply: tuple, data: st.DataObjec
             assert delta.calls == ()
             added, start = added + delta, max(start, end)
         assert added + cut.finish() == whole
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_reply_in_single_characters_says_what_the_format_reads(name: str) -> None:
+    tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
+    for text in WRITTEN[name]:
+        assert sum(deltas(ReplyParser(tool_format, TOOLS), *text), Parsed("")) == tool_format.parse(text, TOOLS)
 
 
 def deltas(parser: ReplyParser, *pieces: str) -> list[Parsed]:
