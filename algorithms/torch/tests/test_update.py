@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import subset
-from agl_core.protocols import PolicySpec
-from agl_core.types import Batch, DropReason
+from agl_core.learning.certificate import Proof, certify, recomputed_in
+from agl_core.protocols import PolicySpec, UpdateResult
+from agl_core.testing import episodes as make
+from agl_core.types import Batch, DropReason, TrainingRecord
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 
@@ -198,6 +201,50 @@ def test_every_token_in_the_loss_has_its_log_probability_from_before_the_update(
             np.testing.assert_allclose(logprobs, np.where(mask, expected[i], np.nan), rtol=0, atol=1e-5)
             counted += int(mask.sum())
     assert counted == result.metrics["tokens_trained"]
+
+
+def proved(batch: Batch, result: UpdateResult) -> Counter[Proof]:
+    """The trained tokens of an update by what is proved of them."""
+    proofs: Counter[Proof] = Counter()
+    for i, recomputed in enumerate(recomputed_in(batch, result)):
+        start, prompt, end = batch.offsets[i], batch.offsets[i] + batch.prompt_lengths_N[i], batch.offsets[i + 1]
+        transition = make.transition(
+            i,
+            version=int(batch.version_N[i]),
+            temperature=float(batch.temperature_N[i]),
+            prompt_ids=batch.tokens_T[start:prompt],
+            response_ids=batch.tokens_T[prompt:end],
+            logprobs=batch.behaviour_logprobs_R[batch.response_offsets[i] : batch.response_offsets[i + 1]],
+        )
+        record = TrainingRecord(*transition.key, 1, 0.0, 0.0, 0.0, result.dropped[i], recomputed)
+        certificate = certify(transition, record)
+        proofs += Counter() if certificate is None else certificate.counts
+    return proofs
+
+
+def test_what_was_not_sampled_so_is_not_proved(loaded: LoadedModel) -> None:
+    batch, trainer = make_batch(loaded), trainer_of(loaded)
+    batch = replace(batch, version_N=np.zeros_like(batch.version_N))
+    first = trainer.update(batch, grpo())
+    trained = first.metrics["tokens_trained"]
+    assert proved(batch, first) == {Proof.EXACT: trained}
+
+    # Now version 1 trains. What version 0 sampled is older, and is found out if it claims to be of version 1.
+    second = trainer.update(batch, grpo())
+    assert proved(batch, second) == {Proof.OLDER_VERSION: trained}
+    claimed = replace(batch, version_N=np.ones_like(batch.version_N))
+    assert proved(claimed, second)[Proof.DIFFERENT] > 0.9 * trained
+
+    # One wrong id is seen there, and in what follows it; no other response is in doubt.
+    i = int(np.flatnonzero([logprobs is not None for logprobs in first.logprobs_N])[0])
+    tokens = batch.tokens_T.copy()
+    tokens[batch.offsets[i] + batch.prompt_lengths_N[i]] += 1
+    fresh = trainer_of(load_model(PolicySpec(loaded.model.name_or_path), torch.device("cpu"), seed=0))
+    planted = replace(batch, tokens_T=tokens)
+    seen = proved(planted, fresh.update(planted, grpo()))
+    weighted = batch.mask_R[batch.response_offsets[i] : batch.response_offsets[i + 1]].sum()
+    assert set(seen) == {Proof.EXACT, Proof.DIFFERENT}
+    assert 1 <= seen[Proof.DIFFERENT] <= weighted
 
 
 def test_probabilities_of_serving_are_compared_where_the_weights_are_the_same(loaded: LoadedModel) -> None:
