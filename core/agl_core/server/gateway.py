@@ -195,7 +195,8 @@ class Gateway:
         attempt: ActiveAttempt | None = None
         exchange: Exchange | None = None
         live: LiveReply | None = None
-        response, last_events = Response(), b""
+        response: Response
+        last_events = b""
         connection: HttpConnection = request.scope[CONNECTION]
         try:
             attempt = await self.attribution.open(request)
