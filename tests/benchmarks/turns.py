@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.turns --write
 
-In the environment of `make test-verl` (ten minutes, on a quiet machine). Prompts have 200 tokens, observations 60,
-replies 40. Times are CPU seconds of one thread, the better of two, for what veRL's workers or the torch engine's
+In the environment of `make test-verl` (a quarter of an hour, on a quiet machine). Prompts have 200 tokens, observations
+60, replies 40. Times are CPU seconds of one thread, the better of two, for what veRL's workers or the torch engine's
 trainer do in one update of GRPO: score, and train once, on the weights of examples/calc/policy (0.85M parameters).
 """
 

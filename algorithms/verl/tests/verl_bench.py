@@ -48,7 +48,7 @@ from agl_verl.rows import (
 
 from .recorded import TOO_LONG, record
 
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 3e-5
 """With random tokens a larger one makes ratios that overflow any clipping."""
 TRAINING_STEPS = 4
 """Of the run: what the schedule of the step size goes by."""
