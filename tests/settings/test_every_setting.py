@@ -287,6 +287,7 @@ EFFECTS: Mapping[str, Effect] = {
     "train.min_group_size": Effect(
         KEPT, {"train.min_group_size": 3}, {**tasks("fragile"), "train.group_size": 3, "train.endings.crashed": "drop"}
     ),
+    "train.refill": Effect(ran(lambda run: run.metrics[1]["groups/replaced"]), {"train.refill": 1}),
     "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1}),
     "train.agents": Effect(KEPT, {"train.agents": ["planner"]}),
     "train.patience": Effect(steps_made, {"train.patience": 2}, {"train.agents": ["planner"]}),

@@ -94,6 +94,16 @@ def _sizes(loaded: LoadedConfig) -> Iterator[str]:
             f"[train] deterministic is on, but with [async] max_staleness {settings.max_staleness} the time that "
             f"rollouts take decides what is trained on. Set max_staleness to 0, or deterministic to false."
         )
+    if train.refill and train.group_size == 1:
+        yield (
+            "[train] refill replaces groups whose returns are all equal, but group_size is 1, so all are. Set refill "
+            "to 0, or group_size to 2 or more."
+        )
+    if train.refill and train.deterministic:
+        yield (
+            f"[train] deterministic is on, but with refill {train.refill} the order in which rollouts end decides what "
+            f"is trained on. Set refill to 0, or deterministic to false."
+        )
     if settings.in_flight is not None and settings.in_flight < train.groups_per_step:
         yield (
             f"[async] in_flight is {settings.in_flight}, but a step needs {train.groups_per_step} groups "

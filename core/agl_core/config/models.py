@@ -70,6 +70,12 @@ class TrainSection(Section):
     groups_per_step: int = Field(16, ge=1, description="Tasks per step; each makes one group of rollouts.")
     group_size: int = Field(8, ge=1, description="Rollouts of each task.")
     min_group_size: int = Field(2, ge=1, description="A group that lost more members is dropped.")
+    refill: int = Field(
+        0,
+        ge=0,
+        description="Groups that a step replaces by fresh ones, at most, because their rollouts' returns are all "
+        "equal: nothing would be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual.",
+    )
     agents: tuple[str, ...] = Field(
         ("*",), description="Names or patterns of the agents to train; calls of other agents count only in the return."
     )

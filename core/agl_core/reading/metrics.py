@@ -170,7 +170,11 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
     if all(f"alarm/{AlarmName.NO_REWARD}" in step for step in steps):
         return f"no rollout got a reward. {paragraphs(no_reward)[1]}"
     dropped = counts(steps, "dropped/") + counts(steps, "episodes_dropped/")
-    others = dropped.keys() - {DropReason.GROUP_TOO_SMALL, DropReason.NO_ADVANTAGE}  # They follow from others.
+    others = dropped.keys() - {
+        DropReason.GROUP_TOO_SMALL,
+        DropReason.NO_ADVANTAGE,
+        DropReason.NO_CONTRAST,
+    }  # They follow from others.
     if DropReason.NON_FINITE in others or (others and not dropped[DropReason.NO_ADVANTAGE]):
         named = sorted(others, key=lambda reason: -dropped[reason])
         reasons = ", ".join(f"{dropped[reason]} {reason}" for reason in named)

@@ -51,7 +51,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
 """Advice for each reason that keeps rollouts from being trained on."""
-_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STALLED})
+_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.NO_CONTRAST, DropReason.STALE, DropReason.STALLED})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 SHORTEST, ENGINE_SHORTEST, TIMES = 60.0, 600.0, 3.0
 """Seconds without an end that are always allowed to rollouts and to the engine; times the longest wait so far."""

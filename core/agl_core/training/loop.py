@@ -150,6 +150,7 @@ class Trainer:
             plan.group,
             per_update=per_step,
             in_flight=config.asynchronous.in_flight or per_step * (config.asynchronous.max_staleness + 1),
+            refill=config.train.refill,
             begun=self.state.groups_begun,
             unfinished=self.state.groups_unfinished,
         )

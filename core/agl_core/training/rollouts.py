@@ -23,6 +23,7 @@ from agl_core.learning import ScoringRule, build_episode, score_all, score_group
 from agl_core.learning.rewards import AGENT_SOURCE, failure_text, reported
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
+from agl_core.returns import are_equal, episode_return
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Phase
@@ -316,8 +317,20 @@ class Drawn(Collected):
     """A remark for the line of the step."""
 
 
+def has_contrast(group: Sequence[Episode]) -> bool:
+    """True if the returns of a group's rollouts differ, without those that are dropped."""
+    return not are_equal([episode_return(episode) for episode in group if episode.dropped is None])
+
+
+def _without_contrast(episode: Episode) -> Episode:
+    return episode if episode.dropped else replace(episode, dropped=DropReason.NO_CONTRAST)
+
+
 class Experience:
     """Keeps groups in flight and draws them for updates. `plan` makes the group at a position (0, 1, …) of training.
+
+    Up to `refill` groups of each update whose returns are all equal are replaced: a fresh group is run in the place of
+    each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). They are drawn beside the update's groups, dropped.
 
     A resumed run passes `begun`, the number of groups that were begun, and `unfinished`, the positions of those that no
     update has had; these are begun again first.
@@ -331,11 +344,12 @@ class Experience:
         *,
         per_update: int,
         in_flight: int,
+        refill: int = 0,
         begun: int = 0,
         unfinished: Iterable[int] = (),
     ) -> None:
         self._collector, self._buffer, self._plan = collector, buffer, plan
-        self._per_update, self._in_flight = per_update, in_flight
+        self._per_update, self._in_flight, self._refill = per_update, in_flight, refill
         self.begun = begun
         self._again = sorted(unfinished)
         self._position: dict[str, int] = {}
@@ -343,6 +357,8 @@ class Experience:
         """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
         self._complete: dict[str, list[Scored]] = {}
         """By group: those in the buffer that were not drawn yet."""
+        self._replaced: dict[str, list[Scored]] = {}
+        """By group: those that the next update has others for."""
 
     @property
     def unfinished(self) -> list[int]:
@@ -400,9 +416,13 @@ class Experience:
         for name, rollouts in list(self._running.items()):
             done = [scored for scored in rollouts.values() if scored is not None]
             if len(done) == len(rollouts):
-                self._complete[name] = await self._collector.complete(done)
+                complete = await self._collector.complete(done)
                 del self._running[name]
-                self._buffer.add([scored.episode for scored in self._complete[name]])
+                if len(self._replaced) < self._refill and not has_contrast([scored.episode for scored in complete]):
+                    self._replaced[name] = [replace(s, episode=_without_contrast(s.episode)) for s in complete]
+                    continue
+                self._complete[name] = complete
+                self._buffer.add([scored.episode for scored in complete])
         return [scored.episode for scored in finished]
 
     def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:
@@ -414,6 +434,9 @@ class Experience:
                 f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Fix its `draw`: each "
                 f"group once, at least one of them new (docs/plugins.md, Buffer)."
             )
+        replaced, self._replaced = self._replaced, {}
+        self._complete |= replaced
+        by_name |= {name: DrawnGroup([scored.episode for scored in group]) for name, group in replaced.items()}
         names = sorted(by_name, key=self._position.__getitem__)
         first_time = [scored for name in names for scored in self._complete.pop(name, ())]
         self._complete = {name: self._complete[name] for name in self._buffer.pending}
@@ -426,7 +449,8 @@ class Experience:
             metrics={
                 "groups/in_flight": float(len(self._under_way)),
                 "groups/carried_over": float(len(before & by_name.keys())),
-                "buffer/replayed": float(len(by_name) - len(new)),
+                "groups/replaced": float(len(replaced)),
+                "buffer/replayed": float(len(by_name) - len(new) - len(replaced)),
                 "buffer/size": float(len(self._buffer)),
             },
         )

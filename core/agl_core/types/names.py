@@ -138,6 +138,8 @@ class DropReason(StrEnum):
     """Its group lost so many members that nothing is left to compare with."""
     NO_ADVANTAGE = "no_advantage"
     """The algorithm gave it an advantage of exactly zero (for GRPO: the group's rewards are equal)."""
+    NO_CONTRAST = "no_contrast"
+    """Its group's returns are equal, and another group was run instead (`train.refill`)."""
     REWARD_FAILED = "reward_failed"
     """A reward rule raised."""
     TOO_LONG = "too_long"

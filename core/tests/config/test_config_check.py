@@ -51,6 +51,8 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("async.max_staleness=1", "train.deterministic=true"),
             ("deterministic is on", "Set max_staleness to 0, or deterministic to false"),
         ),
+        (("train.refill=1", "train.deterministic=true"), ("deterministic is on", "Set refill to 0")),
+        (("train.refill=1", "train.group_size=1", "algorithm.name=easy"), ("group_size is 1, so all are",)),
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
         (("async.max_staleness=0", "async.in_flight=17"), ("in_flight is 17", "Set max_staleness to 1 or more")),
         (("buffer.name=prioritised",), ("buffer 'prioritised'", "max_staleness is 0", "Set max_staleness to 1")),

@@ -57,6 +57,41 @@ def test_without_staleness_each_step_trains_on_what_it_began_in_the_order_of_the
     assert bench.metric("groups/carried_over") == [0.0] * steps
 
 
+@pytest.mark.parametrize(
+    ("bound", "trained", "replaced"),
+    [
+        (0, [[0, 1], [2, 3]], [[], []]),
+        (1, [[0, 2], [3, 5]], [[1], [4]]),
+        (9, [[0, 3], [6, 9]], [[1, 2], [4, 5, 7, 8]]),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+async def test_groups_of_equal_returns_are_replaced_within_a_bound(
+    tmp_path: Path, bound: int, trained: list[list[int]], replaced: list[list[int]], seed: int
+) -> None:
+    """Every third group has contrast. Numbers are positions in the plan, which names two groups for each step."""
+    bench = make_bench(tmp_path, steps=2, refill=bound)
+    shuffling(bench, seed)
+    bench.collector.reward = lambda rollout: 1.0 if rollout.position % 3 else float(rollout.member)
+
+    def rollouts(positions: list[int]) -> list[str]:
+        return [f"s{position // 2 + 1}-g{position % 2}-m{member}" for position in positions for member in (0, 1)]
+
+    await bench.trainer.train()
+
+    assert bench.trained == [rollouts(positions) for positions in trained]
+    assert bench.metric("groups/replaced") == [len(positions) for positions in replaced]
+    for step, positions in enumerate(replaced, 1):
+        line = bench.log.lines[step - 1]
+        assert line.get("episodes_dropped/no_contrast", 0) == 2 * len(positions)
+        assert line.get("dropped/no_contrast", 0) == 4 * len(positions)
+        assert line["rollouts"] == 2 * (len(positions) + 2), "they were run"
+        planned_later = rollouts([position for position in positions if position // 2 + 1 != step])
+        assert {(await bench.store.rollout(id)).step for id in planned_later} <= {step}
+    assert bench.trainer.state.groups_begun == sum(map(len, trained + replaced))
+    assert bench.trainer.state.groups_unfinished == []
+
+
 async def test_a_slow_rollout_holds_up_nobody_and_carries_over(tmp_path: Path) -> None:
     """The step of a rollout is written with what was made of it: after a kill the store says both or neither."""
     bench = make_bench(tmp_path, max_staleness=2)
