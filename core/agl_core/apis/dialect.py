@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Required
 from urllib.parse import quote
 
@@ -20,9 +19,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from agl_core.apis.answered import Answered, Message
-from agl_core.apis.errors import ApiError, openai_error, openai_problem
+from agl_core.apis.errors import ApiError, openai_error
 from agl_core.apis.reply import Reply
-from agl_core.apis.streams import Delta, Renderer
+from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
 from agl_core.types import Json, Sampling
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED
@@ -33,7 +32,6 @@ OWN_FIELDS = frozenset(
     {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
 )
 """Fields of a chat completion that the gateway sets itself."""
-_CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
 _STREAM_OPTIONS = frozenset({"include_usage"})
 
 _Count = Annotated[int, Field(ge=1)]
@@ -275,7 +273,7 @@ class ChatCompletions(Dialect):
         }
 
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
-        return _ChatChunks(request, reply_id)
+        return ChatChunks(request, reply_id)
 
 
 class Completions(Dialect):
@@ -312,11 +310,11 @@ class Completions(Dialect):
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         of_prompt, of_choices = _returned(request, reply)
         raw: Any = reply.completion["choices"]
-        choices = [{**_text_choice(choice), **of_prompt, **more} for choice, more in zip(raw, of_choices, strict=True)]
+        choices = [{**text_choice(choice), **of_prompt, **more} for choice, more in zip(raw, of_choices, strict=True)]
         return {**reply.completion, "object": "text_completion", "model": request.model, "choices": choices}
 
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
-        return _TextChunks(request, reply_id)
+        return TextChunks(request, reply_id)
 
 
 def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:
@@ -335,133 +333,3 @@ def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], lis
     if request.body.get("prompt_logprobs") is not None:
         of_prompt["prompt_logprobs"] = reply.prompt_logprobs
     return of_prompt, of_choices
-
-
-class _Chunks(Renderer):
-    """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
-
-    object: ClassVar[str]
-
-    def __init__(self, request: ModelRequest, reply_id: str) -> None:
-        self._head: dict[str, Json] = {"id": reply_id, "object": self.object, "model": request.model}
-        self._usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
-        self.logprobs, self.ids = request.logprobs, bool(request.body.get("return_token_ids"))
-        self.of_prompt: dict[str, Any] = {}
-        """It goes into the first chunk."""
-
-    def start(self, head: Mapping[str, Any]) -> bytes:
-        self._head.update({name: head[name] for name in _CHUNK_FIELDS if name in head})
-        if self.ids:
-            self.of_prompt = {"prompt_token_ids": head.get("prompt_token_ids")}
-        return b""
-
-    def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
-        """One chunk of one choice."""
-        usage = {"usage": None} if self._usage else {}
-        return _data({**self._head, **usage, **more, "choices": [choice]})
-
-    def of_tokens(self, delta: Delta) -> dict[str, Any]:
-        """A delta's token ids, if the client wants them."""
-        return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
-
-    def last(self, usage: Json) -> bytes:
-        """The end of a stream."""
-        return (_data({**self._head, "choices": [], "usage": usage}) if self._usage else b"") + b"data: [DONE]\n\n"
-
-    def fail(self, error: ApiError) -> bytes:
-        return _data(openai_problem(error))
-
-
-def _data(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-class _ChatChunks(_Chunks):
-    object = "chat.completion.chunk"
-
-    def feed(self, delta: Delta) -> bytes:
-        logprobs = {"content": delta.logprobs} if self.logprobs and delta.logprobs else None
-        tokens = self.of_tokens(delta)
-        *earlier, last = _one_by_one(delta.message) or [{}]
-        chunks = [self._chunk(delta.index, piece, None) for piece in earlier]
-        if last or logprobs or tokens:
-            chunks.append(self._chunk(delta.index, last, logprobs, **tokens))
-        return b"".join(chunks)
-
-    def _chunk(self, index: int, piece: Mapping[str, Json], logprobs: Json, **more: Any) -> bytes:
-        of_prompt, self.of_prompt = self.of_prompt, {}
-        choice = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None, **more}
-        return self.chunk(choice, **of_prompt)
-
-    def finish(self, reply: Reply) -> bytes:
-        choices: Any = reply.completion["choices"]
-        ended: dict[str, Json] = {"delta": {}, "logprobs": None}
-        return b"".join(
-            self.chunk({"index": choice["index"], **ended, "finish_reason": choice["finish_reason"]})
-            for choice in choices
-        ) + self.last(reply.completion.get("usage"))
-
-
-def _one_by_one(message: Mapping[str, Any]) -> list[dict[str, Json]]:
-    """The role, texts and tool calls of a delta, apart: some clients take the first that they find."""
-    content = message.get("content")
-    pieces: list[dict[str, Json]] = []
-    if "role" in message:
-        pieces.append({"role": "assistant", "content": None if content is None else ""})
-    others = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
-    pieces += [{name: value} for name, value in others.items() if value not in (None, "", [], {})]
-    if content:
-        pieces.append({"content": content})
-    return [*pieces, *({"tool_calls": [call]} for call in message.get("tool_calls") or ())]
-
-
-class _TextChunks(_Chunks):
-    object = "text_completion"
-
-    def __init__(self, request: ModelRequest, reply_id: str) -> None:
-        super().__init__(request, reply_id)
-        self._offsets: dict[int, int] = {}
-        """By choice, the characters of its tokens so far."""
-
-    def feed(self, delta: Delta) -> bytes:
-        text = delta.message.get("content") or delta.message.get("refusal") or ""
-        logprobs = None
-        if self.logprobs and delta.logprobs:
-            offset = self._offsets.get(delta.index, 0)
-            logprobs = _text_logprobs(delta.logprobs, offset)
-            self._offsets[delta.index] = offset + sum(map(len, logprobs["tokens"]))
-        tokens = self.of_tokens(delta)
-        if not (text or logprobs or tokens):
-            return b""
-        of_prompt, self.of_prompt = self.of_prompt, {}
-        choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        return self.chunk({**choice, **of_prompt, **tokens})
-
-    def finish(self, reply: Reply) -> bytes:
-        choices: Any = reply.completion["choices"]
-        ended = [{**_text_choice(choice), "text": "", "logprobs": None} for choice in choices]
-        return b"".join(map(self.chunk, ended)) + self.last(reply.completion.get("usage"))
-
-
-def _text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
-    reason = choice["finish_reason"]
-    return {
-        "index": choice["index"],
-        "text": choice["message"].get("content") or choice["message"].get("refusal") or "",
-        "logprobs": choice["logprobs"] and _text_logprobs(choice["logprobs"].get("content") or ()),
-        "finish_reason": reason if reason in ("length", "content_filter") else "stop",
-    }
-
-
-def _text_logprobs(entries: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, list[Any]]:
-    """In the older shape: one list per kind of value; `offset` is where the first token's text begins."""
-    tokens = [entry.get("token") or "" for entry in entries]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [entry.get("logprob") for entry in entries],
-        "top_logprobs": [
-            {other.get("token") or "": other.get("logprob") for other in entry.get("top_logprobs") or ()}
-            for entry in entries
-        ],
-        "text_offset": [*accumulate(map(len, tokens[:-1]), initial=offset)] if tokens else [],
-    }

@@ -11,17 +11,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import orjson
 from starlette.responses import Response
 
-from agl_core.apis.errors import ApiError
+from agl_core.apis.errors import ApiError, openai_problem
 from agl_core.apis.reply import Reply, joined_content, not_a_completion, reasoning_of
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 
+if TYPE_CHECKING:
+    from agl_core.apis.dialect import ModelRequest
+
 STREAM_TYPE, STREAM_HEADERS = "text/event-stream", {"Cache-Control": "no-cache"}
+_CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
 _TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
 """Fields of a message that come in pieces."""
 
@@ -213,6 +218,141 @@ class Renderer(ABC):
         head = {**reply.completion, "prompt_token_ids": reply.prompt_ids}
         parts = [self.start(head), *map(self.feed, deltas_of(reply)), self.finish(reply)]
         return Response(b"".join(parts), media_type=STREAM_TYPE, headers=STREAM_HEADERS)
+
+
+class _Chunks(Renderer):
+    """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
+
+    object: ClassVar[str]
+
+    def __init__(self, request: ModelRequest, reply_id: str) -> None:
+        self._head: dict[str, Json] = {"id": reply_id, "object": self.object, "model": request.model}
+        self._usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
+        self.logprobs, self.ids = request.logprobs, bool(request.body.get("return_token_ids"))
+        self.of_prompt: dict[str, Any] = {}
+        """It goes into the first chunk."""
+
+    def start(self, head: Mapping[str, Any]) -> bytes:
+        self._head.update({name: head[name] for name in _CHUNK_FIELDS if name in head})
+        if self.ids:
+            self.of_prompt = {"prompt_token_ids": head.get("prompt_token_ids")}
+        return b""
+
+    def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
+        """One chunk of one choice."""
+        usage = {"usage": None} if self._usage else {}
+        return _data({**self._head, **usage, **more, "choices": [choice]})
+
+    def of_tokens(self, delta: Delta) -> dict[str, Any]:
+        """A delta's token ids, if the client wants them."""
+        return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
+
+    def last(self, usage: Json) -> bytes:
+        """The end of a stream."""
+        return (_data({**self._head, "choices": [], "usage": usage}) if self._usage else b"") + b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        return _data(openai_problem(error))
+
+
+def _data(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+class ChatChunks(_Chunks):
+    """Those of chat completions."""
+
+    object = "chat.completion.chunk"
+
+    def feed(self, delta: Delta) -> bytes:
+        logprobs = {"content": delta.logprobs} if self.logprobs and delta.logprobs else None
+        tokens = self.of_tokens(delta)
+        *earlier, last = _one_by_one(delta.message) or [{}]
+        chunks = [self._chunk(delta.index, piece, None) for piece in earlier]
+        if last or logprobs or tokens:
+            chunks.append(self._chunk(delta.index, last, logprobs, **tokens))
+        return b"".join(chunks)
+
+    def _chunk(self, index: int, piece: Mapping[str, Json], logprobs: Json, **more: Any) -> bytes:
+        of_prompt, self.of_prompt = self.of_prompt, {}
+        choice = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None, **more}
+        return self.chunk(choice, **of_prompt)
+
+    def finish(self, reply: Reply) -> bytes:
+        choices: Any = reply.completion["choices"]
+        ended: dict[str, Json] = {"delta": {}, "logprobs": None}
+        return b"".join(
+            self.chunk({"index": choice["index"], **ended, "finish_reason": choice["finish_reason"]})
+            for choice in choices
+        ) + self.last(reply.completion.get("usage"))
+
+
+def _one_by_one(message: Mapping[str, Any]) -> list[dict[str, Json]]:
+    """The role, texts and tool calls of a delta, apart: some clients take the first that they find."""
+    content = message.get("content")
+    pieces: list[dict[str, Json]] = []
+    if "role" in message:
+        pieces.append({"role": "assistant", "content": None if content is None else ""})
+    others = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
+    pieces += [{name: value} for name, value in others.items() if value not in (None, "", [], {})]
+    if content:
+        pieces.append({"content": content})
+    return [*pieces, *({"tool_calls": [call]} for call in message.get("tool_calls") or ())]
+
+
+class TextChunks(_Chunks):
+    """Those of completions."""
+
+    object = "text_completion"
+
+    def __init__(self, request: ModelRequest, reply_id: str) -> None:
+        super().__init__(request, reply_id)
+        self._offsets: dict[int, int] = {}
+        """By choice, the characters of its tokens so far."""
+
+    def feed(self, delta: Delta) -> bytes:
+        text = delta.message.get("content") or delta.message.get("refusal") or ""
+        logprobs = None
+        if self.logprobs and delta.logprobs:
+            offset = self._offsets.get(delta.index, 0)
+            logprobs = _text_logprobs(delta.logprobs, offset)
+            self._offsets[delta.index] = offset + sum(map(len, logprobs["tokens"]))
+        tokens = self.of_tokens(delta)
+        if not (text or logprobs or tokens):
+            return b""
+        of_prompt, self.of_prompt = self.of_prompt, {}
+        choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return self.chunk({**choice, **of_prompt, **tokens})
+
+    def finish(self, reply: Reply) -> bytes:
+        choices: Any = reply.completion["choices"]
+        ended = [{**text_choice(choice), "text": "", "logprobs": None} for choice in choices]
+        return b"".join(map(self.chunk, ended)) + self.last(reply.completion.get("usage"))
+
+
+def text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
+    """A choice of a chat as completions have it."""
+    reason = choice["finish_reason"]
+    return {
+        "index": choice["index"],
+        "text": choice["message"].get("content") or choice["message"].get("refusal") or "",
+        "logprobs": choice["logprobs"] and _text_logprobs(choice["logprobs"].get("content") or ()),
+        "finish_reason": reason if reason in ("length", "content_filter") else "stop",
+    }
+
+
+def _text_logprobs(entries: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, list[Any]]:
+    """In the older shape: one list per kind of value; `offset` is where the first token's text begins."""
+    tokens = [entry.get("token") or "" for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry.get("logprob") for entry in entries],
+        "top_logprobs": [
+            {other.get("token") or "": other.get("logprob") for other in entry.get("top_logprobs") or ()}
+            for entry in entries
+        ],
+        "text_offset": [*accumulate(map(len, tokens[:-1]), initial=offset)] if tokens else [],
+    }
 
 
 def named_events(events: Iterable[Event]) -> bytes:
