@@ -260,7 +260,7 @@ async def serving(
         store = await stack.enter_async_context(SqliteStore(folder / "store.sqlite"))
         engine = make_engine(first, folder)
         stack.push_async_callback(engine.stop)
-        upstream = replace(await engine.start(), models={name: name for name in names}, returns_ids=False)
+        upstream = replace(await engine.start(), models={name: name for name in names})
         for name, version in versions.items():
             await engine.publish(name, policy_spec(version, configs[version.run]))
         yield await stack.enter_async_context(answering(upstream, first, store, host=host, port=port, key=key)), engine

@@ -22,7 +22,7 @@ from agl_core.errors import CheckpointError, ConfigError, ServerError
 from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
-from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream
 from agl_online.policies import POLICY_KEY, Version, answering, export, load_run, policy_spec, serving
 
 from .saved_runs import make_run
@@ -133,7 +133,7 @@ class Bench:
 async def answered(runs: Path, *names: str, key: str | None = None) -> AsyncIterator[Bench]:
     async with ScriptedUpstream() as upstream, SqliteStore(runs.parent / "unused.sqlite") as store:
         upstream.answer = lambda received: Say(received.body["model"])
-        served = Upstream((upstream.url,), {name: name for name in names}, "key", returns_ids=False)
+        served = Upstream((upstream.url,), {name: name for name in names}, "key")
         async with answering(served, load_run(runs / "calc"), store, host="127.0.0.1", port=0, key=key) as url:
             yield Bench(upstream, url)
         assert await store.rollouts() == []
@@ -160,6 +160,21 @@ async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
     assert (sent[0]["temperature"], sent[0]["max_tokens"]) == (0.5, 9)
     assert sent[2]["max_tokens"] == 48, "without a limit of the request's own, that of training"
     assert [message["content"] for message in sent[3]["messages"]] == ["Hi", response.output_text, "And then?"]
+
+
+async def test_token_ids_are_for_clients_that_ask(runs: Path) -> None:
+    """So a server of sessions can record what a served policy answers, and train on it."""
+    async with answered(runs, "calc") as bench, bench.openai() as client:
+        asked: Any = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
+        plain = await client.chat.completions.create(**asked)
+        assert plain.choices[0].logprobs is None
+        assert not {"token_ids", "prompt_token_ids", "agl"} & {*plain.to_dict(), *plain.choices[0].to_dict()}
+        exact = await client.chat.completions.create(**asked, logprobs=True, extra_body={"return_token_ids": True})
+        assert exact.to_dict()["prompt_token_ids"]
+        sampled = [*b"calc", END_TOKEN]
+        assert exact.choices[0].to_dict()["token_ids"] == sampled
+        assert exact.choices[0].logprobs is not None
+        assert len(exact.choices[0].logprobs.content or ()) == len(sampled)
 
 
 async def test_requests_name_a_version_and_one_alone_answers_any_name(runs: Path) -> None:
