@@ -7,15 +7,16 @@ name. All others tune somebody else's service: they are ignored and noted (`Chat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import hmac
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -24,18 +25,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from agl_chat.conversation import ChatError, ChatText, Prompt, Sessions, normalise
 from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser
-from agl_chat.requests import Backend, Generated, Request, Response
+from agl_chat.requests import Backend, Generated, Request, Response, SampledToken
+from agl_chat.streaming import ResponseText, stream_reply
 from agl_core.errors import AglError, nearest
 from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types import FinishReason
 from agl_core.types.forms import parse_json
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 
+Result = TypeVar("Result")
 CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_CHOICES = 128
 _LONGEST_NOTE = 1000
@@ -67,25 +71,51 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
                 status=404,
             )
         exchange = model.begin(chat, request.headers.get(HEADER_ROLLOUT))
-        generated = await _unless_gone(request, backend.generate(exchange.request))
-        if generated is None:
-            return HttpResponse(status_code=499)
-        headers = {HEADER_POLICY: str(generated.version)}
+        headers = {}
         if exchange.ignored:
             # A name may be anything, and a header may not.
             headers[HEADER_IGNORED] = quote(", ".join(exchange.ignored), safe=", ")[:_LONGEST_NOTE]
+        if chat.stream:
+            chunks = stream_reply(model, exchange, backend)
+            first = await _unless_gone(request, anext(chunks))  # Until then an error has a status of its own.
+            if first is None:
+                return HttpResponse(status_code=499)
+            return StreamingResponse(_events(first, chunks), 200, headers, media_type="text/event-stream")
+        generated = await _unless_gone(request, backend.generate(exchange.request))
+        if generated is None:
+            return HttpResponse(status_code=499)
+        headers[HEADER_POLICY] = str(generated.version)
         return _json(model.finish(exchange, generated), headers=headers)
 
     async def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
-        if not isinstance(error, ChatError):
-            error = ChatError(str(error), code="engine_error", status=500)
+        error = _chat_error(error)
         return _json(error.body, status=error.status)
 
     routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"])]
     return Starlette(routes=routes, exception_handlers={AglError: refuse})
 
 
-async def _unless_gone(request: HttpRequest, generate: Awaitable[Generated]) -> Generated | None:
+def _chat_error(error: Exception) -> ChatError:
+    return error if isinstance(error, ChatError) else ChatError(str(error), code="engine_error", status=500)
+
+
+async def _events(first: Mapping[str, Any], chunks: AsyncGenerator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+    """Chunks as server-sent events; an error ends them."""
+    async with contextlib.aclosing(chunks):
+        yield _event(first)
+        try:
+            async for chunk in chunks:
+                yield _event(chunk)
+            yield b"data: [DONE]\n\n"
+        except AglError as error:
+            yield _event(_chat_error(error).body)
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Result | None:
     """Generate, but give up when the client hangs up."""
 
     async def hang_up() -> None:
@@ -139,6 +169,8 @@ class ChatRequest(BaseModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = Field(None, description="Reply with token ids, and with agl's extras.")
@@ -227,7 +259,6 @@ _TEXT_ALONE = "this engine reads and writes text alone"
 _ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_tokens'"
 _OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
 _NOT_SERVED: Mapping[str, tuple[Any, str]] = {
-    "stream": (False, "this engine does not stream, but agl's gateway does"),
     "prompt_logprobs": (None, "log-probabilities are returned of responses alone"),
     "functions": ([], "it is the older form of tools. Send 'tools'"),
     "audio": (None, _TEXT_ALONE),
@@ -321,23 +352,32 @@ class ModelServer:
             )
         return self.text.tool_format
 
-    def finish(self, exchange: Exchange, generated: Generated) -> dict[str, Any]:
-        """The reply's body; the session remembers it."""
+    def response_text(self, exchange: Exchange) -> ResponseText:
+        """An empty text for a response's tokens."""
+        return ResponseText(self.text, exchange.parser(), exchange.chat.stops)
+
+    def finish(
+        self, exchange: Exchange, generated: Generated, texts: Sequence[ResponseText] | None = None
+    ) -> dict[str, Any]:
+        """The reply's body; the session remembers it. `texts` are those of the responses where they were streamed."""
+        if texts is None:
+            texts = [self.response_text(exchange) for _ in generated.responses]
+            for text, response in zip(texts, generated.responses, strict=True):
+                text.feed(response.ids.tolist())
+                text.end()
         choices, extras, replies = [], [], []
-        for index, response in enumerate(generated.responses):
+        for index, (response, text) in enumerate(zip(generated.responses, texts, strict=True)):
             if not np.isfinite(response.logprobs).all():
                 raise ChatError(
                     f"The model's output is not finite (policy version {generated.version}): training has diverged.",
                     code="non_finite",
                     status=500,
                 )
-            text, stop = cut_at(self.text.decode(response.ids.tolist()), exchange.chat.stops)
-            parsed = exchange.parser().parse(text)
-            message = _message(parsed, exchange, index)
+            message = _message(text.parsed, exchange, index)
             choice = self._choice(exchange, index, message, response)
-            choices.append({**choice, "stop_reason": stop})
+            choices.append({**choice, "stop_reason": text.stop})
             mask = None if response.mask is None else response.mask.tolist()
-            extras.append({"mask": mask, "parse_error": parsed.error})
+            extras.append({"mask": mask, "parse_error": text.parsed.error})
             replies.append((normalise([message])[0], response.ids))
         if exchange.session is not None:
             self._sessions.record(exchange.session, exchange.messages, exchange.prompt, replies)
@@ -359,16 +399,19 @@ class ModelServer:
             reason = FinishReason.TOOL_CALLS
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason.value, "logprobs": None}
         if exchange.chat.logprobs:
-            choice["logprobs"] = {"content": self._logprobs(response), "refusal": None}
+            choice["logprobs"] = {"content": self.entries(response.tokens(index)), "refusal": None}
         if exchange.chat.return_token_ids:
             choice["token_ids"] = response.ids.tolist()
         return choice
 
-    def _logprobs(self, response: Response) -> list[dict[str, Any]]:
-        likeliest = response.likeliest or [dict[int, float]()] * len(response.ids)
+    def entries(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        """The log-probabilities of tokens, as a choice has them."""
         return [
-            {**self._entry(token, logprob), "top_logprobs": [self._entry(*other) for other in others.items()]}
-            for token, logprob, others in zip(response.ids.tolist(), response.logprobs.tolist(), likeliest, strict=True)
+            {
+                **self._entry(token.id, token.logprob),
+                "top_logprobs": [self._entry(*other) for other in token.likeliest.items()],
+            }
+            for token in tokens
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -377,13 +420,15 @@ class ModelServer:
         known = None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
         return {"token": piece, "logprob": logprob, "bytes": known}
 
+    def head(self, exchange: Exchange) -> dict[str, Any]:
+        """The fields that a reply and each of its chunks begin with."""
+        return {"id": exchange.request.id, "created": int(time.time()), "model": self.name}
+
     def _body(self, exchange: Exchange, generated: Generated, choices: list[dict[str, Any]]) -> dict[str, Any]:
         prompt, completion = len(exchange.prompt.ids), sum(len(r.ids) for r in generated.responses)
         return {
-            "id": exchange.request.id,
+            **self.head(exchange),
             "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self.name,
             "choices": choices,
             "usage": {
                 "prompt_tokens": prompt,
@@ -416,16 +461,6 @@ def stop_at(text: ChatText, stops: Sequence[str]) -> Callable[[Sequence[int]], b
         return any(stop in tail for stop in stops)
 
     return stopped
-
-
-def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first stop string in it, and that string; None if it has none.
-
-    >>> cut_at("1 2 STOP 3", ["3", "STOP"])
-    ('1 2 ', 'STOP')
-    """
-    first = min((stop for stop in stops if stop in text), key=text.find, default=None)
-    return (text, None) if first is None else (text[: text.find(first)], first)
 
 
 def _message(parsed: Parsed, exchange: Exchange, choice: int) -> Message:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token of a response."""
+
+    choice: int
+    id: int
+    logprob: float
+    likeliest: Mapping[int, float]
+    """The likeliest ids at its position and their log-probabilities, best first; empty if not asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +45,8 @@ class Request:
     """The strings that `stop` looks for, for an engine that detokenises itself."""
     grammar: str | None = None
     """The form that every response must have (`agl_core.learning.transitions.grammar_of`)."""
+    watch: Callable[[SampledToken], None] | None = None
+    """Told of each token as it comes, on the engine's thread, by an engine that can."""
     model: str = "default"
     """The name of the model that answers."""
 
@@ -52,6 +65,12 @@ class Response:
     """STOP, LENGTH, or ABORTED by an engine of its own accord."""
     likeliest: tuple[dict[int, float], ...] = ()
     """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
+
+    def tokens(self, choice: int) -> list[SampledToken]:
+        """Its tokens, as those of this choice."""
+        likeliest = self.likeliest or [dict[int, float]()] * len(self.ids)
+        columns = zip(self.ids.tolist(), self.logprobs.tolist(), likeliest, strict=True)
+        return [SampledToken(choice, token, logprob, others) for token, logprob, others in columns]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -174,7 +174,6 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
 @pytest.mark.parametrize(
     ("fields", "message", "code"),
     [
-        ({"stream": True}, "does not stream", "unsupported_parameter"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "invalid_value"),

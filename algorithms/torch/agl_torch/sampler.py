@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_chat.requests import Generated, Request
+from agl_chat.requests import Generated, Request, SampledToken
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
@@ -305,6 +305,9 @@ class Sampler:
             row.finish_reason = self._finish_reason(row, token, forced)
             if row.constraint is not None and row.finish_reason is None:
                 advancing.append((row.constraint, token))
+            if row.request.watch:
+                others = row.likeliest[-1] if row.request.top else {}
+                row.request.watch(SampledToken(row.job.rows.index(row), token, logprob, others))
         if advancing:
             self.grammars.advance(advancing)
         self.counters.decoded += len(rows)

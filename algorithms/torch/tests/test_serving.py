@@ -154,9 +154,9 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpenAI, url: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="does not stream") as refused:
-        await client.chat.completions.create(model="policy", messages=[USER], stream=True)
-    assert (refused.value.param, refused.value.code) == ("stream", "unsupported_parameter")
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="less than or equal to 128"):
+            await client.chat.completions.create(model="policy", messages=[USER], stream=stream, n=999)
     with pytest.raises(openai.NotFoundError, match="Did you mean 'policy'"):
         await client.chat.completions.create(model="polcy", messages=[USER])
     with pytest.raises(openai.BadRequestError) as long:
@@ -174,6 +174,25 @@ async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpe
         assert "agl" not in reply.json()
 
 
+async def test_a_streamed_reply_is_the_one_that_comes_whole(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 20, "seed": 5, "n": 2, "logprobs": True}
+    asked["extra_body"] = {"return_token_ids": True}
+    whole = await client.chat.completions.create(**asked)
+    chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    for choice in whole.choices:
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
+        assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+        assert pieces[-1].finish_reason == choice.finish_reason
+        given: Any = choice
+        entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
+        assert [entry.logprob for entry in entries] == pytest.approx([e.logprob for e in given.logprobs.content])
+        tokens = [(piece.model_extra or {}).get("token_ids", []) for piece in pieces]
+        assert [token for some in tokens for token in some] == given.token_ids
+        assert sum(map(bool, tokens)) > 3, "they came one after the other"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].model_extra["agl"]["version"] == 0
+
+
 async def test_what_tunes_a_hosted_service_is_ignored_and_noted(client: openai.AsyncOpenAI) -> None:
     """A field that is not known here does not fail an agent, and the reply names it."""
     asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
@@ -187,11 +206,12 @@ async def test_what_tunes_a_hosted_service_is_ignored_and_noted(client: openai.A
     assert "x-agl-ignored" not in reply.headers
 
 
-async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded, stream: bool) -> None:
     def chat(max_tokens: int, n: int) -> dict[str, object]:
         # Sequences longer than the slots that a sampler begins with.
         messages = [{"role": "user", "content": "5" * 260}]
-        return {"model": "policy", "messages": messages, "max_tokens": max_tokens, "n": n}
+        return {"model": "policy", "messages": messages, "max_tokens": max_tokens, "n": n, "stream": stream}
 
     async with serving(qwen.with_eos()) as (url, loop):
 

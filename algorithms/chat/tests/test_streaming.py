@@ -1,0 +1,151 @@
+"""Replies as their tokens come: what the gateway adds up of the chunks is the reply that would have come whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_chat.api import create_app
+from agl_chat.backends import client_of
+from agl_chat.requests import Generated, Request, Response
+from agl_core.apis.streams import StreamedCompletion
+from agl_core.errors import EngineError
+from agl_core.types import FinishReason
+
+from .conftest import CALCULATOR, ServedModel, make_model
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
+TEXTS = [
+    "The answer is 42.",
+    "Grüße, 世界! 🎉",
+    "12 STOP 3",
+    "a <tool_call",
+    CALL,
+    f"Let me see.\n{CALL}\n{CALL}",
+    "\n\n",
+]
+MODEL = make_model("qwen2", "<|im_end|>", "<|endoftext|>")
+TOKENIZER = MODEL.tokenizer
+END = TOKENIZER.eos_token_id
+parts = st.sampled_from([TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in TEXTS]) | st.lists(
+    st.integers(0, len(TOKENIZER) - 1), max_size=6
+)
+responses = st.lists(parts, max_size=4).map(lambda some: [token for part in some for token in part if token > 1])
+
+
+@dataclass
+class Scripted:
+    """A back end that gives these responses, and tells of their first tokens as the test says."""
+
+    responses: Sequence[Sequence[int]]
+    told: int = 10**6
+    pauses: Sequence[int] = ()
+    """After which tokens those before are read."""
+    failure: Exception | None = None
+
+    async def generate(self, request: Request) -> Generated:
+        answers = []
+        for choice, ids in enumerate(self.responses):
+            numbers = np.array([*ids, END], np.int32)
+            likeliest = tuple({int(token): -0.5} for token in numbers) if request.top else ()
+            answers.append(Response(numbers, -0.1 * numbers, None, FinishReason.STOP, likeliest))
+            for place, token in enumerate(answers[-1].tokens(choice)[: self.told]):
+                if request.watch:
+                    request.watch(token)
+                if place in self.pauses:
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+        if self.failure:
+            raise self.failure
+        return Generated(request, tuple(answers), 3, 5, 7)
+
+
+def asked(model: ServedModel, backend: Scripted, **fields: Any) -> tuple[int, str]:
+    """Status and body of a reply."""
+
+    async def ask() -> tuple[int, str]:
+        client = client_of(create_app({"m": model.server()}, backend, api_key="key"), "key")
+        user = {"role": "user", "content": "What is 12 plus 30?"}
+        body = {"model": "m", "messages": [user], "n": len(backend.responses), "seed": 1, "logprobs": True}
+        body |= {"return_token_ids": True, **fields}
+        reply = await client.post("/v1/chat/completions", json=body, headers={"x-agl-rollout": "r/0"})
+        return reply.status_code, reply.text
+
+    return asyncio.run(ask())
+
+
+def chunks_of(body: str) -> list[dict[str, Any]]:
+    *events, last = body.removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def added(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The chat completion that the gateway makes of chunks."""
+    completion = StreamedCompletion("reply")
+    for chunk in chunks:
+        completion.add(chunk)
+    whole: dict[str, Any] = json.loads(completion.whole(cut=False))
+    return whole
+
+
+def without(body: dict[str, Any]) -> dict[str, Any]:
+    """What does not differ between two replies, and is not null."""
+    for choice in body["choices"]:
+        choice["message"] = {name: value for name, value in choice["message"].items() if value}
+        choice["logprobs"].pop("refusal", None)
+    kept = {name: value for name, value in body.items() if name not in ("id", "created")}
+    return {**kept, "choices": [{k: v for k, v in choice.items() if v is not None} for choice in kept["choices"]]}
+
+
+@given(
+    ids=st.lists(responses, min_size=1, max_size=3),
+    told=st.integers(0, 40) | st.just(10**6),
+    pauses=st.sets(st.integers(0, 80)),
+    tools=st.booleans(),
+    stop=st.sampled_from([[], ["STOP"], ["42", "2 S", "界"]]),
+    top=st.sampled_from([0, 1]),
+)
+def test_chunks_add_up_to_the_whole_reply(
+    ids: list[list[int]], told: int, pauses: set[int], tools: bool, stop: list[str], top: int
+) -> None:
+    fields: dict[str, Any] = {"tools": [CALCULATOR]} if tools else {}
+    fields |= {"stop": stop, "top_logprobs": top}
+    backend = Scripted(ids, told, sorted(pauses))
+    status, body = asked(MODEL, backend, **fields)
+    assert status == 200, body
+    _, streamed = asked(MODEL, backend, **fields, stream=True)
+    chunks = chunks_of(streamed)
+    assert without(added(chunks)) == without(json.loads(body))
+    assert [place for place, chunk in enumerate(chunks) if "prompt_token_ids" in chunk] == [0]
+    assert [place for place, chunk in enumerate(chunks) if "usage" in chunk] == [len(chunks) - 1]
+
+
+def test_text_comes_with_its_tokens_and_may_wait_for_more(qwen: ServedModel) -> None:
+    ids = TOKENIZER("世 12 ST 3", add_special_tokens=False)["input_ids"]
+    _, body = asked(qwen, Scripted([ids], pauses=range(99)), stream=True, stop=["STOP"])
+    choices = [choice for chunk in chunks_of(body) for choice in chunk["choices"]]
+    pieces = [choice["delta"].get("content", "") for choice in choices]
+    assert "".join(pieces) == "世 12 ST 3"
+    assert sum(map(bool, pieces)) > 4
+    assert sum(len(choice.get("token_ids", ())) for choice in choices) == len(ids) + 1
+    before = TOKENIZER.decode([token for choice in choices[:4] for token in choice["token_ids"]])
+    assert before.startswith("".join(pieces[:4]))
+
+
+@pytest.mark.parametrize("told", [0, 4])
+def test_a_failure_has_a_status_before_the_first_token_and_ends_the_stream_later(told: int, qwen: ServedModel) -> None:
+    failing = Scripted([[5, 6, 7, 8]], told, range(9), EngineError("Sampling failed."))
+    status, body = asked(qwen, failing, stream=True)
+    assert status == (200 if told else 500)
+    error = json.loads(body.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == ("Sampling failed.", "engine_error")
+    assert "[DONE]" not in body
