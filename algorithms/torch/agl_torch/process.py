@@ -65,7 +65,8 @@ class Policy:
     loaded: LoadedModel
     trainer: PolicyTrainer
     sampler: Sampler
-    algorithm: PolicyGradient
+    algorithm: PolicyGradient | None
+    """None if the run names none: updates then name theirs."""
 
 
 class Policies:
@@ -86,7 +87,7 @@ class Policies:
             loaded = _load(spec, options, choose_device(options.device), seed, bases)
             sampler = _make_sampler(loaded, options, share, deterministic=context.deterministic)
             trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
-            algorithm = self._algorithm(spec.algorithm, spec.algorithm_options)
+            algorithm = self._algorithm(spec.algorithm, spec.algorithm_options) if spec.algorithm else None
             self.policies[name] = Policy(loaded, trainer, sampler, algorithm)
         self.threads = options.threads or torch.get_num_threads()
         """Of training."""
@@ -124,7 +125,9 @@ class Policies:
 
     def estimate(self, work: Workload) -> Needs:
         memory, duration, available = PROCESS, 0.0, 0
-        for policy in self.policies.values():
+        for name, policy in self.policies.items():
+            if policy.algorithm is None:
+                raise EngineError(f"The policy '{name}' names no algorithm, so what its training takes is unknown.")
             memory += memory_bytes(
                 policy.loaded,
                 policy.algorithm,
