@@ -78,7 +78,7 @@ class Way:
 
 
 WAYS = (
-    Way("grpo", "identical"),
+    Way("grpo", "identical", (("beta", 0.04),)),  # With a KL term groups without contrast are trained on too.
     Way("grpo", "stepwise", (("importance_cap", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
     Way("grpo", "air", (("beta", 0.04), ("aggregation", "token-mean"))),
     Way("ppo", "discounted", (("minibatches", 2),)),
