@@ -102,7 +102,7 @@ CALL: Mapping[str, Faults] = {
         (Sampling(temperature=-1.0), DropReason.NON_FINITE),
         (Sampling(temperature=INF), DropReason.NON_FINITE),
         (Sampling(temperature=NAN), DropReason.NON_FINITE),
-        (Sampling(temperature=1e-40), TRAINED),
+        (Sampling(temperature=1e-40), DropReason.NON_FINITE),
         (Sampling(temperature=1e38), TRAINED),
         (Sampling(temperature=1.0, top_p=-1.0, max_tokens=-1, seed=-1), TRAINED),
     ),

@@ -289,8 +289,8 @@ def unusable(
     - longer than the model's context: TOO_LONG;
     - sampled under a grammar that the engine does not know: CONSTRAINED;
     - a log-probability of an unmasked token (unless it is not known), credited value, weight or temperature that
-      is not finite, a temperature that is not positive, a weight below 0, a token id the model does not have:
-      NON_FINITE.
+      is not finite, a temperature that logits cannot be divided by, a weight below 0, a token id the model does not
+      have: NON_FINITE.
     """
     wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
     wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)
@@ -302,7 +302,7 @@ def unusable(
     broken = (
         (_counts(wrong_R, batch.response_offsets) > 0)
         | ~np.isfinite(batch.values_N)
-        | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N > 0))
+        | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N >= np.finfo(np.float32).tiny))
         | ~(np.isfinite(batch.weight_N) & (batch.weight_N >= 0))
         | (_counts(unknown_T, batch.offsets) > 0)
     )
