@@ -1,7 +1,7 @@
 """Recorded experience and the batch that a run makes of it: ragged, several agents, and rows of every kind left out.
 
 Groups of three rollouts of two to four calls, through agl's own `without_stale` and `make_batches`. Most calls continue
-the conversation of the call before, whoever made it; some begin anew. In them are
+the conversation of the call before, of any agent; some begin anew. In them are
 
 - an episode with a call that is too many updates old (STALE), which leaves its group;
 - calls of a second agent that is not trained (UNTRAINED): what they earned is in the return, they are in no loss;

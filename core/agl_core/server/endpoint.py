@@ -143,7 +143,7 @@ class _Connection(asyncio.Protocol):
         self.is_streaming = False
         """Whether a body is under way that is read as it comes."""
         self._unread = 0
-        """Bytes of it that nobody has read yet."""
+        """Bytes of it that have not been read yet."""
         self._broken: OSError | None = None
         """Why it came to no end."""
 
