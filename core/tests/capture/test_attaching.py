@@ -79,15 +79,15 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
         import agl_core
         from agl_core.capture import AttemptContext, Recording, identify, running
 
-        class Asked:
+        class Adapter:
             framework = "colorsys"
 
             def attach(self):
                 from agl_core.capture import Identity
 
-                return lambda: Identity("asked")
+                return lambda: Identity("named")
 
-        agl_core.attach([Asked()])
+        agl_core.attach([Adapter()])
         early = sorted({"httpx", "httpx2", "torch", "langchain_core", "openai"} & set(sys.modules))
         assert early == [], early
         import colorsys
@@ -99,7 +99,7 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
             transport = library.MockTransport(lambda r: seen.append(r.headers) or library.Response(200))
             with running(AttemptContext("r", 0, "http://h", "k", Recording())):
                 library.Client(transport=transport).get("http://h/v1")
-            assert (seen[0]["x-agl-rollout"], seen[0]["x-agl-agent"]) == ("r/0", "asked"), seen
+            assert (seen[0]["x-agl-rollout"], seen[0]["x-agl-agent"]) == ("r/0", "named"), seen
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -20,8 +20,8 @@ FOREIGN = (
 )
 
 
-def ran(program: str, folder: Path) -> Any:
-    """What the program prints as its last line (JSON), with warnings shown as errors of the test."""
+def run_program(program: str, folder: Path) -> Any:
+    """The program's last line of output, as JSON; a warning of its own fails the test."""
     (folder / "reports").mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(folder), "NO_PROXY": "*"}
     attempt, url = AttemptKey("r", 0), "http://127.0.0.1:9"
@@ -35,7 +35,7 @@ def ran(program: str, folder: Path) -> Any:
 
 def test_a_program_without_http_has_nothing_of_agl(tmp_path: Path) -> None:
     program = f"import json, sys, http.client, urllib.request, idna; print(json.dumps({FOREIGN}))"
-    assert "agl_core" not in ran(program, tmp_path)
+    assert "agl_core" not in run_program(program, tmp_path)
 
 
 PLUGIN = """
@@ -76,12 +76,12 @@ def test_a_plugin_of_pydantic_that_is_loaded_in_its_import_stays(tmp_path: Path,
         import pydantic.version
         import wave
         import idna
-        print(json.dumps([[type(each).__name__ for each in _loader.get_plugins()], "agl_core" in sys.modules]))
+        print(json.dumps([[type(plugin).__name__ for plugin in _loader.get_plugins()], "agl_core" in sys.modules]))
     """
-    plugins, attached = ran(program, tmp_path)
+    plugins, attached = run_program(program, tmp_path)
     assert (plugins, attached) == (["Plugin"], True), "agl is attached as soon as that is safe"
 
 
 def test_a_library_that_sends_in_a_submodule_attaches(tmp_path: Path) -> None:
-    assert ran("import json, sys, requests; print(json.dumps('agl_core' in sys.modules))", tmp_path)
+    assert run_program("import json, sys, requests; print(json.dumps('agl_core' in sys.modules))", tmp_path)
     assert not list((tmp_path / "reports").iterdir()), "nothing failed"

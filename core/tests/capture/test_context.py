@@ -52,12 +52,12 @@ async def test_an_identity_closed_in_another_task_ends_here_too() -> None:
 def test_a_thread_has_the_attempt_that_started_it_and_other_variables_as_python_has_them(attached: None) -> None:
     theirs = contextvars.ContextVar("theirs", default="default")
     theirs.set("set")
-    found = []
+    seen = []
     with running(attempt()), identify("solver"):
-        thread = threading.Thread(target=lambda: found.append((here(), theirs.get())))
+        thread = threading.Thread(target=lambda: seen.append((here(), theirs.get())))
         thread.start()
         thread.join()
-    assert found == [(("r1", "solver"), "default")]
+    assert seen == [(("r1", "solver"), "default")]
 
 
 def test_a_pool_shared_by_attempts_works_for_whoever_submits(attached: None) -> None:

@@ -161,10 +161,10 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
 
         @agl_core.tool
         async def summarise(text: str) -> str:
-            said = await ask(client, f"sum up {text}")
+            summary = await ask(client, f"sum up {text}")
             with agl_core.tool("inner") as run:
-                run.result = said
-            return said
+                run.result = summary
+            return summary
 
         with attempt.running(), agl_core.agent("boss"):
             await ask(client, "first")

@@ -39,9 +39,9 @@ async def by_aiohttp(url: str) -> Any:
 
 
 async def by_aiohttp_with_a_base(url: str) -> Any:
-    place = urlsplit(url)
-    async with aiohttp.ClientSession(f"{place.scheme}://{place.netloc}") as session:
-        reply = await session.post(place.path, json=json.loads(BODY), headers=[*HEADERS.items()])
+    parts = urlsplit(url)
+    async with aiohttp.ClientSession(f"{parts.scheme}://{parts.netloc}") as session:
+        reply = await session.post(parts.path, json=json.loads(BODY), headers=[*HEADERS.items()])
         return await reply.json()
 
 
@@ -61,7 +61,7 @@ def look_up(what: str) -> str:
 
 
 def joined(episode: Any) -> list[list[str]]:
-    return [[result.arguments["what"] for result in each.tool_results] for each in episode.transitions]
+    return [[result.arguments["what"] for result in transition.tool_results] for transition in episode.transitions]
 
 
 @pytest.mark.parametrize("ask", [*SYNC, *ASYNC], ids=lambda ask: ask.__name__)
@@ -127,8 +127,8 @@ async def openai_call(stack: Stack) -> openai.types.chat.ChatCompletion:
 
 
 async def by_a_raw_socket(stack: Stack, attempt: LeasedAttempt) -> None:
-    place = urlsplit(stack.server.base_url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    parts = urlsplit(stack.server.base_url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stack.key(attempt.key)}\r\n"
         f"Connection: close\r\nContent-Length: {len(BODY)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""What an attempt's recording keeps, and how results become reports."""
+"""An attempt's recording: its bounds, and how tool results become reports."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8).filter(str.isidentifier), values, max_size=4))
-def test_any_state_travels_as_a_header(told: dict[str, Any]) -> None:
+def test_any_state_travels_as_a_header(variables: dict[str, Any]) -> None:
     with running(AttemptContext("r", 0, "http://127.0.0.1:9", "no key", Recording())):
-        agl_core.state(**told)
+        agl_core.state(**variables)
         packed = packed_variables()
-    assert (packed is None) == (not told)
-    assert (unpack_variables(packed) or {}) == {name: jsonable(value) for name, value in told.items()}
+    assert (packed is None) == (not variables)
+    assert (unpack_variables(packed) or {}) == {name: jsonable(value) for name, value in variables.items()}
 
 
 async def test_state_is_that_of_the_call_and_bounded() -> None:
@@ -59,8 +59,8 @@ async def test_state_is_that_of_the_call_and_bounded() -> None:
         calls = await attempt.calls()
     states = {name: [c.state for c in calls if c.request["messages"][-1]["content"] == name] for name in "xy"}
     assert calls[0].state is None
-    for name, found in states.items():
-        assert found == [{"who": name, "draft": ["a"]}, {"who": name, "draft": None}]
+    for name, of_agent in states.items():
+        assert of_agent == [{"who": name, "draft": ["a"]}, {"who": name, "draft": None}]
     [cut] = [c.state for c in calls if c.request["messages"][-1]["content"] == "noise"]
     assert len(json.dumps(cut, ensure_ascii=False).encode()) <= 16_384
     assert re.fullmatch(r".{100,}… \(\d+ more characters\)", cut["noise"])

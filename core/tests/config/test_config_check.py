@@ -42,7 +42,7 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "parts"),
     [
         (("train.group_size=1",), ("compares several rollouts", "group_size is 1", "Set it to 2 or more")),
         (("train.min_group_size=1",), ("min_group_size is 1", "nothing to compare")),
@@ -88,12 +88,12 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
     ],
 )
 def test_what_does_not_is_refused_with_a_remedy(
-    loaded: Load, overrides: tuple[str, ...], said: tuple[str, ...]
+    loaded: Load, overrides: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(CapabilityError) as error:
         check(loaded({}, *overrides))
 
-    for part in said:
+    for part in parts:
         assert part in str(error.value)
 
 
@@ -146,7 +146,7 @@ def test_training_on_what_older_weights_sampled_without_correction_is_worth_a_wo
     assert list(cautions(loaded(grpo))) == []
     assert list(cautions(loaded(grpo, "async.max_staleness=2", "policies.default.algorithm.name=easy"))) == []
     stale = "async.max_staleness=2"
-    [said] = cautions(loaded(grpo, stale))
-    assert "max_staleness is 2" in said
-    assert "importance_cap is not set" in said
+    [caution] = cautions(loaded(grpo, stale))
+    assert "max_staleness is 2" in caution
+    assert "importance_cap is not set" in caution
     assert list(cautions(loaded(grpo, stale, "policies.default.algorithm.grpo.importance_cap=2.0"))) == []

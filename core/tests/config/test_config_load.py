@@ -150,7 +150,7 @@ def test_names_in_a_key_need_no_quotes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("train.steps", "must be KEY=VALUE"),
         ("'a=5", "not a dotted key"),
@@ -160,14 +160,14 @@ def test_names_in_a_key_need_no_quotes() -> None:
         ("train.steps=0", "[train] steps: must be greater than or equal to 1, not 0. (It comes from --set.)"),
     ],
 )
-def test_a_bad_override_says_so(loaded: Load, override: str, said: str) -> None:
+def test_a_bad_override_says_so(loaded: Load, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         loaded({"name": "run"}, override)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("config_version", 2, "config_version: must be 1, not 2."),
         ("tarin", {"steps": 1}, "tarin: there is no such key. Did you mean 'train'?"),
@@ -211,14 +211,14 @@ def test_a_bad_override_says_so(loaded: Load, override: str, said: str) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place_and_remedy(
-    loaded: Load, folder: Path, key: str, value: Any, said: str
+    loaded: Load, folder: Path, key: str, value: Any, message: str
 ) -> None:
     agents = {"policies.default.agents": ["wr*"]} if key == "policies.second" else {}
 
     with pytest.raises(ConfigError) as error:
         loaded({**agents, key: value})
 
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith(f"{folder / 'train.toml'}: ")
     assert "\n" not in str(error.value)
 
@@ -229,8 +229,8 @@ def test_all_problems_are_told_together(loaded: Load) -> None:
 
     message = str(error.value)
     assert message.splitlines()[0].endswith("has 3 problems:")
-    for place in ("[algorithm] name", "[engine.pretending] y", "[rewards] z"):
-        assert f"\n  {place}: " in message
+    for key in ("[algorithm] name", "[engine.pretending] y", "[rewards] z"):
+        assert f"\n  {key}: " in message
 
 
 def test_tables_of_plugins_that_are_not_chosen_may_stay(loaded: Load) -> None:

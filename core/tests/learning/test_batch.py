@@ -215,9 +215,9 @@ def test_a_credit_rule_that_fails_is_named(rule: Any, problem: str) -> None:
 def batch_of(*lengths: tuple[int, int]) -> Batch:
     """Transitions of one rollout with these prompt and response lengths, all tokens and log-probabilities different."""
     tokens, logprobs, rows = iter(range(1000)), iter(range(-1, -1000, -1)), []
-    for place, (prompt, response) in enumerate(lengths):
+    for index, (prompt, response) in enumerate(lengths):
         ids = [next(tokens) for _ in range(prompt + response)]
-        rows.append(Row(ids[:prompt], ids[prompt:], [next(logprobs) for _ in range(response)], place + 0.5))
+        rows.append(Row(ids[:prompt], ids[prompt:], [next(logprobs) for _ in range(response)], index + 0.5))
     turns = np.arange(len(rows))
     keys = tuple(TransitionKey("r", 0, f"c{turn}", 0) for turn in turns)
     return replace(engines.batch_of(rows), rollout_N=np.zeros_like(turns), turn_N=turns, keys=keys)

@@ -1,4 +1,4 @@
-"""What holds of every credit rule that agl ships, wherever it comes from: each installed one is found and tried."""
+"""Properties of every credit rule that agl ships, wherever it comes from: each installed one is found and tried."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Tried:
+class Variant:
     """A rule as a run may have it."""
 
     name: str
@@ -40,10 +40,10 @@ class Tried:
         return f"{self.name} as {self.kind}"
 
 
-def shipped() -> list[Tried]:
+def shipped() -> list[Variant]:
     """Each rule of the installed agl packages, with each of its settings, for each kind of its values."""
     return [
-        Tried(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kind)
+        Variant(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kind)
         for name, component in Plugins.load().components(kinds.CREDIT).items()
         if component.origin.startswith("agl-")
         for chosen in ({}, *VARIANTS.get(name, ()))
@@ -52,19 +52,19 @@ def shipped() -> list[Tried]:
 
 
 RULES = shipped()
-rules = pytest.mark.parametrize("tried", RULES, ids=str)
+rules = pytest.mark.parametrize("variant", RULES, ids=str)
 
 
-def trained_on(tried: Tried, episodes: Sequence[Episode], *agents: str) -> dict[TransitionKey, float]:
+def trained_on(variant: Variant, episodes: Sequence[Episode], *agents: str) -> dict[TransitionKey, float]:
     """The values in the batch of a run that trains these agents."""
-    plan = BatchPlan({"default": PolicyCredit(tried.name, tried.rule, tried.kind)}, agents)
+    plan = BatchPlan({"default": PolicyCredit(variant.name, variant.rule, variant.kind)}, agents)
     batches = make_batches([episodes], plan).batches.values()
     return {key: float(value) for b in batches for key, value in zip(b.keys, b.values_N, strict=True)}
 
 
-def values_of(tried: Tried, episodes: Sequence[Episode]) -> dict[TransitionKey, float]:
+def values_of(variant: Variant, episodes: Sequence[Episode]) -> dict[TransitionKey, float]:
     """The rule's own values, by transition."""
-    credited = tried.rule(episodes)
+    credited = variant.rule(episodes)
     return {
         t.key: value
         for one, values in zip(episodes, credited, strict=True)
@@ -77,29 +77,29 @@ def near(values: Any) -> Any:
 
 
 def test_every_rule_that_is_shipped_is_tried() -> None:
-    names = {tried.name for tried in RULES}
+    names = {variant.name for variant in RULES}
     assert {"identical", "immediate", "discounted", "stepwise"} <= names
     if importlib.util.find_spec("agl_rewards"):
         assert {"air", "air {'alpha': 0.7}", "air {'reward': 'return'}"} <= names
-    assert {tried.kind for tried in RULES if tried.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
+    assert {variant.kind for variant in RULES if variant.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
 
 
 @rules
 @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
-def test_one_call_episodes_are_single_turn_learning(tried: Tried, terminals: list[float]) -> None:
-    assert tried.rule(group([([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
+def test_one_call_episodes_are_single_turn_learning(variant: Variant, terminals: list[float]) -> None:
+    assert variant.rule(group([([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
 
 
 @rules
 @given(members=GROUPS, data=st.data())
 def test_more_choices_that_earn_as_much_change_nothing(
-    tried: Tried, members: list[tuple[list[Step], float]], data: st.DataObject
+    variant: Variant, members: list[tuple[list[Step], float]], data: st.DataObject
 ) -> None:
     episodes = group(members)
     times = [[data.draw(st.integers(1, 3)) for _ in one.transitions] for one in episodes]
     repeated = [repeat(one, of_episode) for one, of_episode in zip(episodes, times, strict=True)]
-    expected = {(key.rollout, key.call): value for key, value in values_of(tried, episodes).items()}
-    for key, value in values_of(tried, repeated).items():
+    expected = {(key.rollout, key.call): value for key, value in values_of(variant, episodes).items()}
+    for key, value in values_of(variant, repeated).items():
         assert value == near(expected[key.rollout, key.call])
 
 
@@ -114,36 +114,36 @@ def repeat(one: Episode, times: Sequence[int]) -> Episode:
 
 
 @rules
-def test_nothing_has_no_values(tried: Tried) -> None:
+def test_nothing_has_no_values(variant: Variant) -> None:
     nothing = replace(build_episode(make.rollout(), make.attempt(), []), terminal=1.0)
-    assert tried.rule([]) == []
-    assert tried.rule([nothing]) == [[]]
+    assert variant.rule([]) == []
+    assert variant.rule([nothing]) == [[]]
     unrewarded = build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])
-    assert tried.rule([unrewarded]) == [[0.0, 0.0]]
+    assert variant.rule([unrewarded]) == [[0.0, 0.0]]
 
 
 @rules
 @given(members=GROUPS)
 def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
-    tried: Tried, members: list[tuple[list[Step], float]]
+    variant: Variant, members: list[tuple[list[Step], float]]
 ) -> None:
     episodes = group(members)
     agents = {t.key: t.agent for e in episodes for t in e.transitions}
-    trained = trained_on(tried, episodes, "solver")
+    trained = trained_on(variant, episodes, "solver")
     assert trained.keys() == {key for key, agent in agents.items() if agent == "solver"}
-    if tried.kind is CreditKind.RETURN:
-        expected = values_of(tried, episodes)
+    if variant.kind is CreditKind.RETURN:
+        expected = values_of(variant, episodes)
         assert trained == near({key: expected[key] for key in trained})
 
 
 @rules
 @given(steps=st.lists(STEPS, min_size=1, max_size=6), terminal=REWARDS)
-def test_a_call_is_worth_the_same_whoever_else_is_trained(tried: Tried, steps: list[Step], terminal: float) -> None:
+def test_a_call_is_worth_the_same_whoever_else_is_trained(variant: Variant, steps: list[Step], terminal: float) -> None:
     one = episode(0, [replace(steps[0], agent="solver"), *steps[1:]], terminal)
-    assert worth_of_the_first(tried, one, "solver") == near(worth_of_the_first(tried, one, "*"))
+    assert worth_of_the_first(variant, one, "solver") == near(worth_of_the_first(variant, one, "*"))
 
 
-def worth_of_the_first(tried: Tried, one: Episode, *agents: str) -> float:
-    """What the first call is worth to the algorithm, which adds rewards up and takes returns as they are."""
-    values = trained_on(tried, [one], *agents)
-    return sum(values.values()) if tried.kind is CreditKind.REWARD else values[one.transitions[0].key]
+def worth_of_the_first(variant: Variant, one: Episode, *agents: str) -> float:
+    """The first call's worth to the algorithm, which adds rewards up and takes returns as they are."""
+    values = trained_on(variant, [one], *agents)
+    return sum(values.values()) if variant.kind is CreditKind.REWARD else values[one.transitions[0].key]

@@ -28,8 +28,8 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def episode(calls: list[Call], *told: ToolResult) -> Episode:
-    return build_episode(make.rollout(), make.attempt(), calls, told)
+def episode(calls: list[Call], *reports: ToolResult) -> Episode:
+    return build_episode(make.rollout(), make.attempt(), calls, reports)
 
 
 def results(episode: Episode) -> list[list[Any]]:
@@ -63,10 +63,10 @@ class Conversation:
 @given(speakers=st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_the_conversation_shows_which_call_an_answer_is_of(speakers: list[str]) -> None:
     conversations = {name: Conversation(name) for name in speakers}
-    asked = [conversations[name].ask(number) for number, name in enumerate(speakers)]
-    last = [each.end(len(speakers) + number) for number, each in enumerate(conversations.values())]
-    joined = results(episode([*(call for call, _ in asked), *last]))
-    assert joined == [[result] for _, result in asked] + [[]] * len(last)
+    turns = [conversations[name].ask(number) for number, name in enumerate(speakers)]
+    last = [conversation.end(len(speakers) + number) for number, conversation in enumerate(conversations.values())]
+    joined = results(episode([*(call for call, _ in turns), *last]))
+    assert joined == [[result] for _, result in turns] + [[]] * len(last)
 
 
 def test_an_answer_to_one_conversation_is_none_to_another_that_waits() -> None:
@@ -84,15 +84,15 @@ def test_where_a_request_does_not_show_what_asked_the_latest_call_is_answered() 
 def test_what_is_reported_of_one_call_leaves_the_other_to_the_conversation() -> None:
     a = Conversation("a", parent_span="first"), Conversation("b", parent_span="second")
     calls = [a[0].ask(0)[0], a[1].ask(1)[0], a[0].end(2), a[1].end(3)]
-    told = make.tool_result("o", ID, result="seen", parent_span="first", adapter="langchain")
-    assert results(episode(calls, told))[:2] == [["seen"], ["b 0"]]
+    report = make.tool_result("o", ID, result="seen", parent_span="first", adapter="langchain")
+    assert results(episode(calls, report))[:2] == [["seen"], ["b 0"]]
 
 
 @pytest.mark.parametrize("by", ["parent_span", "agent"])
 def test_a_report_belongs_to_the_call_of_its_span_else_of_its_agent(by: str) -> None:
     calls = [make.call(n, make.choice(tool_calls=[ID]), **{by: name}) for n, name in enumerate("ab")]
-    told = [make.tool_result(name, ID, result=name, **{by: name}) for name in "ba"]
-    assert results(episode(calls, *told)) == [["a"], ["b"]]
+    reports = [make.tool_result(name, ID, result=name, **{by: name}) for name in "ba"]
+    assert results(episode(calls, *reports)) == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_reports_that_say_no_more_are_of_the_latest_calls_in_their_order(
     reported: list[str], expected: list[list[str]]
 ) -> None:
     calls = [make.call(n, make.choice(tool_calls=[ID])) for n in range(3)]
-    told = [make.tool_result(result, ID, result=result) for result in reported]
-    assert results(episode(calls, *told)) == expected
+    reports = [make.tool_result(result, ID, result=result) for result in reported]
+    assert results(episode(calls, *reports)) == expected
 
 
 def test_a_report_is_of_the_call_that_the_conversation_shows_to_be_answered() -> None:

@@ -23,7 +23,7 @@ REFUSED = "not permitted|denied|Invalid cross-device|start new thread|division b
 
 
 def evaluated(text: str) -> Any:
-    """What a careless verifier does."""
+    """Evaluate text as a careless verifier does."""
     return eval(text)
 
 
@@ -155,7 +155,7 @@ async def test_many_at_a_time_each_get_their_own_value() -> None:
 def test_another_is_started_when_the_process_was_killed() -> None:
     assert asyncio.run(run_sandboxed(evaluated, "1")) == 1
     for process in psutil.Process().children():
-        if any("sandbox_process" in each for each in process.cmdline()):
+        if any("sandbox_process" in argument for argument in process.cmdline()):
             process.kill()
             process.wait(30)
     assert asyncio.run(run_sandboxed(evaluated, "2")) == 2

@@ -75,7 +75,7 @@ def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response() -> No
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "result", "error", "rule"),
+    ("content", "status", "result", "error", "rule"),
     [
         ("22 °C", "ok", "22 °C", None, "ok"),
         ("", "empty", "", None, "empty"),
@@ -84,14 +84,21 @@ def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response() -> No
     ],
 )
 def test_a_span_without_a_result_leaves_it_to_the_conversation(
-    said: str | None, status: str, result: Any, error: Any, rule: str
+    content: str | None, status: str, result: Any, error: Any, rule: str
 ) -> None:
-    span = told("1:2", "a", "otel", source=Source.SPAN, status_rule="unknown", started=3.0)
-    (found,) = (
-        asking(["a"], *([] if said is None else [answer("a", said)]), reported=(span,)).transitions[0].tool_results
+    span = report("1:2", "a", "otel", source=Source.SPAN, status_rule="unknown", started=3.0)
+    (tool_result,) = (
+        asking(["a"], *([] if content is None else [answer("a", content)]), reported=(span,))
+        .transitions[0]
+        .tool_results
     )
-    assert (str(found.status), found.result, found.error, found.status_rule) == (status, result, error, rule)
-    assert (found.id, found.adapter, found.source, found.started, found.arguments) == (
+    assert (str(tool_result.status), tool_result.result, tool_result.error, tool_result.status_rule) == (
+        status,
+        result,
+        error,
+        rule,
+    )
+    assert (tool_result.id, tool_result.adapter, tool_result.source, tool_result.started, tool_result.arguments) == (
         "1:2",
         "otel",
         Source.SPAN,
@@ -102,9 +109,9 @@ def test_a_span_without_a_result_leaves_it_to_the_conversation(
 
 @pytest.mark.parametrize("rule", ["raised", "reported-error", "empty", "reported-success", None])
 def test_what_a_report_found_is_not_taken_back_by_the_conversation(rule: str | None) -> None:
-    reported = told("1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
-    (found,) = asking(["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
-    assert (found.status, found.status_rule) == (ToolStatus.EMPTY, rule)
+    reported = report("1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
+    (result,) = asking(["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
+    assert (result.status, result.status_rule) == (ToolStatus.EMPTY, rule)
 
 
 @pytest.mark.parametrize("source", [Source.COMMAND, Source.SPAN])
@@ -113,16 +120,20 @@ def test_what_a_report_found_is_not_taken_back_by_the_conversation(rule: str | N
 def test_no_report_denies_a_failure_that_the_model_was_shown(
     source: Source, named: str | None, rule: str | None
 ) -> None:
-    """Whether it names the tool call or only fits it; the contradiction is marked, counted and cautioned about."""
-    (asked,) = make.choice(tool_calls=["a"]).message["tool_calls"]
-    told = {"id": "o", "tool": asked["function"]["name"], "status": ToolStatus.OK, "tool_call_id": named}
+    """The report may name the tool call or only fit it; the contradiction is marked, counted and cautioned about."""
+    (tool_call,) = make.choice(tool_calls=["a"]).message["tool_calls"]
+    fields = {"id": "o", "tool": tool_call["function"]["name"], "status": ToolStatus.OK, "tool_call_id": named}
     reported = ToolResult(
-        **told, rollout="r", attempt=0, arguments={}, result="42", source=source, adapter="mine", status_rule=rule
+        **fields, rollout="r", attempt=0, arguments={}, result="42", source=source, adapter="mine", status_rule=rule
     )
     episode = asking(["a"], answer("a", "Error: no city"), reported=(reported,))
-    (found,) = episode.transitions[0].tool_results
-    assert (found.status, found.status_rule, found.source) == (ToolStatus.ERROR, "contradicted", Source.CONVERSATION)
-    assert (found.result, found.error) == (None, "Error: no city")
+    (result,) = episode.transitions[0].tool_results
+    assert (result.status, result.status_rule, result.source) == (
+        ToolStatus.ERROR,
+        "contradicted",
+        Source.CONVERSATION,
+    )
+    assert (result.result, result.error) == (None, "Error: no city")
     seen = contradicted_tool_results([episode, episode])
     assert seen is not None
     assert seen.startswith("2 of 2 tool results")
@@ -145,42 +156,46 @@ def test_no_reports_of_a_whole_response_deny_a_failure_that_the_model_was_shown(
         make.call(1, request={"messages": [answer(id, text) for id, text in zip("ab", contents, strict=True)]}),
     ]
     reports = [
-        told(f"o{number}", None, "mine", status=status, parent_span="step-0", tool="x", source=Source.COMMAND)
+        report(f"o{number}", None, "mine", status=status, parent_span="step-0", tool="x", source=Source.COMMAND)
         for number, status in enumerate(statuses)
     ]
     episode = build_episode(make.rollout(), make.attempt(), calls, reports)
     results = episode.transitions[0].tool_results
-    marked = [f"{each.id} contradicted" if each.status_rule == "contradicted" else each.id for each in results]
+    marked = [f"{result.id} contradicted" if result.status_rule == "contradicted" else result.id for result in results]
     assert sorted(marked) == ids
 
 
 def test_a_report_that_found_nothing_keeps_its_result() -> None:
     """A span has the structured result, and the message that it was empty."""
-    span = told("1:2", "a", "otel", status_rule="ok", result={"blocks": []})
-    (found,) = asking(["a"], answer("a", ""), reported=(span,)).transitions[0].tool_results
-    assert (found.status, found.result, found.status_rule) == (ToolStatus.EMPTY, {"blocks": []}, "empty")
-    (found,) = asking(["a"], answer("a", "no city"), reported=(span,)).transitions[0].tool_results
-    assert (found.status, found.result, found.status_rule) == (ToolStatus.OK, {"blocks": []}, "ok")
+    span = report("1:2", "a", "otel", status_rule="ok", result={"blocks": []})
+    (result,) = asking(["a"], answer("a", ""), reported=(span,)).transitions[0].tool_results
+    assert (result.status, result.result, result.status_rule) == (
+        ToolStatus.EMPTY,
+        {"blocks": []},
+        "empty",
+    )
+    (result,) = asking(["a"], answer("a", "no city"), reported=(span,)).transitions[0].tool_results
+    assert (result.status, result.result, result.status_rule) == (ToolStatus.OK, {"blocks": []}, "ok")
 
 
-def looking(*places: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
-    """A call for each place that asks to look there (None: for nothing), in steps of one agent."""
+def looking(*directions: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
+    """A call for each direction that asks to look there (None: for nothing), in steps of one agent."""
     calls = []
-    for number, place in enumerate(places):
-        choice = make.choice(tool_calls=[] if place is None else [f"c{number}"])
+    for number, direction in enumerate(directions):
+        choice = make.choice(tool_calls=[] if direction is None else [f"c{number}"])
         for tool_call in choice.message.get("tool_calls") or ():
-            tool_call["function"]["arguments"] = f'{{"place": "{place}"}}'
+            tool_call["function"]["arguments"] = f'{{"direction": "{direction}"}}'
         calls.append(make.call(number, choice, agent=agent, parent_span=span and f"{span}-{number}"))
     return calls
 
 
-def looked(name: str, place: str | None, **more: Any) -> ToolResult:
-    arguments = None if place is None else {"place": place}
-    return told(name, None, "otel", **{"arguments": arguments, "parent_span": "a tool's own", **more})
+def looked(name: str, direction: str | None, **more: Any) -> ToolResult:
+    arguments = None if direction is None else {"direction": direction}
+    return report(name, None, "otel", **{"arguments": arguments, "parent_span": "a tool's own", **more})
 
 
-def of(calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]], list[str]]:
-    """What is joined (place of the call, report, tool call id), and what is not."""
+def join(calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """Join; the joined reports as (turn of the call, report, tool call id), and the ids of the others."""
     episode = build_episode(make.rollout(), make.attempt(), calls, reported)
     joined = [(t.turn, o.id, o.tool_call_id) for t in episode.transitions for o in t.tool_results]
     return joined, [o.id for o in episode.unjoined]
@@ -188,43 +203,43 @@ def of(calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]], 
 
 def test_a_tool_result_without_an_id_answers_the_one_tool_call_that_it_fits() -> None:
     calls = looking("north", "south", "north")
-    assert of(calls, looked("1", "south", agent="solver")) == ([(1, "1", "c1")], [])
+    assert join(calls, looked("1", "south", agent="solver")) == ([(1, "1", "c1")], [])
     # Two tool calls that it fits, two that fit one tool call, another tool, other arguments, another agent: none.
-    assert of(calls, looked("1", "north")) == ([], ["1"])
-    assert of(calls, looked("1", "south"), looked("2", "south")) == ([], ["1", "2"])
-    assert of(calls, looked("1", "south", tool="dig")) == ([], ["1"])
-    assert of(calls, looked("1", "west")) == ([], ["1"])
-    assert of(calls, looked("1", None)) == ([], ["1"])
-    assert of(calls, looked("1", "south", agent="critic")) == ([], ["1"])
+    assert join(calls, looked("1", "north")) == ([], ["1"])
+    assert join(calls, looked("1", "south"), looked("2", "south")) == ([], ["1", "2"])
+    assert join(calls, looked("1", "south", tool="dig")) == ([], ["1"])
+    assert join(calls, looked("1", "west")) == ([], ["1"])
+    assert join(calls, looked("1", None)) == ([], ["1"])
+    assert join(calls, looked("1", "south", agent="critic")) == ([], ["1"])
 
 
 def test_the_enclosing_span_decides_which_of_equal_tool_calls() -> None:
     calls = looking("north", "south", "north")
     both = [looked("1", "north", parent_span="step-2"), looked("2", "north", parent_span="step-0")]
-    assert of(calls, *both) == ([(0, "2", "c0"), (2, "1", "c2")], [])
-    assert of(calls, looked("1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
+    assert join(calls, *both) == ([(0, "2", "c0"), (2, "1", "c2")], [])
+    assert join(calls, looked("1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
 
 
 def test_after_a_call_of_an_unknown_agent_only_tool_and_arguments_decide() -> None:
     calls = [*looking("north", "south"), make.call(2, agent=None, parent_span=None, stamped=False)]
-    assert of(calls, looked("1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
-    assert of(calls, looked("1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
-    assert of(calls, looked("1", None, parent_span="step-1")) == ([], ["1"])
-    assert of(calls, looked("1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
-    assert of(calls, looked("1", "west", parent_span="step-1")) == ([], ["1"])
+    assert join(calls, looked("1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert join(calls, looked("1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert join(calls, looked("1", None, parent_span="step-1")) == ([], ["1"])
+    assert join(calls, looked("1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
+    assert join(calls, looked("1", "west", parent_span="step-1")) == ([], ["1"])
 
 
 @pytest.mark.parametrize("uncounted", ["late", "undelivered"])
 def test_a_report_under_a_call_that_does_not_count_joins_nothing(uncounted: str) -> None:
     calls = [*looking("north"), make.call(1, parent_span="step-1", **{uncounted: True})]
-    assert of(calls, looked("1", "north", parent_span="step-1")) == ([], ["1"])
-    assert of(calls, replace(looked("1", "north"), tool_call_id="of no call")) == ([], ["1"])
+    assert join(calls, looked("1", "north", parent_span="step-1")) == ([], ["1"])
+    assert join(calls, replace(looked("1", "north"), tool_call_id="of no call")) == ([], ["1"])
 
 
 def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open() -> None:
     calls = looking("north", "north")
-    by_id = told("9", "c0", "langchain")
-    assert of(calls, by_id, looked("1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
+    by_id = report("9", "c0", "langchain")
+    assert join(calls, by_id, looked("1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
 
 
 def test_a_failing_span_that_joins_nothing_marks_what_it_may_contradict() -> None:
@@ -251,19 +266,19 @@ def test_a_request_that_is_no_conversation_tells_nothing(messages: Any) -> None:
     assert statuses(build_episode(make.rollout(), make.attempt(), calls)) == []
 
 
-def joined(ids: list[str], *told: ToolResult) -> list[str]:
+def joined(ids: list[str], *reports: ToolResult) -> list[str]:
     """The ids of what is joined with a call that asked for these tools."""
-    return [tool_result.id for tool_result in asking(ids, reported=told).transitions[0].tool_results]
+    return [tool_result.id for tool_result in asking(ids, reported=reports).transitions[0].tool_results]
 
 
-def told(name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
+def report(name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
     tool_result: ToolResult = make.tool_result(name, tool_call_id, adapter=adapter, **more)
     return tool_result
 
 
 def test_an_adapter_goes_before_spans_and_these_before_messages() -> None:
-    span = told("1:2", "t1", "otel", started=1.0, source=Source.SPAN)
-    adapter = told("1", "t1", "langchain", started=2.0)
+    span = report("1:2", "t1", "otel", started=1.0, source=Source.SPAN)
+    adapter = report("1", "t1", "langchain", started=2.0)
     assert joined(["t1"], span, adapter) == joined(["t1"], adapter, span) == ["1"]
     assert joined(["t1"], span) == ["1:2"]
     episode = asking(["t1", "t2"], answer("t1"), answer("t2"), reported=(span,))
@@ -271,39 +286,39 @@ def test_an_adapter_goes_before_spans_and_these_before_messages() -> None:
 
 
 def test_of_two_adapters_the_one_that_ran_the_other_counts() -> None:
-    outer, inner = told("1", "t1", "autogen", started=1.0), told("2", "t1", "aaa", started=1.5)
+    outer, inner = report("1", "t1", "autogen", started=1.0), report("2", "t1", "aaa", started=1.5)
     assert joined(["t1"], outer, inner) == joined(["t1"], inner, outer) == ["1"]
-    untimed = told("2", "t1", "aaa")
+    untimed = report("2", "t1", "aaa")
     assert joined(["t1"], outer, untimed) == joined(["t1"], untimed, outer) == ["1"]
 
 
 def test_reports_are_in_the_order_of_the_tool_calls_and_of_no_call_that_did_not_ask() -> None:
-    told_ = [told(id, tool_call_id, None) for id, tool_call_id in (("3", "c"), ("1", "a"), ("2", "b"), ("4", "x"))]
-    assert joined(["a", "b", "c"], *told_) == ["1", "2", "3"]
-    assert [o.id for o in asking(["a", "b", "c"], reported=tuple(told_)).unjoined] == ["4"]
+    reports = [report(id, tool_call_id, None) for id, tool_call_id in (("3", "c"), ("1", "a"), ("2", "b"), ("4", "x"))]
+    assert joined(["a", "b", "c"], *reports) == ["1", "2", "3"]
+    assert [o.id for o in asking(["a", "b", "c"], reported=tuple(reports)).unjoined] == ["4"]
     calls = [make.call(0, parent_span="s1"), make.call(1, parent_span="s2"), make.call(2, parent_span="s2")]
     under = [make.tool_result("sure", parent_span="s1"), make.tool_result("ambiguous", parent_span="s2")]
-    assert of(calls, *under) == ([(0, "sure", None)], ["ambiguous"])
+    assert join(calls, *under) == ([(0, "sure", None)], ["ambiguous"])
 
 
 def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter() -> None:
-    runs = [told(f"{n}", "t1", "langchain", started=float(n)) for n in (1, 2)]
-    assert joined(["t1"], *runs, told("1:2", "t1", "otel", started=0.0)) == ["1", "2"]
+    runs = [report(f"{n}", "t1", "langchain", started=float(n)) for n in (1, 2)]
+    assert joined(["t1"], *runs, report("1:2", "t1", "otel", started=0.0)) == ["1", "2"]
     assert joined(["t1"], make.tool_result("1", "t1"), make.tool_result("2", "t1")) == ["1", "2"]
 
 
 def test_what_nobody_asked_for_is_told_once_too() -> None:
-    given_ = (
-        told("1", "gone", "langchain"),
-        told("1:2", "gone", "otel"),
-        told("1:3", None, "otel"),
+    reports = (
+        report("1", "gone", "langchain"),
+        report("1:2", "gone", "otel"),
+        report("1:3", None, "otel"),
     )
-    assert [o.id for o in asking(["t1"], reported=given_).unjoined] == ["1", "1:3"]
+    assert [o.id for o in asking(["t1"], reported=reports).unjoined] == ["1", "1:3"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_process(order: int) -> None:
-    own = told("1:2", "t1", "otel", status=ToolStatus.ERROR)
+    own = report("1:2", "t1", "otel", status=ToolStatus.ERROR)
     over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
     episode = asking(["t1"], reported=(own, over_otlp)[::order])
     assert episode.transitions[0].tool_results == (replace(own, arguments={}, agent="solver"),)

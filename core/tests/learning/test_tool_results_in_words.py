@@ -1,4 +1,4 @@
-"""What a tool's message says became of it, where it says so in words: failures are seen, ordinary prose is not one."""
+"""Statuses that tools' messages tell in words: failures are seen, and ordinary prose is none."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ JSON = st.recursive(
 )
 
 
-def said(content: Any) -> str:
+def status_in(content: Any) -> str:
     return str(message_status(content).status)
 
 
@@ -147,7 +147,7 @@ def said(content: Any) -> str:
     ],
 )
 def test_contents_of_any_form_have_a_status(content: Any, status: str) -> None:
-    assert said(content) == status
+    assert status_in(content) == status
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_contents_of_any_form_have_a_status(content: Any, status: str) -> None:
     ],
 )
 def test_a_text_failed_if_it_begins_as_failures_do(text: str, status: str) -> None:
-    assert said(text) == said([{"type": "text", "text": text}]) == status
+    assert status_in(text) == status_in([{"type": "text", "text": text}]) == status
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -168,7 +168,7 @@ def test_the_rule_that_decides_is_named(text: str) -> None:
 
 
 def test_a_dictionary_is_read_as_its_json() -> None:
-    for text in filter(lambda each: each.startswith('{"'), RULES):
+    for text in filter(lambda content: content.startswith('{"'), RULES):
         assert status_of(json.loads(text)) == RULES[text]
 
 
@@ -186,9 +186,9 @@ def test_a_json_object_failed_if_there_is_something_under_error(error: Any, othe
     failed = bool(error) and not is_nothing and not is_fraction
     for indent in (None, 2):
         text = json.dumps({**others, "error": error}, indent=indent)
-        assert (said(text) in ("error", "timeout")) == failed
+        assert (status_in(text) in ("error", "timeout")) == failed
     if others:
-        assert said(json.dumps(others)) == "ok"
+        assert status_in(json.dumps(others)) == "ok"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from agl_core.types import Ending, Episode
 
 
 def shape(episode: Episode) -> list[tuple[Any, ...]]:
-    """What must not depend on the order in which records are read."""
+    """The parts that must not depend on the order in which records are read."""
     return [
         (t.key, t.agent, t.turn, t.agent_turn, tuple(o.id for o in t.tool_results), t.policy, t.version)
         for t in episode.transitions

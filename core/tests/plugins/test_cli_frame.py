@@ -39,7 +39,7 @@ def test_plugins_lists_what_the_core_and_a_users_file_bring(
 
     result = agl("plugins", "mine.py", "--json")
 
-    listed = {(each["kind"], each["name"]): each for each in json.loads(result.stdout)}
+    listed = {(row["kind"], row["name"]): row for row in json.loads(result.stdout)}
     assert {("store", "sqlite"), ("task source", "jsonl"), ("credit", "identical")} <= set(listed)
     assert listed["credit", "identical"]["yields"] == ["return"]
     assert listed["store", "sqlite"]["origin"].startswith("agl-core ")
@@ -52,7 +52,7 @@ def test_plugins_lists_what_the_core_and_a_users_file_bring(
     ]
     assert {kind for kind, _ in listed} > {"credit"}
     of_kind = json.loads(agl("plugins", "--kind", "credit", "--json").stdout)
-    assert {each["kind"] for each in of_kind} == {"credit"}
+    assert {row["kind"] for row in of_kind} == {"credit"}
     refused = agl("plugins", "--kind", "credits")
     assert (refused.returncode, "'credit'" in refused.stderr) == (2, True)
 
@@ -106,11 +106,11 @@ def test_broken_plugins_are_told_and_stop_only_what_needs_them(
     listed = agl("plugins", "--json")
     assert listed.returncode == 0, listed.stderr
     nothing = {"kind": "broken", "settings": [], "needs": [], "provides": []}
-    found = json.loads(listed.stdout)
-    assert {each["name"]: each for each in found if each["kind"] == "broken"} == {
+    rows = json.loads(listed.stdout)
+    assert {row["name"]: row for row in rows if row["kind"] == "broken"} == {
         name: {**nothing, "name": name, "origin": f"agl-{name} 1.2", "doc": why} for name, why in BROKEN.items()
     }
-    assert {"early", "late"}.isdisjoint(each["name"] for each in found if each["kind"] == "engine")
+    assert {"early", "late"}.isdisjoint(row["name"] for row in rows if row["kind"] == "engine")
     assert "agl-late 1.2" in agl("plugins").stdout
 
     checked = agl("doctor")
@@ -159,12 +159,12 @@ def test_ctrl_c_while_commands_are_imported_ends_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "said"),
+    ("raised", "status", "stderr"),
     [(KeyboardInterrupt(), 130, ""), (StoreError("no"), 2, "Error: no\n")],
     ids=["Ctrl-C", "an error of agl's own"],
 )
 def test_how_a_command_ends(
-    agl: Agl, monkeypatch: pytest.MonkeyPatch, raised: BaseException, status: int, said: str
+    agl: Agl, monkeypatch: pytest.MonkeyPatch, raised: BaseException, status: int, stderr: str
 ) -> None:
     monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
 
@@ -174,4 +174,4 @@ def test_how_a_command_ends(
 
     result = agl("fails")
 
-    assert (result.returncode, result.stderr) == (status, said)
+    assert (result.returncode, result.stderr) == (status, stderr)

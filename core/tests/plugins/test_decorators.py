@@ -161,16 +161,16 @@ def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -
 
 
 @pytest.mark.parametrize(
-    ("listed", "told"),
+    ("listed", "problem"),
     [([], "must list tasks"), (["1 + 1"], "made a str"), ([Task("1", 1), Task("1", 2)], "each with an id of its own")],
 )
-def test_a_task_source_that_lists_what_cannot_be_used_is_told_so(listed: list[Any], told: str) -> None:
+def test_a_task_source_that_lists_what_cannot_be_used_is_told_so(listed: list[Any], problem: str) -> None:
     @agl_core.task_source(name="wrong")
     def source() -> list[Task]:
         return listed
 
     component = component_of(kinds.TASK_SOURCE, source, "wrong")
-    with pytest.raises(PluginError, match=told):
+    with pytest.raises(PluginError, match=problem):
         component.build(component.options(), Path(), 0)
 
 

@@ -34,7 +34,7 @@ def policy_updated(policy, version, metrics):
 '''
 
 
-class Bringing:
+class OneComponent:
     """A plugin object that registers one component."""
 
     def __init__(self, *component: Any, **declared: Any) -> None:
@@ -46,12 +46,12 @@ class Bringing:
 
 
 def build_engine(options: Any, context: Any) -> Any:
-    """What it is."""
+    """A stand-in."""
 
 
-def bringing(*bringing: Bringing) -> Plugins:
+def plugins_with(*given: OneComponent) -> Plugins:
     plugins = Plugins()
-    for number, plugin in enumerate(bringing):
+    for number, plugin in enumerate(given):
         plugins.register(plugin, f"plugin{number}.py")
     return plugins
 
@@ -83,7 +83,7 @@ def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
 
 
 def test_two_of_one_name_are_refused_where_one_of_them_is_wanted() -> None:
-    plugins = bringing(*(Bringing(kinds.ENGINE, "mine", build_engine) for _ in range(2)))
+    plugins = plugins_with(*(OneComponent(kinds.ENGINE, "mine", build_engine) for _ in range(2)))
 
     assert plugins.components(kinds.BUFFER) == {}
     with pytest.raises(PluginError, match=r"Two plugins bring the engine 'mine': plugin0\.py and plugin1\.py"):
@@ -99,7 +99,7 @@ def test_two_of_one_name_are_refused_where_one_of_them_is_wanted() -> None:
 )
 def test_what_a_kind_cannot_declare_or_has_to_is_said(kind: kinds.Kind, declared: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=rf"plugin0\.py cannot be used: TypeError: .*{message}"):
-        bringing(Bringing(kind, "mine", build_engine, **declared))
+        plugins_with(OneComponent(kind, "mine", build_engine, **declared))
 
 
 def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
@@ -110,11 +110,11 @@ def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
     plugins = Plugins()
     with pytest.raises(PluginError, match=r"plugin here cannot be used: .*register_engine"):
         plugins.register(Misspelt(), "here")
-    plugins.register(Bringing(kinds.ENGINE, "mine", build_engine), "here")
+    plugins.register(OneComponent(kinds.ENGINE, "mine", build_engine), "here")
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "problem"),
     [
         ("broken.py", "1 / 0", "broken.py cannot be imported: ZeroDivisionError"),
         ("broken.py", "def (", "broken.py cannot be imported: SyntaxError"),
@@ -122,10 +122,10 @@ def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
         ("notes.txt", "", r"no Python file .*notes\.txt"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, name: str, text: str | None, said: str) -> None:
+def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, name: str, text: str | None, problem: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(PluginError, match=problem):
         Plugins.load([tmp_path / name])
     assert "broken" not in sys.modules
 

@@ -39,8 +39,8 @@ def noting(result: str) -> Callable[[Episode], Episode]:
 
 def hooks_of(*plugins: object) -> RunHooks:
     registered = Plugins()
-    for number, each in enumerate(plugins):
-        registered.register(each, f"plugin{number}.py")
+    for number, plugin in enumerate(plugins):
+        registered.register(plugin, f"plugin{number}.py")
     return registered.hook
 
 
@@ -98,7 +98,7 @@ def test_what_a_plugin_drops_has_its_reason(change: Callable[[Episode], Episode]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         (lambda episode: 1 / 0, "ZeroDivisionError"),
         (lambda episode: "an episode", "it must return an Episode or None"),
@@ -106,9 +106,9 @@ def test_what_a_plugin_drops_has_its_reason(change: Callable[[Episode], Episode]
     ],
 )
 def test_an_episode_is_left_as_it_was_by_a_plugin_that_fails(
-    change: Callable[[Episode], Any], told: str, caplog: pytest.LogCaptureFixture
+    change: Callable[[Episode], Any], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hooks = hooks_of(building(noting("a")), building(change), building(noting("b")))
     assert hooks.episode_built(EPISODE).result == "ab"
     assert hooks.failures == {("plugin1.py", "episode_built"): 1}
-    assert told in caplog.text
+    assert problem in caplog.text

@@ -23,15 +23,15 @@ from agl_core.types import Task
 
 ROWS = [{"id": "a", "question": "2 + 3?", "result": "5"}, {"id": "b", "question": "1 + 1?", "result": "2"}]
 KINDS = ("jsonl", "csv", "parquet", "hf")
-ASKED = {"input": "question"}
+COLUMNS = {"input": "question"}
 
 
 def source(kind: str, folder: Path, **options: Any) -> TaskSource:
     name = "hf" if kind == "parquet" else kind
     component = Plugins.load().component(kinds.TASK_SOURCE, name, "[tasks.train] source")
     file = "tasks" if kind == "hf" else f"tasks.{kind}"
-    place = {"dataset" if name == "hf" else "path": file}
-    built: TaskSource = component.build(component.options(**(place | options)), folder, 0)
+    location = {"dataset" if name == "hf" else "path": file}
+    built: TaskSource = component.build(component.options(**(location | options)), folder, 0)
     return built
 
 
@@ -50,7 +50,7 @@ def write(kind: str, folder: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_a_task(kind: str, tmp_path: Path) -> None:
     write(kind, tmp_path, ROWS)
-    tasks = source(kind, tmp_path, columns=ASKED)
+    tasks = source(kind, tmp_path, columns=COLUMNS)
     assert tasks.size == 2
     assert tasks.task(1) == Task("b", "1 + 1?", metadata={"result": "2"})
 
@@ -60,22 +60,22 @@ def test_a_row_is_a_task(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "problem"),
     [
         ({}, "has no 'input'. Known: id, question, result"),
         ({"input": "qestion"}, "has no 'qestion'. Did you mean 'question'?"),
-        ({**ASKED, "answer": "reslt"}, "has no 'reslt'. Did you mean 'result'?"),
+        ({**COLUMNS, "answer": "reslt"}, "has no 'reslt'. Did you mean 'result'?"),
     ],
 )
-def test_a_column_that_is_not_there(kind: str, columns: Any, told: str, tmp_path: Path) -> None:
+def test_a_column_that_is_not_there(kind: str, columns: Any, problem: str, tmp_path: Path) -> None:
     write(kind, tmp_path, ROWS)
     with pytest.raises(ConfigError) as error:
         source(kind, tmp_path, columns=columns)
-    assert told in str(error.value)
+    assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "told"),
+    ("column", "value", "problem"),
     [
         ("sum", decimal.Decimal("1.5"), "row 1: 'sum' is a Decimal"),
         ("question", b"\xff", "row 1: 'question' is a bytes"),
@@ -83,11 +83,11 @@ def test_a_column_that_is_not_there(kind: str, columns: Any, told: str, tmp_path
         ("id", None, "row 1: 'id' must be a text or an integer"),
     ],
 )
-def test_a_column_of_a_type_that_tasks_do_not_have(column: str, value: Any, told: str, tmp_path: Path) -> None:
+def test_a_column_of_a_type_that_tasks_do_not_have(column: str, value: Any, problem: str, tmp_path: Path) -> None:
     write("hf", tmp_path, [{**ROWS[0], column: value}])
     with pytest.raises(ConfigError) as error:
-        source("hf", tmp_path, columns=ASKED)
-    assert told in str(error.value)
+        source("hf", tmp_path, columns=COLUMNS)
+    assert problem in str(error.value)
 
 
 def test_a_date_is_its_text(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_date_is_its_text(tmp_path: Path) -> None:
 def test_two_rows_with_one_id(kind: str, tmp_path: Path) -> None:
     write(kind, tmp_path, [ROWS[0], ROWS[0]])
     with pytest.raises(ConfigError, match=r"(row |:)2: the id 'a' is also that of .*(row |:)1\."):
-        source(kind, tmp_path, columns=ASKED)
+        source(kind, tmp_path, columns=COLUMNS)
 
 
 @given(st.lists(st.one_of(st.text(), st.integers(-(2**53), 2**53), st.dictionaries(st.text(), st.text())), min_size=1))
@@ -117,7 +117,7 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_skipped(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "content", "told"),
+    ("kind", "content", "problem"),
     [
         ("jsonl", b"\n \n", "tasks.jsonl has no tasks"),
         ("jsonl", b'{"input": 1}\n{"input": ', "tasks.jsonl:2: not a JSON object"),
@@ -137,21 +137,21 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_skipped(tmp_pat
     ],
 )
 def test_what_cannot_be_read_is_told_with_its_place(
-    kind: str, content: bytes | None, told: str, tmp_path: Path
+    kind: str, content: bytes | None, problem: str, tmp_path: Path
 ) -> None:
     if content is not None:
         (tmp_path / f"tasks.{kind}").write_bytes(content)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=problem):
         source(kind, tmp_path)
 
 
 def test_a_split_of_a_saved_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "tasks")
-    tasks = source("hf", tmp_path, split="test", columns=ASKED)
+    tasks = source("hf", tmp_path, split="test", columns=COLUMNS)
     assert (tasks.size, tasks.task(0).id) == (1, "b")
     with pytest.raises(ConfigError, match="split 'dev', cannot be loaded"):
-        source("hf", tmp_path, split="dev", columns=ASKED)
+        source("hf", tmp_path, split="dev", columns=COLUMNS)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="'nowhere', split 'train', cannot be loaded"):
         source("hf", tmp_path, dataset="nowhere")
@@ -165,5 +165,5 @@ def test_a_subset_of_a_folder_of_tables(tmp_path: Path, monkeypatch: pytest.Monk
         datasets.Dataset.from_list(ROWS[number:]).to_parquet(tmp_path / "tasks" / f"{subset}.parquet")
         configs += f"- config_name: {subset}\n  data_files: {subset}.parquet\n"
     (tmp_path / "tasks" / "README.md").write_text(f"---\n{configs}---\n")
-    first, second = (source("hf", tmp_path, subset=subset, columns=ASKED) for subset in ("first", "second"))
+    first, second = (source("hf", tmp_path, subset=subset, columns=COLUMNS) for subset in ("first", "second"))
     assert (first.size, second.size) == (len(ROWS), len(ROWS) - 1)

@@ -19,13 +19,13 @@ from .any_records import exactly, records
 
 @settings(max_examples=25)
 @given(st.lists(records(Episode), max_size=2))
-def test_every_episode_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, given_: list[Episode]) -> None:
+def test_every_episode_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, episodes: list[Episode]) -> None:
     path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
-    agl_core.save_episodes(path, given_)
+    agl_core.save_episodes(path, episodes)
 
-    assert exactly(agl_core.load_episodes(path)) == exactly(given_)
+    assert exactly(agl_core.load_episodes(path)) == exactly(episodes)
     strict = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert [each["rollout"] for each in strict] == [each.rollout for each in given_]
+    assert [line["rollout"] for line in strict] == [episode.rollout for episode in episodes]
 
 
 MINIMAL: dict[str, Any] = {

@@ -106,7 +106,7 @@ async def test_what_was_acknowledged_survives_sigkill(path: Path, start_writer: 
 
 async def test_readers_are_let_in_beside_a_writer_and_a_second_writer_is_not(path: Path, start_writer: Start) -> None:
     child = start_writer(1)
-    told = acknowledged(child, 1)
+    confirmed = acknowledged(child, 1)
     linked = path.parent.with_name("linked")
     linked.symlink_to(path.parent)
     for name in (path, linked / path.name):
@@ -114,9 +114,9 @@ async def test_readers_are_let_in_beside_a_writer_and_a_second_writer_is_not(pat
             await SqliteStore(name).open()
     async with SqliteStore(path, read_only=True) as reader:
         for _ in range(20):
-            told |= acknowledged(child, 10)
+            confirmed |= acknowledged(child, 10)
             stored = {call.id: checksum(call) for call in await reader.calls(attempts_of(1))}
-            assert told.items() <= stored.items()
+            assert confirmed.items() <= stored.items()
     assert is_written(path)
     kill(child)
     assert not is_written(path)

@@ -1,4 +1,4 @@
-"""What is put comes back exactly, once, as the filters say; what cannot be kept exactly is refused as a whole."""
+"""Records come back exactly, once, as the filters say; a put that cannot be kept exactly is refused as a whole."""
 
 from __future__ import annotations
 

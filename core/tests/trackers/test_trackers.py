@@ -49,12 +49,12 @@ def log_two_steps(run_dir: Path, trackers: dict[str, Any], first: int = 1) -> No
 
 
 def check_mlflow(uri: str, run_id: str, steps: list[int], downloaded: Path) -> None:
-    """What MLflow's own client finds."""
+    """Compare what was logged, as MLflow's own client reads it."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    found = client.get_metric_history(run_id, "train/reward/mean")
-    assert [each.step for each in found] == steps
+    history = client.get_metric_history(run_id, "train/reward/mean")
+    assert [metric.step for metric in history] == steps
     run = client.get_run(run_id)
     assert run.data.params["train.steps"] == "4"
     assert run.data.metrics["eval/greedy/reward/mean"] == 0.75
@@ -99,9 +99,9 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
     other = MlflowTracker(MlflowOptions(), run_dir)
     with caplog.at_level(logging.WARNING, logger="agl_core"):
         log_two_steps(run_dir, {which: tracker, "other": other})
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("agl_core")]
-    assert len(said) == 1
-    assert said[0].startswith(f"The tracker '{which}' failed")
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("agl_core")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"The tracker '{which}' failed")
     assert len((run_dir / "metrics.jsonl").read_bytes().splitlines()) == 3
     assert (run_dir / "mlflow.db").exists(), "the other one got everything"
 

@@ -67,8 +67,8 @@ def episode(
     **changes: Any,
 ) -> Episode:  # fmt: skip
     """One call by each of these versions."""
-    made = [transition(rollout, turn, version, policy) for turn, version in enumerate(versions)]
-    return make.episode(*made, rollout=rollout, terminal=terminal, **changes)
+    transitions = [transition(rollout, turn, version, policy) for turn, version in enumerate(versions)]
+    return make.episode(*transitions, rollout=rollout, terminal=terminal, **changes)
 
 
 def transition(rollout: str, turn: int, version: int | None, policy: str = "default") -> Transition:
@@ -78,7 +78,7 @@ def transition(rollout: str, turn: int, version: int | None, policy: str = "defa
 
 
 def asking(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
-    """What a buffer is asked with."""
+    """The context of a draw."""
     return DrawContext(step, seed, {"default": version}, max_staleness, at_least)
 
 
@@ -96,9 +96,9 @@ class ScriptedCollector:
     ending: Callable[[Rollout], Ending] = lambda rollout: Ending.FINISHED
     """Those that do not finish make no call, and are dropped."""
     judges: bool = True
-    """Whether a rule has something to say."""
+    """A rule gives rewards."""
     reports: bool = False
-    """Whether the agent itself reports a reward."""
+    """The agent itself reports a reward."""
     out: dict[str, tuple[Rollout, int]] = field(default_factory=dict)
     """With the version that answered the first call."""
     begun: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ class ScriptedCollector:
         rollout = min(ready, key=self.first)
         _, began = self.out.pop(rollout.id)
         ending = self.ending(rollout)
-        made = episode(
+        outcome = episode(
             rollout.id,
             (began, self.versions["default"]) if ending is Ending.FINISHED else (),
             terminal=self.reward(rollout),
@@ -135,10 +135,10 @@ class ScriptedCollector:
             ending=ending,
         )
         if self.judges:
-            made = replace(made, rewards=(Reward(rollout.id, 0, "right", self.reward(rollout), "right"),))
+            outcome = replace(outcome, rewards=(Reward(rollout.id, 0, "right", self.reward(rollout), "right"),))
         if self.reports:
-            made = replace(made, rewards=(*made.rewards, Reward(rollout.id, 0, "own", 1.0, "agent")))
-        return [Scored(rollout, made, [])]
+            outcome = replace(outcome, rewards=(*outcome.rewards, Reward(rollout.id, 0, "own", 1.0, "agent")))
+        return [Scored(rollout, outcome, [])]
 
     async def cancel(self, ids: Collection[str]) -> None:
         self.cancelled |= set(ids)

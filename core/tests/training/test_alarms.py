@@ -55,7 +55,7 @@ BAD: Mapping[AlarmName, Numbers] = {
     AlarmName.GRADIENT_SPIKE: {"update/grad_norm": 50.0},
     AlarmName.LOGPROB_GAP: {"update/logprob_gap_max": 3.0},
 }
-"""What is added to the sound numbers so that one alarm is raised, and no other."""
+"""Changes of the sound numbers that raise one alarm and no other."""
 
 
 def watched(watch: Watch, *steps: Numbers) -> list[AlarmName]:
@@ -75,10 +75,10 @@ def test_every_alarm_on_numbers_is_here_and_has_a_threshold() -> None:
 def test_an_alarm_is_raised_once_and_says_what_was_seen_and_what_to_do(name: AlarmName) -> None:
     """Unless the run switches it off, or chooses another threshold."""
     watch = Watch()
-    found = [alarm for each in after_sound(BAD[name]) for alarm in watch.look(each)]
-    assert [alarm.name for alarm in found] == [name]
-    assert all((found[0].seen, found[0].remedy))
-    assert any(digit in found[0].seen for digit in "0123456789")
+    alarms = [alarm for numbers in after_sound(BAD[name]) for alarm in watch.look(numbers)]
+    assert [alarm.name for alarm in alarms] == [name]
+    assert all((alarms[0].seen, alarms[0].remedy))
+    assert any(digit in alarms[0].seen for digit in "0123456789")
     if name is not AlarmName.GRADIENT_SPIKE:  # A median gets used to spikes.
         assert f"alarm/{name}" in watch.held, "it goes on"
     assert watched(watch, *[SOUND] * 6) == []
@@ -112,7 +112,7 @@ def test_a_policy_among_several_is_named() -> None:
     def step(writer: float) -> Numbers:
         return {"update/writer/kl_behaviour": writer, "update/critic/kl_behaviour": 0.01}
 
-    [alarm] = [a for each in [step(0.0)] * 6 + [step(2.0)] * 3 for a in watch.look(each)]
+    [alarm] = [a for numbers in [step(0.0)] * 6 + [step(2.0)] * 3 for a in watch.look(numbers)]
     assert alarm.name is AlarmName.KL_RUNAWAY
     assert alarm.seen.startswith("policy writer: KL(behaviour ‖ current) is 2")
 
@@ -120,9 +120,9 @@ def test_a_policy_among_several_is_named() -> None:
 def test_a_resumed_run_goes_on_from_its_numbers_and_does_not_repeat_itself(tmp_path: Path) -> None:
     bad = {**SOUND, **BAD[AlarmName.TRUNCATED]}
     first, log = Watch(), MetricsLog(tmp_path / "metrics.jsonl", {})
-    for number, each in enumerate([*[SOUND] * 8, *[bad] * 4], 1):
-        alarms = first.look(each)
-        log.write(number, "train", {**each, **first.held}, alarms)
+    for number, numbers in enumerate([*[SOUND] * 8, *[bad] * 4], 1):
+        alarms = first.look(numbers)
+        log.write(number, "train", {**numbers, **first.held}, alarms)
     assert watched(Watch(steps=[*log.forget_after(12)]), bad) == []
     assert watched(Watch(steps=[*log.forget_after(8)]), bad, bad, bad) == [AlarmName.TRUNCATED]
 
@@ -153,5 +153,5 @@ def test_thresholds_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             RunConfig.model_validate({**MINIMAL, "alarms": wrong})
-    found: Sequence[AlarmName] = list(RunConfig.model_validate({**MINIMAL, "alarms": {"stall": 5}}).alarms)
-    assert found == [AlarmName.STALL]
+    names: Sequence[AlarmName] = list(RunConfig.model_validate({**MINIMAL, "alarms": {"stall": 5}}).alarms)
+    assert names == [AlarmName.STALL]

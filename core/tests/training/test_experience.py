@@ -207,10 +207,10 @@ def test_fifo_gives_every_group_once_in_the_order_of_completion(actions: list[in
 
 
 @pytest.mark.parametrize(
-    ("draws", "said"), [([0, 0], "a group twice"), ([], "no new group"), ([-1], r"no new group \(s1-g0\)")]
+    ("draws", "problem"), [([0, 0], "a group twice"), ([], "no new group"), ([-1], r"no new group \(s1-g0\)")]
 )
 async def test_a_buffer_that_gives_a_group_twice_or_nothing_new_is_refused(
-    tmp_path: Path, draws: list[int], said: str
+    tmp_path: Path, draws: list[int], problem: str
 ) -> None:
     class Wrong(Fifo):
         given: list[DrawnGroup] = []  # noqa: RUF012
@@ -220,9 +220,9 @@ async def test_a_buffer_that_gives_a_group_twice_or_nothing_new_is_refused(
             if new is None or context.step == 1:
                 self.given += new or []
                 return new
-            return [self.given[0] if place < 0 else new[place] for place in draws]
+            return [self.given[0] if index < 0 else new[index] for index in draws]
 
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(PluginError, match=problem):
         await make_bench(tmp_path, buffer=Wrong()).trainer.train()
 
 

@@ -31,8 +31,8 @@ from agl_core.types import (
 from .scripted_training import Bench, Lines, episode, make_bench
 
 
-async def said(bench: Bench) -> list[str]:
-    """What a whole training has to say beside its steps' own lines."""
+async def messages(bench: Bench) -> list[str]:
+    """The lines of a whole training beside those of its steps."""
     observer = Lines()
     await replace(bench.trainer, observer=observer).train()
     return [line for line in observer.lines if not re.match(r"step +\d+/\d+  reward ", line)]
@@ -44,7 +44,7 @@ async def test_rollouts_that_nobody_rewarded(tmp_path: Path, judges: bool) -> No
     bench.collector.judges = judges
     bench.collector.reward = lambda rollout: 0.0
 
-    lines = await said(bench)
+    lines = await messages(bench)
 
     assert len(lines) == (not judges), "a reward of 0 is a reward"
     assert all("no rule in [rewards] had anything to say of 4 rollouts" in line for line in lines)
@@ -56,8 +56,8 @@ async def test_a_server_that_is_not_what_is_trained_stops_the_run_with_both_numb
 ) -> None:
     bench = make_bench(tmp_path, steps=3, **({} if limit is None else {"serving_gap": limit}))
     bench.engine.metrics = {"prob_gap_mean": gap, "prob_sampled_mean": 0.91, "prob_trained_mean": 0.12}
-    told = r"step 1\..*'default'.* 0\.91 where .*0\.12 in training.*other weights.*--resume"
-    with pytest.raises(TrainingError, match=told) if steps == 1 else nullcontext():
+    message = r"step 1\..*'default'.* 0\.91 where .*0\.12 in training.*other weights.*--resume"
+    with pytest.raises(TrainingError, match=message) if steps == 1 else nullcontext():
         await bench.trainer.train()
     assert len(bench.log.lines) == steps, "the numbers of the last step are recorded"
 
@@ -111,7 +111,7 @@ async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path
     bench.collector.reports = True
     bench.trainer.assertions = [asserted_tool_results, asserted_rewards]
 
-    lines = await said(bench)
+    lines = await messages(bench)
 
     assert [line.partition(":")[0] for line in lines] == ["step 1"]
     assert [alarm.name for alarm in bench.log.alarms] == [AlarmName.ASSERTED_REWARDS]
@@ -148,7 +148,7 @@ async def test_who_waits_for_whom() -> None:
         assert await seen() == "no engine answers model calls, so that rollouts wait"
 
 
-def told(*sources: Source) -> Episode:
+def reported_by(*sources: Source) -> Episode:
     """An episode with a tool result of each of these sources."""
     tool_results = tuple(ToolResult(s.value, "r", 0, "add", ToolStatus.OK, source=s) for s in sources)
     plain = episode()
@@ -157,6 +157,6 @@ def told(*sources: Source) -> Episode:
 
 @pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
 def test_tool_results_that_only_the_agents_side_tells(source: Source) -> None:
-    assert asserted_tool_results([told(), told(Source.CONVERSATION)]) is None
-    seen = asserted_tool_results([told(source, Source.CONVERSATION), told(source, source)])
+    assert asserted_tool_results([reported_by(), reported_by(Source.CONVERSATION)]) is None
+    seen = asserted_tool_results([reported_by(source, Source.CONVERSATION), reported_by(source, source)])
     assert f"some of the 4 of this step were ({source} 3)" in str(seen)

@@ -41,17 +41,17 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineContext:
 
 
 @pytest.fixture
-async def engine(context: EngineContext) -> Any:
+async def start_engine(context: EngineContext) -> Any:
     """Makes and starts an engine that follows a script."""
-    made = []
+    engines = []
 
     async def start(**script: Any) -> ScriptedEngine:
-        made.append(ScriptedEngine(Script(**script), context))
-        await made[-1].start()
-        return made[-1]
+        engines.append(ScriptedEngine(Script(**script), context))
+        await engines[-1].start()
+        return engines[-1]
 
     yield start
-    for engine in made:
+    for engine in engines:
         await engine.stop()
 
 
@@ -77,26 +77,26 @@ async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosse
     monkeypatch.setattr(ScriptedEngine, "environment", {"WAITING": "PASSIVE"})
     stages: list[tuple[str, float]] = []
     shares: list[float] = []
-    made = ScriptedEngine(Script(stages=("Ray", "the weights")), context)
-    made.report_stages(lambda stage, seconds: stages.append((stage, seconds)))
+    engine = ScriptedEngine(Script(stages=("Ray", "the weights")), context)
+    engine.report_stages(lambda stage, seconds: stages.append((stage, seconds)))
     try:
-        upstream = await made.start()
+        upstream = await engine.start()
         assert (upstream.urls, upstream.models) == (("http://127.0.0.1:9/v1",), {"default": "default"})
         assert (upstream.api_key, upstream.context_length) == ("secret", 77)
-        result = await update(made, shares.append)
+        result = await update(engine, shares.append)
         assert (result.version, result.metrics, result.dropped) == (5, {"loss": 1 / 3}, (None,))
         assert (result.advantage_N.dtype, result.advantage_N.tolist(), shares) == (np.float64, [0.1 + 0.2], [1.0])
-        assert (await made.versions(), await made.stats()) == ({"default": 5}, {"tokens_decoded": 5.0, "seed": 3})
+        assert (await engine.versions(), await engine.stats()) == ({"default": 5}, {"tokens_decoded": 5.0, "seed": 3})
         with pytest.raises(EngineError, match="does not support 'withdraw'"):
-            await made.withdraw("default")
+            await engine.withdraw("default")
         monkeypatch.chdir(tmp_path)
-        await made.save(Path("."))
+        await engine.save(Path("."))
         assert (tmp_path / "saved").read_text() == str(tmp_path)
         with pytest.raises(CheckpointError) as raised:  # An error on purpose keeps its class and its words.
-            await made.load(tmp_path / "nowhere")
+            await engine.load(tmp_path / "nowhere")
         assert str(raised.value) == f"no checkpoint in {tmp_path / 'nowhere'}"
     finally:
-        await made.stop()
+        await engine.stop()
     assert [stage for stage, _ in stages] == ["Ray", "the weights"]
     assert 0 < stages[0][1] <= stages[1][1]
     log = (context.run_dir / "engine.log").read_text()
@@ -106,105 +106,107 @@ async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosse
 
 
 async def test_an_update_is_asked_about_meanwhile_and_runs_on_when_its_caller_gives_up(
-    engine: Any, context: EngineContext
+    start_engine: Any, context: EngineContext
 ) -> None:
-    made = await engine(update="wait")
-    updating = await begin_update(made)
-    assert (await made.stats())["tokens_decoded"] == 5
-    assert await made.versions() == {"default": 4}
+    engine = await start_engine(update="wait")
+    updating = await begin_update(engine)
+    assert (await engine.stats())["tokens_decoded"] == 5
+    assert await engine.versions() == {"default": 4}
     updating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await updating
     (context.run_dir / "go-on").touch()
-    await made.save(context.run_dir)
-    assert await made.versions() == {"default": 5}
+    await engine.save(context.run_dir)
+    assert await engine.versions() == {"default": 5}
 
 
-async def test_any_other_error_comes_with_its_remedy_and_how_to_resume(engine: Any, context: EngineContext) -> None:
-    made = await engine(update="fail")
+async def test_any_other_error_comes_with_its_remedy_and_how_to_resume(
+    start_engine: Any, context: EngineContext
+) -> None:
+    engine = await start_engine(update="fail")
     with pytest.raises(EngineError) as raised:
-        await update(made)
+        await update(engine)
     error, _, end = str(raised.value).partition("host_child.py:49: raise RuntimeError(")
     assert error.startswith("The engine failed in 'update': RuntimeError: RayError: no such luck (")
     resume = f"agl train --resume {context.run_dir} (log: {context.run_dir / 'engine.log'})"
     assert end.endswith(f"). Try again. Resume the run from its last checkpoint: {resume}")
     assert "in update" in (context.run_dir / "engine.log").read_text(), "the traceback"
-    assert await made.versions() == {"default": 4}, "it goes on"
+    assert await engine.versions() == {"default": 4}, "it goes on"
 
 
 @pytest.mark.parametrize(("start", "kind"), [("ConfigError", ConfigError), ("ValueError", EngineError)])
 async def test_an_engine_that_does_not_start_says_why_and_can_be_stopped(
     context: EngineContext, start: str, kind: type[Exception]
 ) -> None:
-    made = ScriptedEngine(Script(start=start), context)
+    engine = ScriptedEngine(Script(start=start), context)
     with pytest.raises(kind, match=r"did not start: .*no such luck.*\. Try again\. \(log: .*engine\.log\)"):
-        await made.start()
-    await made.stop()
+        await engine.start()
+    await engine.stop()
     with pytest.raises(EngineError, match="not running"):
-        await update(made)
+        await update(engine)
 
 
-async def test_a_process_that_dies_while_it_starts_was_in_a_stage(engine: Any) -> None:
+async def test_a_process_that_dies_while_it_starts_was_in_a_stage(start_engine: Any) -> None:
     with pytest.raises(EngineError, match=r"lost during 'start' \(the weights, for \d+ s; exit code 9\)"):
-        await engine(start="die", stages=("Ray", "the weights"))
+        await start_engine(start="die", stages=("Ray", "the weights"))
 
 
 @pytest.mark.timing
 async def test_a_start_that_takes_too_long_names_its_stage_and_shows_the_log(
-    engine: Any, context: EngineContext, monkeypatch: pytest.MonkeyPatch
+    start_engine: Any, context: EngineContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedEngine, "seconds_to_start", 2.0)
     with pytest.raises(EngineError, match=r"did not start in 2 s; it was the weights, for \d s\. If it") as raised:
-        await engine(start="hang", stages=("Ray", "the weights"), log="out of tokens")
+        await start_engine(start="hang", stages=("Ray", "the weights"), log="out of tokens")
     assert "raise its start_timeout" in str(raised.value)
     assert "out of tokens" in str(raised.value).partition(f"The end of {context.run_dir / 'engine.log'}:")[2]
 
 
 async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(
-    engine: Any, context: EngineContext
+    start_engine: Any, context: EngineContext
 ) -> None:
     """And not with what an earlier restart died of."""
     context.run_dir.mkdir()
     (context.run_dir / "engine.log").write_text("RayError: no such luck\n")
-    made = await engine(update="die", log="out of tokens")
-    made.check()
+    engine = await start_engine(update="die", log="out of tokens")
+    engine.check()
     with pytest.raises(EngineError, match=r"lost during 'update' \(exit code 9\)\. Resume the run") as raised:
-        await update(made)
+        await update(engine)
     assert "out of tokens" in str(raised.value).partition("The end of")[2]
     assert "luck" not in str(raised.value)
     with pytest.raises(EngineError, match="lost during 'stats'"):
-        await made.stats()
+        await engine.stats()
     with pytest.raises(EngineError, match="lost during 'rollouts'"):
-        made.check()
-    known = await engine(update="die", log="RayError: no such luck\nand what follows it")
+        engine.check()
+    known = await start_engine(update="die", log="RayError: no such luck\nand what follows it")
     with pytest.raises(EngineError, match=r"exit code 9\)\. Try again\. Resume"):
         await update(known)
 
 
-async def test_a_killed_process_is_explained_by_its_exit_code(engine: Any) -> None:
-    made = await engine(update="wait")
-    updating = await begin_update(made)
-    os.kill(made.pid, signal.SIGKILL)
+async def test_a_killed_process_is_explained_by_its_exit_code(start_engine: Any) -> None:
+    engine = await start_engine(update="wait")
+    updating = await begin_update(engine)
+    os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"exit code -9\)\. Add memory\. Resume"):
         await updating
 
 
-async def test_what_an_engine_lost_is_told_with_whatever_is_asked(engine: Any) -> None:
-    made = await engine(lost=True)
-    for asked in (made.stats, lambda: update(made)):
+async def test_what_an_engine_lost_is_told_with_whatever_is_asked(start_engine: Any) -> None:
+    engine = await start_engine(lost=True)
+    for request in (engine.stats, lambda: update(engine)):
         with pytest.raises(EngineError, match=r"A node was lost \(10\.0\.0\.7\)\. Resume the run"):
-            await asked()
+            await request()
 
 
 async def test_a_process_that_does_not_end_is_killed(context: EngineContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedEngine, "seconds_to_end", 0.2)
     monkeypatch.setenv("STUCK", "1")
-    made = ScriptedEngine(Script(), context)
-    await made.start()
-    assert made.pid is not None
-    await made.stop()
+    engine = ScriptedEngine(Script(), context)
+    await engine.start()
+    assert engine.pid is not None
+    await engine.stop()
     with pytest.raises(ProcessLookupError):
-        os.kill(made.pid, 0)
+        os.kill(engine.pid, 0)
 
 
 def test_a_process_ends_with_its_run(context: EngineContext, tmp_path: Path) -> None:

@@ -23,24 +23,24 @@ from .scripted_training import MINIMAL, Bench, CountingEngine, Lines, make_bench
 
 
 def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the parts of a run are asked to do from now on, in order."""
-    told: list[str] = []
+    """The actions of a run's parts from now on, in order."""
+    events: list[str] = []
 
     def noted(part: Any, name: str, what: str) -> None:
         wrapped = getattr(part, name)
 
         def note(*arguments: Any, **named: Any) -> Any:
-            told.append(what)
+            events.append(what)
             return wrapped(*arguments, **named)
 
         monkeypatch.setattr(part, name, note)
 
     async def evaluate(step: int) -> Evaluated:
-        told.append("evaluate")
+        events.append("evaluate")
         return Evaluated([{"step": step, "set": "eval", "mode": "greedy", "reward": step / 4, "seconds": 0.25}])
 
     async def record(*records: Any) -> None:
-        told.append(f"record, as version {bench.trainer.session.versions['default']} is served")
+        events.append(f"record, as version {bench.trainer.session.versions['default']} is served")
 
     monkeypatch.setattr(bench.trainer.session.evaluator, "evaluate", evaluate)
     noted(bench.collector, "enqueue", "roll out")
@@ -48,7 +48,7 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted(bench.engine, "save", "checkpoint")
     monkeypatch.setattr(bench.store, "put", record)
     noted(bench.log, "write", "log")
-    return told
+    return events
 
 
 @pytest.mark.parametrize("eval_every", [0, 2])
@@ -56,7 +56,7 @@ async def test_a_step_rolls_out_updates_publishes_records_and_then_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_every: int
 ) -> None:
     bench = make_bench(tmp_path, steps=3, groups_per_step=1, checkpoint_every=2, eval_every=eval_every)
-    told, lines = journal(bench, monkeypatch), Lines()
+    events, lines = journal(bench, monkeypatch), Lines()
 
     await replace(bench.trainer, observer=lines).train()
 
@@ -66,7 +66,7 @@ async def test_a_step_rolls_out_updates_publishes_records_and_then_tells(
     evaluation = ["evaluate", "log"] if eval_every else []
     # The last step is evaluated and saved whether or not it is its turn.
     ends = [*evaluation, "checkpoint"]
-    assert told == [*evaluation, *step(1), *step(2), *ends, *step(3), *ends]
+    assert events == [*evaluation, *step(1), *step(2), *ends, *step(3), *ends]
     assert [line for line in lines.lines if "eval" in line] == [
         f"step {step:>3}/3  eval greedy {step / 4:.3f}  0.2 s" for step in (0, 2, 3) if eval_every
     ]
@@ -146,10 +146,10 @@ async def test_every_part_of_the_state_goes_on_where_it_was(
     await first.trainer.train()
     saved = read_state(first.trainer.checkpoints.latest())
     assert saved == first.trainer.state
-    second, told = evaluating("parts", saved, restart=1, steps=4)
+    second, events = evaluating("parts", saved, restart=1, steps=4)
     await second.trainer.train()
 
-    assert told[0] == "roll out"
+    assert events[0] == "roll out"
     assert lasting(second.trainer.state) == lasting(whole.trainer.state)
     assert first.metric("step") + second.metric("step") == whole.metric("step")
     assert [*first.trained, *([id.replace("-r1", "") for id in step] for step in second.trained)] == whole.trained

@@ -23,8 +23,8 @@ def test_what_was_allocated_is_counted_also_after_it_was_freed() -> None:
 
 def test_a_child_does_not_count_what_its_parent_had() -> None:
     taken = bytearray(b"x") * (256 * MIB)
-    [found] = run("print(peak_rss_bytes())")
-    assert found < len(taken)
+    [peak] = run("print(peak_rss_bytes())")
+    assert peak < len(taken)
 
 
 def test_a_grandchild_counts_and_the_process_itself_does_not() -> None:

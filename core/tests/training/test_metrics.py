@@ -1,4 +1,4 @@
-"""What the numbers of a step mean, worked by hand, and how they are written."""
+"""The numbers of a step, worked by hand, and the lines in which they are written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from agl_core.types import (
 from .scripted_training import episode, make_bench
 
 
-def told(id: str, status: ToolStatus = ToolStatus.OK) -> ToolResult:
+def tool_result(id: str, status: ToolStatus = ToolStatus.OK) -> ToolResult:
     return ToolResult(id, "r", 0, "look", status)
 
 
@@ -65,11 +65,13 @@ def test_a_rules_reward_is_its_sum_over_the_rollouts() -> None:
 def changed() -> Episode:
     """Three transitions of two calls: two choices of one, and a truncated one with a broken prefix."""
     first, last = episode("a", (0, 0)).transitions
-    second = replace(first, key=TransitionKey("a", 0, first.key.call, 1), tool_results=(told("1"), told("2")))
+    second = replace(
+        first, key=TransitionKey("a", 0, first.key.call, 1), tool_results=(tool_result("1"), tool_result("2"))
+    )
     last = replace(
         last, finish_reason=FinishReason.LENGTH, prefix_broken=PrefixBreak.MOVED, parse_error="no JSON", prompt_ids=None
     )
-    return replace(episode("a"), transitions=(first, second, last), unjoined=(told("3"),))
+    return replace(episode("a"), transitions=(first, second, last), unjoined=(tool_result("3"),))
 
 
 def test_lengths_calls_and_tool_results_are_counted_by_transition_call_and_rollout() -> None:
@@ -119,12 +121,12 @@ class FailingHook:
     """Raises in the first two updates."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.updates = 0
 
     @hookimpl
     def policy_updated(self) -> None:
-        self.asked += 1
-        if self.asked <= 2:
+        self.updates += 1
+        if self.updates <= 2:
             raise RuntimeError("no disk")
 
 

@@ -121,7 +121,7 @@ def record_run(
 
 
 class Taken:
-    """What training takes of a recorded run for its first group."""
+    """The first group that training takes of a recorded run."""
 
     def __init__(self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, **options: Any) -> None:
         source = recorded(RecordedOptions(run=folder, **options), Path(), 0)
@@ -140,16 +140,16 @@ class Taken:
 
     @property
     def batch(self) -> Batch:
-        found = self._made.batches["default"]
-        assert isinstance(found, Batch)
-        return found
+        batch = self._step.batches["default"]
+        assert isinstance(batch, Batch)
+        return batch
 
     @property
     def dropped(self) -> list[str | None]:
-        return [each.dropped for each in self._made.dropped]
+        return [record.dropped for record in self._step.dropped]
 
     @property
-    def _made(self) -> Any:
+    def _step(self) -> Any:
         credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
         return make_batches([self.episodes], BatchPlan(credit, without_logprobs=self.without_logprobs))
 

@@ -48,11 +48,11 @@ def test_passes_are_of_repeated_tasks_alone() -> None:
         scores("sampled", ("a", [1, 1, 0.5, 0]), ("b", [0, 0, 0, 1])) + scores("greedy", ("a", [1.0])), success=1.0
     )
 
-    assert [(each.mode, each.k, each.tasks, each.repeats) for each in comparison] == [
+    assert [(estimate.mode, estimate.k, estimate.tasks, estimate.repeats) for estimate in comparison] == [
         ("sampled", k, 2, 4) for k in (1, 2, 4)
     ]
-    assert [each.pass_at.value for each in comparison] == pytest.approx([3 / 8, (5 / 6 + 1 / 2) / 2, 1])
-    assert [each.pass_all.value for each in comparison] == pytest.approx([3 / 8, (1 / 6) / 2, 0])
+    assert [estimate.pass_at.value for estimate in comparison] == pytest.approx([3 / 8, (5 / 6 + 1 / 2) / 2, 1])
+    assert [estimate.pass_all.value for estimate in comparison] == pytest.approx([3 / 8, (1 / 6) / 2, 0])
     half = passes(scores("sampled", ("a", [1, 1, 0.5, 0])), success=0.5)
     assert half[0].pass_at.value == 0.75
 
@@ -63,8 +63,8 @@ def test_two_policies_are_compared_on_the_tasks_that_both_have() -> None:
     (comparison,) = compare(now, before, success=1.0)
 
     assert comparison.tasks == 5
-    assert [each.task for each in comparison.gained] == ["c", "d", "e"]
-    assert [(each.task, each.before, each.now) for each in comparison.lost] == [("a", 1.0, 0.0)]
+    assert [outcome.task for outcome in comparison.gained] == ["c", "d", "e"]
+    assert [(outcome.task, outcome.before, outcome.now) for outcome in comparison.lost] == [("a", 1.0, 0.0)]
     assert comparison.difference.value == pytest.approx(0.4)
     assert comparison.difference.low <= 0.4 <= comparison.difference.high
     assert comparison.p == sign_test(3, 1)

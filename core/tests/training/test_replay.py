@@ -31,21 +31,21 @@ def group(name: str, returns: Sequence[float] = (0.0, 1.0), versions: Sequence[i
 
 
 def names(drawn: Sequence[DrawnGroup] | None) -> list[str]:
-    return [each.episodes[0].group for each in drawn or ()]
+    return [group.episodes[0].group for group in drawn or ()]
 
 
 def holding(groups: Iterable[list[Episode]], ratio: float = 1.0, **context: int) -> Prioritised:
     """A buffer that has given out these groups once each, and has a new one."""
     buffer, listed = Prioritised(PrioritisedOptions(ratio=ratio)), list(groups)
-    for each in listed:
-        buffer.add(each)
-    assert names(buffer.draw(len(listed), asking(**context))) == [each[0].group for each in listed]
+    for episodes in listed:
+        buffer.add(episodes)
+    assert names(buffer.draw(len(listed), asking(**context))) == [episodes[0].group for episodes in listed]
     buffer.add(group("new"))
     return buffer
 
 
 def replays(buffer: Prioritised, **context: int) -> dict[str, DrawnGroup]:
-    """What is drawn beside one new group."""
+    """The groups that are drawn beside a new one, by name."""
     new, *others = buffer.draw(1, asking(**context)) or ()
     assert (names([new]), new.weight) == (["new"], 1.0)
     return {other.episodes[0].group: other for other in others}
@@ -66,10 +66,10 @@ def test_groups_are_drawn_by_priority_and_each_has_the_same_expected_weight(draw
     drawn: Counter[str] = Counter()
     weighed: Counter[str] = Counter()
     for step in range(DRAWS):
-        found = replays(holding(groups, ratio=draws), step=step)
-        assert 1 <= len(found) <= draws
-        drawn.update(found.keys())
-        weighed.update({name: each.weight for name, each in found.items()})
+        replayed = replays(holding(groups, ratio=draws), step=step)
+        assert 1 <= len(replayed) <= draws
+        drawn.update(replayed.keys())
+        weighed.update({name: replay.weight for name, replay in replayed.items()})
     priorities = {name: (value / 2) ** 0.6 for name, (_, value) in GROUPS.items()}
     shares = {name: priority / sum(priorities.values()) for name, priority in priorities.items()}
     often = {name: drawn[name] / DRAWS for name in GROUPS}
@@ -82,7 +82,7 @@ def test_groups_are_drawn_by_priority_and_each_has_the_same_expected_weight(draw
 def test_what_has_nothing_to_compare_is_not_drawn_again() -> None:
     wide, equal = group("wide"), group("equal", (1.0, 1.0))
     for step in range(20):
-        assert {name: each.weight for name, each in replays(holding([wide, equal], 5.0), step=step).items()} == {
+        assert {name: replay.weight for name, replay in replays(holding([wide, equal], 5.0), step=step).items()} == {
             "wide": 1.0
         }
         assert replays(holding([equal]), step=step) == {}
@@ -119,7 +119,7 @@ def test_what_was_dropped_is_dropped_once_and_a_group_that_is_too_small_is_not_r
     seen: dict[str, list[str]] = {}
     for step in range(20):
         for name, drawn in replays(holding(groups, at_least=2), step=step, at_least=2).items():
-            seen[name] = [each.rollout for each in drawn.episodes]
+            seen[name] = [member.rollout for member in drawn.episodes]
     assert seen == {"three": ["three-m0", "three-m1"], "two": ["two-m0", "two-m1"]}
     assert len(holding(groups, at_least=3)) == 1, "the new one"
 
@@ -154,7 +154,7 @@ def test_a_run_trains_on_every_new_group_once_and_on_old_ones_again(tmp_path: Pa
     first_step = {record.rollout: record.step for record in reversed(records)}
     assert Counter(first_step.values()) == dict.fromkeys(range(1, 9), 2 * 3)
     assert [set(first_step), bench.trainer.state.groups_unfinished] == [set(bench.collector.begun), []]
-    moved = {each.id: each.step for each in bench.store.written if hasattr(each, "member")}
+    moved = {record.id: record.step for record in bench.store.written if hasattr(record, "member")}
     assert moved.items() <= first_step.items(), "a rollout is recorded with the step that first trained on it"
 
     again = [record for record in records if record.step > first_step[record.rollout]]

@@ -56,9 +56,9 @@ class ScriptedQueue:
         self.enqueued += [rollout.id for rollout in rollouts]
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        while not (found := [rollout for id, rollout in self._done.items() if id in ids]):
+        while not (finished := [rollout for id, rollout in self._done.items() if id in ids]):
             await self._changed.wait()
-        return found
+        return finished
 
     async def cancel(self, ids: Collection[str]) -> None:
         self.cancelled += ids
@@ -156,13 +156,13 @@ async def test_training_rollouts_that_end_during_an_evaluation_wait_for_training
     collector = collecting(queue, store)
     trained, evaluated = await recorded(store, "t0", "t1"), await recorded(store, "e0", "e1")
     await queue.enqueue(trained)
-    evaluation = asyncio.create_task(collect(collector, *([each] for each in evaluated)))
+    evaluation = asyncio.create_task(collect(collector, *([rollout] for rollout in evaluated)))
     await settle()
     queue.finish("t0", "e1", "t1", "e0")
 
     assert [episode.rollout for episode in await evaluation] == ["e0", "e1"]
-    found = await collector.finished({"t0", "t1"})
-    assert [(each.rollout.id, each.episode.terminal) for each in found] == [("t0", 0.5), ("t1", 0.5)]
+    scored = await collector.finished({"t0", "t1"})
+    assert [(outcome.rollout.id, outcome.episode.terminal) for outcome in scored] == [("t0", 0.5), ("t1", 0.5)]
 
 
 async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +177,14 @@ async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.M
 
 
 async def test_a_wait_that_is_too_long_is_told_again_and_again_and_goes_on() -> None:
-    said = list[str]()
+    lines = list[str]()
     idle = Activity(queued=2, running=0, waiting=0, finished=None, serving=True, attempts=[])
-    watch = StallWatch(0.05, lambda: idle, MemoryStore(), said.append)
+    watch = StallWatch(0.05, lambda: idle, MemoryStore(), lines.append)
     assert await watch.watched(asyncio.sleep(0.2, "done")) == "done"
     assert await watch.watched(asyncio.sleep(0.06, 4), "which makes an update") == 4
-    assert ["no worker runs a rollout, and 2 wait" in line for line in said] == [True, True, False]
-    assert "the trainer waits for the engine, which makes an update" in said[2]
-    assert [alarm.text for alarm in watch.take()] == said
+    assert ["no worker runs a rollout, and 2 wait" in line for line in lines] == [True, True, False]
+    assert "the trainer waits for the engine, which makes an update" in lines[2]
+    assert [alarm.text for alarm in watch.take()] == lines
     assert watch.take() == []
 
 
@@ -200,12 +200,12 @@ async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agl_core.training.rollouts.HEALTH_INTERVAL", 0.01)
-    queue, store, said = BlockedQueue(), MemoryStore(), list[str]()
+    queue, store, lines = BlockedQueue(), MemoryStore(), list[str]()
     now = time.time()
     ends = {"held": (now, Ending.TIMED_OUT), "earlier": (now - 60, Ending.TIMED_OUT), "well": (now, Ending.FINISHED)}
     planned = await recorded(store, *ends)
     await store.put(*(Attempt(id, 0, "w", at - 1, at + 0.2, ending) for id, (at, ending) in ends.items()))
-    watch = StallWatch(0.05, None, store, said.append)
+    watch = StallWatch(0.05, None, store, lines.append)
     collector = Collector(
         store, queue, [ScoringRule("half", lambda episode: 0.5)], {}, Plugins().hook, lambda: None, watch
     )  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dro
     )
     assert [(outcomes[id].dropped, outcomes[id].terminal) for id in ("earlier", "well")] == [(None, 0.5)] * 2
     assert [alarm.name for alarm in watch.take()] == [AlarmName.STALL]
-    assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in said
+    assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in lines
 
 
 async def test_rollouts_that_time_out_while_no_engine_answers_are_kept_waiting() -> None:
@@ -274,7 +274,7 @@ async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_ar
 
     def compare(episodes: Sequence[Episode]) -> list[float]:
         seen.append([episode.rollout for episode in episodes])
-        return [float(place) for place, _ in enumerate(episodes)]
+        return [float(index) for index, _ in enumerate(episodes)]
 
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b")
