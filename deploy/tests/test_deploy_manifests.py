@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agl_core.config.load import LoadedConfig, load
-from agl_core.wire.keys import WORKER_KEY
+from agl_core.wire import WORKER_KEY
 
 from .deployed import DEPLOY, container, kustomization, manifests, named, pod_templates
 

@@ -23,6 +23,7 @@ import pytest
 from aiohttp import web
 
 from agl_core.apis.answered import HEADER_STAINLESS
+from agl_core.capture.requests import rollout_path
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
@@ -30,7 +31,6 @@ from agl_core.testing.scripts import CallTools, Fail, Hold, Received, Say, Step
 from agl_core.testing.server import LeasedAttempt, Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob, served
 from agl_core.types import Call, Episode, Transition
-from agl_core.wire.headers import rollout_path
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
 from .driver import (

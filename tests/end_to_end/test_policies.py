@@ -17,8 +17,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
+from agl_core.capture.requests import HEADER_AGENT
 from agl_core.types import Call, Ending, Mode, RolloutState
-from agl_core.wire.headers import HEADER_AGENT
 
 from .conftest import recorded, write_run
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agl_core.types import Ending, RolloutState
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
 from .conftest import CALC, Agl, recorded
 

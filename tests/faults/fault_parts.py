@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict
 
 import agl_core
 from agl_core import kinds
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.kinds import Register
 from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Logprobs, Task, Tokens
-from agl_core.wire.headers import HEADER_POLICY
 
 LEDGER = "ledger.json"
 """In a checkpoint: by update, the keys and the checksum of each transition that it trained on."""

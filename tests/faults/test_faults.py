@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.types import Ending
-from agl_core.wire.keys import WORKER_KEY
+from agl_core.wire import WORKER_KEY
 
 from .fault_agent import RETRIES
 from .fault_checks import check_ended, drawn_settings, storm, wait_for_replies

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from agl_core.wire.headers import HEADER_AGENT
+from agl_core.capture.requests import HEADER_AGENT
 from agl_core.worker import AgentContext
 
 

@@ -31,8 +31,7 @@ from agl_core.training.rollouts import scoring_rules
 from agl_core.training.server import local_server, new_run_dir, passthrough_key
 from agl_core.training.session import engine_context, open_session
 from agl_core.types import Ending, Mode
-from agl_core.wire.keys import SERVER_FILE
-from agl_core.wire.workers import LeaseRequest
+from agl_core.wire import SERVER_FILE, LeaseRequest
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
 from .settings_found import every_setting

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 
 @dataclass

@@ -14,11 +14,11 @@ import httpx
 import orjson
 
 from agl_core.capture import reward
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import AgentError
 from agl_core.types import Json
 from agl_core.types.forms import parse_json
-from agl_core.wire.headers import HEADER_ROLLOUT
-from agl_core.wire.workers import MAX_RESULT
+from agl_core.wire import MAX_RESULT
 from agl_core.worker import AgentContext
 
 CONNECT_TIMEOUT = 10.0

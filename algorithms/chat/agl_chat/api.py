@@ -33,11 +33,11 @@ from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser
 from agl_chat.requests import Backend, Generated, Request, Response, SampledToken
 from agl_chat.streaming import ResponseText, stream_reply
+from agl_core.capture.requests import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types import FinishReason
 from agl_core.types.forms import parse_json
-from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 
 Result = TypeVar("Result")
 CHAT_COMPLETIONS = "/v1/chat/completions"

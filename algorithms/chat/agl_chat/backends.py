@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_chat.conversation import ChatError
 from agl_chat.requests import Generated, Request, Response
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_core.wire.headers import HEADER_POLICY
 
 VLLM_MAX_LOGPROBS = 20
 """Of each position, by vLLM's default."""

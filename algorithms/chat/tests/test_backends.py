@@ -20,9 +20,9 @@ from agl_chat.api import create_app
 from agl_chat.backends import SglangBackend, VllmBackend, client_of
 from agl_chat.conversation import ChatError
 from agl_chat.requests import Backend, Generated, Request
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_core.wire.headers import HEADER_POLICY
 
 from .conftest import CALCULATOR, ServedModel
 

@@ -19,11 +19,11 @@ import pytest
 import pytest_asyncio
 import torch
 
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
 from agl_core.types import Batch
-from agl_core.wire.headers import HEADER_POLICY
 from agl_torch.engine import TorchEngine
 from agl_torch.loading import load_model
 from agl_torch.plugin import TorchOptions

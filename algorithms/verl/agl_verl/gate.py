@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
-from agl_core.wire.headers import HEADER_POLICY
 
 OPEN = frozenset({"/health", "/metrics"})
 """Routes that everyone may read: they say nothing of prompts and replies."""

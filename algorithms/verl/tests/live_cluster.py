@@ -25,9 +25,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
-from agl_core.wire.headers import HEADER_POLICY
 from agl_verl.engine import VerlEngine
 from agl_verl.plugin import VerlOptions
 

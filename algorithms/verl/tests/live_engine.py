@@ -18,12 +18,12 @@ import pytest
 import pytest_asyncio
 import torch
 
+from agl_core.capture.requests import HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
 from agl_core.types import PrefixBreak
-from agl_core.wire.headers import HEADER_POLICY, HEADER_ROLLOUT
 from agl_torch.loading import LoadedModel, load_model, save_policy
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm

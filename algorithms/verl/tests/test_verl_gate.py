@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from agl_core.wire.headers import HEADER_POLICY
+from agl_core.capture.requests import HEADER_POLICY
 from agl_verl.gate import Gate, GatedApp
 
 KEY = "the-run's-key"

@@ -104,7 +104,7 @@ def open_online_upstream(settings: OnlineSection, console: Screen) -> Upstream:
     """The model server of real use. ConfigError without its key, EngineError if it does not answer."""
     from agl_core.cli.upstreams import open_upstream
     from agl_core.errors import ConfigError
-    from agl_core.wire.keys import take_key
+    from agl_core.wire import take_key
 
     variable = settings.upstream_key_env
     key = None if variable is None else take_key(variable)
@@ -148,7 +148,7 @@ def learn(
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
     from agl_core.cli.train import train_and_report
-    from agl_core.wire.keys import OPERATOR_KEY
+    from agl_core.wire import OPERATOR_KEY
     from agl_online.learner import learn as run_learning
 
     loaded = load(_file(target), set_)
@@ -237,8 +237,8 @@ def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
 
 def _delete_by_server(folder: Path, ids: list[str]) -> int:
     from agl_core.errors import ConfigError
-    from agl_core.wire.client import BlockingClient
-    from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, ServerFile, take_keys
+    from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_keys
+    from agl_core.worker.client import BlockingClient
     from agl_online.wire import DELETE_SESSIONS, DeleteSessions
 
     server = ServerFile.read(folder / SERVER_FILE)
@@ -274,7 +274,7 @@ def print_key(run: Run, application: Application, feedback: ForFeedback = False)
     from agl_core.errors import ConfigError
     from agl_core.reading.runs import find_run, read_settings
     from agl_core.server.keys import Keys
-    from agl_core.wire.keys import SERVER_FILE, ServerFile
+    from agl_core.wire import SERVER_FILE, ServerFile
     from agl_online.wire import ApplicationKeys
 
     folder = find_run(run)
@@ -385,7 +385,7 @@ def serve_policies(
     this machine with --host. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
     from agl_core.server.listening import run
-    from agl_core.wire.keys import take_key
+    from agl_core.wire import take_key
     from agl_online.policies import POLICY_KEY
 
     run(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen()))

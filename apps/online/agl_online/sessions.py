@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from agl_core.apis.errors import ApiError
+from agl_core.capture.requests import HEADER_ROLLOUT, rollout_path
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, StoreError, StoreRefusedError
 from agl_core.server.api import route, route_of
@@ -29,8 +30,7 @@ from agl_core.server.keys import AttemptState, Keys, SourceFactory
 from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.types import Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
-from agl_core.wire.headers import HEADER_ROLLOUT, rollout_path
-from agl_core.wire.workers import Empty
+from agl_core.wire import Empty
 from agl_online.config import OnlineSection, online_section
 from agl_online.feedback import Feedback, said_of
 from agl_online.redaction import Redaction

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 
 from agl_core.server.keys import Keys, carries, refused_key
-from agl_core.wire.workers import AnyOperation, Body, Empty, Operation, Right
+from agl_core.wire import AnyOperation, Body, Empty, Operation, Right
 
 HEADER_SESSION = "x-agl-session"
 """With an application's key: the name that it gives the session of a call. On the server's reply: the session's id."""

@@ -22,9 +22,9 @@ from agl_core.apis.answered import Answered, Message
 from agl_core.apis.errors import ApiError, openai_error
 from agl_core.apis.reply import Reply
 from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
+from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.types import Json, Sampling
 from agl_core.types.forms import parse_json
-from agl_core.wire.headers import HEADER_IGNORED
 
 _MAX_NOTE = 1000
 """Characters of the header that says what was ignored."""

@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 
 from agl_core.apis.errors import ApiError
+from agl_core.capture.requests import HEADER_IGNORED, HEADER_POLICY
 from agl_core.types import Choice, FinishReason, Json, Logprobs, PrefixBreak, TokenMask, Tokens
 from agl_core.types.forms import parse_json
-from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Clients may take no other finish reason."""

@@ -18,13 +18,12 @@ from agl_core import kinds
 from agl_core.capture.context import AttemptContext, Carried, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
-from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, stamp_library
+from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path, stamp_library
 from agl_core.capture.wrapping import Patches
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter
 from agl_core.types import AttemptKey
-from agl_core.wire.headers import rollout_path
 
 SITE = Path(__file__).parent / "site"
 """The folder with our sitecustomize."""

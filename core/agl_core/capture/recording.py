@@ -18,7 +18,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agl_core.types import Json, Source, ToolResult
-from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport
+from agl_core.wire import MAX_ADDRESS, MAX_BYPASSED, RewardReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from agl_core.capture.recording import describe_error, jsonable
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
 from agl_core.types import Identity, ToolResult
-from agl_core.wire.workers import RewardReport
+from agl_core.wire import RewardReport
 
 logger = logging.getLogger(__name__)
 

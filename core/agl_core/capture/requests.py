@@ -1,4 +1,4 @@
-"""Headers that say who calls, and for which attempt, on requests that HTTP libraries send to the Lightning Server.
+"""The headers of model calls: on requests to the Lightning Server, whichever HTTP library sends them, and on replies.
 
 A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
 that sends it. Requests to any other host are left alone; those to a model API are counted, for agl does not see them.
@@ -27,12 +27,21 @@ from agl_core.capture.context import (
 from agl_core.capture.reports import report_problem
 from agl_core.capture.wrapping import Patches, within
 from agl_core.types import Identity
-from agl_core.wire.headers import (
-    HEADER_AGENT,
-    HEADER_PARENT_SPAN,
-    HEADER_ROLLOUT,
-    HEADER_STATE,
-)
+
+HEADER_ROLLOUT = "x-agl-rollout"
+"""`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
+HEADER_AGENT = "x-agl-agent"
+"""Who makes the call; percent-encoded (`urllib.parse.unquote`), since headers are ASCII and names are not."""
+HEADER_PARENT_SPAN = "x-agl-parent-span"
+"""The span that encloses the call."""
+HEADER_STATE = "x-agl-state"
+"""The agent's semantic variables at the call, as `agl_core.capture.context` packs them."""
+HEADER_CALL = "x-agl-call"
+"""On the server's reply: the id of the call that it answers."""
+HEADER_IGNORED = "x-agl-ignored"
+"""On the server's reply: the fields of the request that only tune a hosted service, and were ignored."""
+HEADER_POLICY = "x-agl-policy-version"
+"""On an upstream's reply: the policy version that sampled it."""
 
 Resolver: TypeAlias = Callable[[], Identity | None]
 """Asks a framework who makes the request that is being sent; None if it does not know."""
@@ -52,6 +61,11 @@ MODEL_CALL = re.compile(
 """
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
+
+
+def rollout_path(rollout: str, attempt: int) -> str:
+    """The path prefix before /v1 in an attempt's own base URL."""
+    return f"/rollout/{rollout}/attempt/{attempt}"
 
 
 class Stamper:

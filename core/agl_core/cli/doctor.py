@@ -29,9 +29,8 @@ from agl_core.store.interface import Store
 from agl_core.training.failures import who_waits
 from agl_core.training.metrics import Observer
 from agl_core.types import Needs, Workload
-from agl_core.wire.client import LightningClient, find_server
-from agl_core.wire.keys import OPERATOR_KEY, take_keys
-from agl_core.wire.workers import ACTIVITY, Activity, Empty
+from agl_core.wire import ACTIVITY, OPERATOR_KEY, Activity, Empty, take_keys
+from agl_core.worker.client import LightningClient, find_server
 
 Target = Annotated[
     Path | None,

@@ -34,8 +34,7 @@ from agl_core.store.interface import Store
 from agl_core.training.server import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_core.training.session import engine_context
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, Run, Task
-from agl_core.wire.keys import take_keys
-from agl_core.wire.workers import MAX_REPORTS, CloseRequest, Lease, LeaseRequest
+from agl_core.wire import MAX_REPORTS, CloseRequest, Lease, LeaseRequest, take_keys
 from agl_core.worker.agent import OTHER_KEY, attempt_variables
 from agl_core.worker.processes import attempt_folder
 

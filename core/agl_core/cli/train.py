@@ -23,7 +23,7 @@ from agl_core.training.metrics import Summary, counts
 from agl_core.training.run import train as run_training
 from agl_core.training.server import new_run_dir
 from agl_core.training.session import engine_context
-from agl_core.wire.keys import OPERATOR_KEY
+from agl_core.wire import OPERATOR_KEY
 
 Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).")]
 Resume = Annotated[

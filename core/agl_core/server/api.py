@@ -26,7 +26,7 @@ from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
 from agl_core.server.listening import read_body
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
-from agl_core.wire.workers import (
+from agl_core.wire import (
     ACTIVITY,
     CLOSE,
     HEALTH,

@@ -30,6 +30,14 @@ from agl_core.apis.messages import Messages
 from agl_core.apis.reply import Reply, read_reply
 from agl_core.apis.responses import Responses
 from agl_core.capture import unpack_variables
+from agl_core.capture.requests import (
+    HEADER_AGENT,
+    HEADER_CALL,
+    HEADER_IGNORED,
+    HEADER_PARENT_SPAN,
+    HEADER_ROLLOUT,
+    HEADER_STATE,
+)
 from agl_core.config.models import SamplingSection
 from agl_core.config.sections import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
@@ -41,14 +49,6 @@ from agl_core.server.streaming import LiveReply
 from agl_core.server.upstream import Destination, DestinationProvider
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
-from agl_core.wire.headers import (
-    HEADER_AGENT,
-    HEADER_CALL,
-    HEADER_IGNORED,
-    HEADER_PARENT_SPAN,
-    HEADER_ROLLOUT,
-    HEADER_STATE,
-)
 
 if TYPE_CHECKING:
     from agl_core.server.api import Passthrough

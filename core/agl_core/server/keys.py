@@ -35,13 +35,21 @@ from starlette.routing import Route
 
 from agl_core.apis.answered import Answered
 from agl_core.apis.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
 from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, Source
-from agl_core.wire.headers import HEADER_ROLLOUT
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, ServerFile, problem_of_key, take_keys
-from agl_core.wire.workers import AnyOperation, CloseRequest, Right
+from agl_core.wire import (
+    OPERATOR_KEY,
+    WORKER_KEY,
+    AnyOperation,
+    CloseRequest,
+    Right,
+    ServerFile,
+    problem_of_key,
+    take_keys,
+)
 
 if TYPE_CHECKING:
     from agl_core.server.queue import RolloutQueue

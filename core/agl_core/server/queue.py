@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from agl_core.apis.errors import ApiError, stopping
+from agl_core.capture.requests import rollout_path
 from agl_core.errors import StoreError
 from agl_core.plugins import RunHooks
 from agl_core.server.keys import ActiveAttempt, AttemptState, Keys, decided, is_tried_again, reported
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState
-from agl_core.wire.headers import rollout_path
-from agl_core.wire.workers import (
+from agl_core.wire import (
     AttemptRef,
     CloseReply,
     CloseRequest,

@@ -25,7 +25,7 @@ from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire.workers import OF_WORKERS, Activity, Health, RunningAttempt
+from agl_core.wire import OF_WORKERS, Activity, Health, RunningAttempt
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()

@@ -19,12 +19,12 @@ import orjson
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
 from agl_core.apis.reply import not_a_completion
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server.endpoint import Endpoint, HttpReply
 from agl_core.types import AttemptKey, Json
 from agl_core.types.forms import parse_json
-from agl_core.wire.headers import HEADER_ROLLOUT
 
 if TYPE_CHECKING:
     from agl_core.server.keys import ActiveAttempt

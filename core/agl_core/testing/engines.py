@@ -33,11 +33,11 @@ from typing import Any, TypeAlias
 import httpx
 import numpy as np
 
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import AglError, EngineError
 from agl_core.learning.certificate import TOLERANCES
 from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, Upstream
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
-from agl_core.wire.headers import HEADER_POLICY
 
 ALGORITHM = "conformance"
 LEASH = 0.5

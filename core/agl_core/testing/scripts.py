@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agl_core.wire.headers import HEADER_AGENT
+from agl_core.capture.requests import HEADER_AGENT
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import openai
 import pytest
 
 from agl_core.capture import AttemptContext, Recording, attach, reports, running
+from agl_core.capture.requests import rollout_path
 from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
 from agl_core.plugins import Plugins
@@ -33,8 +34,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, ToolResult
-from agl_core.wire.headers import rollout_path
-from agl_core.wire.workers import LeaseRequest
+from agl_core.wire import LeaseRequest
 from agl_core.worker.agent import PLACEHOLDER_KEY, Ended, closing
 
 

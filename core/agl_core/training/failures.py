@@ -21,7 +21,7 @@ from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.training.metrics import counts
 from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, ToolResult
-from agl_core.wire.workers import Activity, RunningAttempt
+from agl_core.wire import Activity, RunningAttempt
 
 if TYPE_CHECKING:
     from agl_core.training.rollouts import Drawn

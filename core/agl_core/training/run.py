@@ -24,7 +24,7 @@ from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.server import is_new, local_server, removed_unless_begun
 from agl_core.training.session import Session, first_look, open_session
-from agl_core.wire.keys import SERVER_FILE
+from agl_core.wire import SERVER_FILE
 
 
 async def train(

@@ -20,7 +20,7 @@ from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire.keys import SERVER_FILE, ServerFile, problem_of_key, take_key
+from agl_core.wire import SERVER_FILE, ServerFile, problem_of_key, take_key
 
 
 def new_run_dir(loaded: LoadedConfig) -> Path:

@@ -21,7 +21,7 @@ from agl_core.capture.recording import read_spool
 from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending
 from agl_core.types.forms import parse_json
-from agl_core.wire.workers import MAX_RESULT, Assignment
+from agl_core.wire import MAX_RESULT, Assignment
 from agl_core.worker.agent import Ended, attempt_variables, finished
 from agl_core.worker.processes import (
     EXIT_GRACE,

@@ -41,7 +41,7 @@ import orjson
 from agl_core.capture import Recording, attach, installed_adapters, running
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
-from agl_core.wire.workers import Assignment
+from agl_core.wire import Assignment
 from agl_core.worker.agent import Agent, active_attempt, agent_context, attempt_variables, crashed, finished, load_agent
 from agl_core.worker.processes import ProcessSetup
 

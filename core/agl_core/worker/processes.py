@@ -26,8 +26,7 @@ from agl_core.capture import Recording
 from agl_core.capture.recording import Report
 from agl_core.errors import AgentError
 from agl_core.types import Ending
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
-from agl_core.wire.workers import Assignment
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY, Assignment
 from agl_core.worker.agent import Ended, client_variables
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from agl_core.capture.recording import MAX_PROBLEMS
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.client import BlockingClient, LightningClient, UnreachableError, persistently
-from agl_core.wire.workers import (
+from agl_core.wire import (
     HEARTBEAT,
     LEASE,
     MAX_LEASES,
@@ -35,6 +34,7 @@ from agl_core.wire.workers import (
     LeaseRequest,
 )
 from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
+from agl_core.worker.client import BlockingClient, LightningClient, UnreachableError, persistently
 from agl_core.worker.commands import CommandPerAttempt
 from agl_core.worker.processes import ProcessPerAttempt
 

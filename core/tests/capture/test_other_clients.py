@@ -15,8 +15,8 @@ import requests
 import urllib3
 
 import agl_core
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.testing.server import LeasedAttempt, Stack, running_stack
-from agl_core.wire.headers import HEADER_ROLLOUT
 
 pytestmark = pytest.mark.usefixtures("attached")
 

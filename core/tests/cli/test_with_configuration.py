@@ -19,7 +19,7 @@ from agl_core import capture
 from agl_core.cli import SERVER_MODULES
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
 from .run_stack import Bench
 

@@ -17,7 +17,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Say
 from agl_core.testing.server import running_stack
 from agl_core.types import Ending, Task
-from agl_core.wire.keys import WORKER_KEY
+from agl_core.wire import WORKER_KEY
 
 AGENT = """
 import json, os

@@ -21,7 +21,7 @@ import pytest
 from agl_core.testing.scripts import CallTools, Raw, Received, Say, Step
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Call, Ending
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 CLAUDE_CODE = ["@anthropic-ai/claude-code"]
 AI_SDK = {

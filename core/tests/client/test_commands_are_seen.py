@@ -15,7 +15,7 @@ from agl_core.learning import build_episode, health_of
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source
-from agl_core.wire.workers import LeaseRequest
+from agl_core.wire import LeaseRequest
 from agl_core.worker import CommandPerAttempt
 
 ASK = """

@@ -11,8 +11,8 @@ import pytest
 
 from agl_core.errors import ConfigError, ServerError
 from agl_core.server import Keys
-from agl_core.wire.client import BlockingClient, LightningClient, ServerAddress, find_server, is_over
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, take_keys
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY, take_keys
+from agl_core.worker.client import BlockingClient, LightningClient, ServerAddress, find_server, is_over
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from running_servers import run_worker
 from agl_core.testing import episodes as make
 from agl_core.testing.server import running_stack
 from agl_core.types import Ending, Task
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
 AGENT = """
 import asyncio, json, os, sys

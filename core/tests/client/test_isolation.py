@@ -21,8 +21,7 @@ from agl_core.errors import AgentError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Task, ToolStatus
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
-from agl_core.wire.workers import LeaseRequest
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY, LeaseRequest
 from agl_core.worker import ProcessPerAttempt
 
 HERE = Path(__file__).parent

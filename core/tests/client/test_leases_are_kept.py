@@ -16,8 +16,7 @@ from agl_core.errors import ServerError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending
-from agl_core.wire.client import LightningClient, UnreachableError
-from agl_core.wire.workers import (
+from agl_core.wire import (
     Answer,
     Asked,
     CloseReply,
@@ -28,6 +27,7 @@ from agl_core.wire.workers import (
     Operation,
 )
 from agl_core.worker import Agent, AgentContext, TaskPerAttempt, Worker
+from agl_core.worker.client import LightningClient, UnreachableError
 
 from .road import Road, answer, ask
 
@@ -131,7 +131,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
         return answer
 
     queue = workplace.stack.server.queue
-    with caplog.at_level(logging.WARNING, "agl_core.wire.client"):
+    with caplog.at_level(logging.WARNING, "agl_core.worker.client"):
         async with working(workplace, agent) as (worker, road, task):
             await queue.enqueue([make.rollout("w0")])
             await asked.wait()

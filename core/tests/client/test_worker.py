@@ -14,7 +14,7 @@ import pytest
 from agl_core.capture import Recording, record_tool_result, reward, tool_result_report
 from agl_core.testing import episodes as make
 from agl_core.types import Ending, Mode, Task, ToolStatus
-from agl_core.wire.workers import Assignment
+from agl_core.wire import Assignment
 from agl_core.worker import Agent, AgentContext, TaskPerAttempt
 from agl_core.worker.agent import Ended
 

@@ -16,13 +16,13 @@ import openai
 import pytest
 
 import agl_core
+from agl_core.capture.requests import HEADER_AGENT
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
 from agl_core.testing.server import LeasedAttempt, Stack, running_stack, until
 from agl_core.types import CreditKind, DropReason, Ending, Episode, Mode, Sampling
-from agl_core.wire.headers import HEADER_AGENT
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 from .posting import GOOD, HELLO, clients_waiting, post
 

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Say
 from agl_core.testing.server import running_stack
 from agl_core.types import AttemptKey, Json, Task
-from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
-from agl_core.wire.workers import LeaseRequest
+from agl_core.wire import LeaseRequest
 
 OWN, OTHER = AttemptKey("own", 0), AttemptKey("other", 0)
 SECRET = "SWORDFISH"

@@ -15,14 +15,14 @@ import pytest
 from aiohttp import web
 from memory_store import MemoryStore
 
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.config.models import GatewaySection, PassthroughSection
 from agl_core.server import Keys
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import served
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.headers import HEADER_ROLLOUT
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 from .posting import GOOD, HELLO, OVERFLOW, SMALLEST, post, said_by_agl
 

@@ -14,15 +14,14 @@ import httpx
 import openai
 import pytest
 
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
 from agl_core.server import Keys
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.client import LightningClient
-from agl_core.wire.headers import HEADER_ROLLOUT
-from agl_core.wire.workers import (
+from agl_core.wire import (
     HEARTBEAT,
     LEASE,
     AttemptRef,
@@ -31,6 +30,7 @@ from agl_core.wire.workers import (
     HeldAttempt,
     LeaseRequest,
 )
+from agl_core.worker.client import LightningClient
 
 from .posting import GOOD, SMALLEST
 

@@ -16,7 +16,7 @@ from agl_core.plugins import Plugins
 from agl_core.server import Keys, RolloutQueue
 from agl_core.testing import episodes as make
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
-from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
+from agl_core.wire import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
 
 from .clock import Clock
 

@@ -18,7 +18,7 @@ import pytest
 from agl_core.server.listening import MAX_HEAD_BYTES, MAX_HEADERS, run
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey
-from agl_core.wire.workers import MAX_BODY
+from agl_core.wire import MAX_BODY
 
 from .posting import key_of_url
 

@@ -16,7 +16,7 @@ from agl_core.plugins import Plugins, RunHooks
 from agl_core.server import Keys, RolloutQueue
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
-from agl_core.wire.workers import (
+from agl_core.wire import (
     CloseRequest,
     HeartbeatRequest,
     HeldAttempt,

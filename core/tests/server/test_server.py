@@ -21,8 +21,7 @@ from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Ending, Mode, Run
-from agl_core.wire.client import LightningClient, UnreachableError
-from agl_core.wire.workers import (
+from agl_core.wire import (
     ACTIVITY,
     HEALTH,
     LEASE,
@@ -33,6 +32,7 @@ from agl_core.wire.workers import (
     LeaseRequest,
     RewardReport,
 )
+from agl_core.worker.client import LightningClient, UnreachableError
 
 from .posting import GOOD, HELLO
 

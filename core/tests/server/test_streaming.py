@@ -23,7 +23,7 @@ from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Say
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import END_TOKEN, events_of
 from agl_core.types import AttemptKey, Ending, FinishReason
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 from .api_oracles import OWN, chunks_of, client_of, reply
 from .posting import GOOD, SMALLEST, clients_waiting, post

@@ -16,7 +16,7 @@ from agl_core.learning.health import health_of
 from agl_core.testing.scripts import Raw
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Call, DropReason, Ending, FinishReason, Symptom
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

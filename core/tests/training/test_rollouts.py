@@ -34,7 +34,7 @@ from agl_core.types import (
     RolloutState,
     Task,
 )
-from agl_core.wire.workers import Activity
+from agl_core.wire import Activity
 
 
 class ScriptedQueue:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import agl_core
-from agl_core.wire.headers import HEADER_AGENT
+from agl_core.capture.requests import HEADER_AGENT
 
 from ..driver import (
     CHAT,

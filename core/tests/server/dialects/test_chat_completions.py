@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from memory_store import MemoryStore
 
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.testing.scripts import Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.headers import HEADER_POLICY
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 from ..api_oracles import call, chunks_of, post_each, reply
 from ..posting import post

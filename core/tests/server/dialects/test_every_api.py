@@ -13,11 +13,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import FinishReason, Mode
-from agl_core.wire.headers import HEADER_ROLLOUT
 
 from ..api_oracles import HELLO, OWN, chunks_of, events_of, extras, post_each, reply
 

@@ -7,12 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.testing.scripts import CallTools, Raw, Say
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.headers import HEADER_IGNORED
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 from ..api_oracles import OWN, call, client_of, reply
 from ..posting import OVERFLOW

@@ -13,11 +13,11 @@ from anthropic.types.beta.message_create_params import MessageCreateParamsBase
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
+from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.testing.scripts import CallTools, Fail, Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Ending, Episode, Mode
-from agl_core.wire.headers import HEADER_IGNORED
-from agl_core.wire.workers import CloseRequest
+from agl_core.wire import CloseRequest
 
 from ..api_oracles import client_of, post_each
 from ..posting import SMALLEST

@@ -26,15 +26,19 @@ from pydantic import BaseModel, ValidationError
 
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, ServerError
-from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key
-from agl_core.wire.workers import (
+from agl_core.wire import (
     CLOSE,
+    OPERATOR_KEY,
+    SERVER_FILE,
+    WORKER_KEY,
     Answer,
     Asked,
     CloseReply,
     CloseRequest,
     Lease,
     Operation,
+    ServerFile,
+    problem_of_key,
 )
 
 logger = logging.getLogger(__name__)

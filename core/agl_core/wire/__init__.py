@@ -1,1 +1,0 @@
-"""The protocol of a Lightning Server: headers, keys and requests. Each request is described once."""
