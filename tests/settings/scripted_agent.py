@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from agl_core.capture.requests import HEADER_AGENT
-from agl_core.worker import AgentContext
+from agl_core.worker.agent import AgentContext
 
 
 async def solve(task_input: Any, context: AgentContext) -> Any:

@@ -19,7 +19,7 @@ from agl_core.errors import AgentError
 from agl_core.types import Json
 from agl_core.types.forms import parse_json
 from agl_core.wire import MAX_RESULT
-from agl_core.worker import AgentContext
+from agl_core.worker.agent import AgentContext
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that a connection may take; how long the service may work, the attempt's own timeout says."""

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 
 from agl_core.testing.server import Stack
 from agl_core.types import Call, Json, Mode
-from agl_core.worker import AgentContext
+from agl_core.worker.agent import AgentContext
 from agl_remote import RemoteAgent
 
 

@@ -17,8 +17,7 @@ import typer
 from agl_core.capture import installed_adapters
 from agl_core.config import check, load
 from agl_core.errors import AgentError, ConfigError
-from agl_core.worker import agent_environment, client_variables
-from agl_core.worker.agent import load_agent
+from agl_core.worker.agent import agent_environment, client_variables, load_agent
 
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]

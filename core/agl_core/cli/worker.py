@@ -23,8 +23,9 @@ from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
 from agl_core.wire import take_keys
-from agl_core.worker import Worker, agent_environment, choose_runner, client_variables
+from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.client import LightningClient, ServerAddress, find_server, is_over
+from agl_core.worker.worker import Worker, choose_runner
 
 Target = Annotated[
     Path | None,

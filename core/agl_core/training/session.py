@@ -30,7 +30,8 @@ from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
 from agl_core.training.server import begin_restart
 from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Workload
-from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
+from agl_core.worker.agent import agent_environment, client_variables
+from agl_core.worker.worker import Runner, WorkerThread, choose_runner
 
 
 @dataclass(frozen=True)

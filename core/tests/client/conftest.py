@@ -11,7 +11,8 @@ import pytest
 from agl_core.testing import episodes as make
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Attempt, Json, Rollout, Task
-from agl_core.worker import Agent, Runner, TaskPerAttempt, WorkerThread
+from agl_core.worker.agent import Agent, TaskPerAttempt
+from agl_core.worker.worker import Runner, WorkerThread
 
 
 @dataclass

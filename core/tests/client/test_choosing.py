@@ -13,7 +13,10 @@ import pytest
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.testing.server import until
 from agl_core.types import Ending
-from agl_core.worker import CommandPerAttempt, ProcessPerAttempt, Runner, TaskPerAttempt, choose_runner
+from agl_core.worker.agent import TaskPerAttempt
+from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt
+from agl_core.worker.worker import Runner, choose_runner
 
 AGENTS = """
 import os, time

@@ -14,7 +14,8 @@ from agl_core.errors import AgentError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Task
-from agl_core.worker import CommandPerAttempt, agent_environment, client_variables
+from agl_core.worker.agent import agent_environment, client_variables
+from agl_core.worker.commands import CommandPerAttempt
 
 PROGRAM = """
 import json, os, sys, urllib.request

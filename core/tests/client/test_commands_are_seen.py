@@ -16,7 +16,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source
 from agl_core.wire import LeaseRequest
-from agl_core.worker import CommandPerAttempt
+from agl_core.worker.commands import CommandPerAttempt
 
 ASK = """
     import httpx, os

@@ -22,7 +22,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Task, ToolStatus
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, LeaseRequest
-from agl_core.worker import ProcessPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt
 
 HERE = Path(__file__).parent
 AGL = Path(sys.executable).with_name("agl")

@@ -9,8 +9,7 @@ import pytest
 from agl_core.capture import Recording, record_tool_result, tool_result_report
 from agl_core.types import Ending, Mode, ToolResult, ToolStatus
 from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport
-from agl_core.worker import AgentContext
-from agl_core.worker.agent import Ended, closing, crashed
+from agl_core.worker.agent import AgentContext, Ended, closing, crashed
 from agl_core.worker.client import LightningClient, RefusedError
 
 from .road import ask

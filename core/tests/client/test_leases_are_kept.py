@@ -26,8 +26,9 @@ from agl_core.wire import (
     LeaseReply,
     Operation,
 )
-from agl_core.worker import Agent, AgentContext, TaskPerAttempt, Worker
+from agl_core.worker.agent import Agent, AgentContext, TaskPerAttempt
 from agl_core.worker.client import LightningClient, UnreachableError
+from agl_core.worker.worker import Worker
 
 from .road import Road, answer, ask
 

@@ -12,14 +12,9 @@ import httpx
 import pytest
 
 from agl_core.types import Ending
-from agl_core.worker import (
-    Agent,
-    CommandPerAttempt,
-    ProcessPerAttempt,
-    TaskPerAttempt,
-    agent_environment,
-    client_variables,
-)
+from agl_core.worker.agent import Agent, TaskPerAttempt, agent_environment, client_variables
+from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt
 
 from .road import answer
 

@@ -15,8 +15,7 @@ from agl_core.capture import Recording, record_tool_result, reward, tool_result_
 from agl_core.testing import episodes as make
 from agl_core.types import Ending, Mode, Task, ToolStatus
 from agl_core.wire import Assignment
-from agl_core.worker import Agent, AgentContext, TaskPerAttempt
-from agl_core.worker.agent import Ended
+from agl_core.worker.agent import Agent, AgentContext, Ended, TaskPerAttempt
 
 from .road import ask
 
