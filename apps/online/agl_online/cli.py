@@ -225,7 +225,7 @@ def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
 
     folder = find_run(run)
     if is_written(folder / "store.sqlite"):
-        deleted = _delete_by_server(folder, ids)
+        deleted = asyncio.run(_delete_by_server(folder, ids))
     else:
         deleted = asyncio.run(_delete_in_file(folder, ids))
     if as_json:
@@ -235,10 +235,10 @@ def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     Screen().print(f"{deleted} sessions deleted{nothing}")
 
 
-def _delete_by_server(folder: Path, ids: list[str]) -> int:
+async def _delete_by_server(folder: Path, ids: list[str]) -> int:
     from agl_core.errors import ConfigError
     from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_keys
-    from agl_core.worker.client import BlockingClient
+    from agl_core.worker.client import LightningClient
     from agl_online.wire import DELETE_SESSIONS, DeleteSessions
 
     server = ServerFile.read(folder / SERVER_FILE)
@@ -248,8 +248,8 @@ def _delete_by_server(folder: Path, ids: list[str]) -> int:
             f"A server is writing {folder}, and the key to it is not known here. Set {OPERATOR_KEY} to the value that "
             f"it has there, or stop the server first."
         )
-    with BlockingClient(server.base_url, key) as client:
-        return client.ask(DELETE_SESSIONS, DeleteSessions(sessions=ids)).deleted
+    async with LightningClient(server.base_url, key) as client:
+        return (await client.ask(DELETE_SESSIONS, DeleteSessions(sessions=ids))).deleted
 
 
 async def _delete_in_file(folder: Path, ids: list[str]) -> int:

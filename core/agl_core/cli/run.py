@@ -34,8 +34,8 @@ from agl_core.store.interface import Store
 from agl_core.training.server import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_core.training.session import engine_context
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, Run, Task
-from agl_core.wire import MAX_REPORTS, CloseRequest, Lease, LeaseRequest, take_keys
-from agl_core.worker.agent import OTHER_KEY, attempt_variables
+from agl_core.wire import Lease, LeaseRequest, take_keys
+from agl_core.worker.agent import OTHER_KEY, Ended, attempt_variables, closing
 from agl_core.worker.processes import attempt_folder
 
 Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.")]
@@ -165,15 +165,8 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         key = AttemptKey(lease.rollout, lease.attempt)
         status, interrupted, recording = await _launch(command, lease, server.base_url, files)
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
-        report = CloseRequest(
-            ending=ending,
-            result={"exit_status": status},
-            error=f"the command ended with status {status}" if ending is Ending.CRASHED else None,
-            tool_results=list(recording.tool_results[:MAX_REPORTS]),
-            rewards=list(recording.rewards[:MAX_REPORTS]),
-            bypassed=recording.bypassed_calls,
-        )
-        await server.queue.close_attempt(key, report)
+        error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
+        await server.queue.close_attempt(key, closing(Ended(ending, {"exit_status": status}, error), recording))
         [attempt] = await store.attempts(rollout.id)
         _summarise(attempt, await store.calls([key]), recording, setting.folder)
     return status

@@ -1,4 +1,4 @@
-"""The clients of a Lightning Server, one for async and one for blocking code, and where a run's server is.
+"""The client of a Lightning Server, and where a run's server is.
 
 `ask` sends any `Operation`. A worker's key allows `LEASE` and `HEARTBEAT`, an operator's key `ACTIVITY`, and both allow
 `HEALTH`; `CLOSE` sends the secret of the lease.
@@ -70,11 +70,11 @@ class LightningClient:
     ...         return await client.ask(LEASE, LeaseRequest(worker="w1", capacity=4, wait=10))
     """
 
-    def __init__(self, base_url: str, key: str) -> None:
+    def __init__(self, base_url: str, key: str, timeout: float | None = None) -> None:
         self.base_url, self.key = base_url, key
         limits = httpx.Limits(max_connections=64)
         self._http = httpx.AsyncClient(
-            base_url=base_url, headers=_headers(key), timeout=_TIMEOUT, trust_env=False, limits=limits
+            base_url=base_url, headers=_headers(key), timeout=timeout or _TIMEOUT, trust_env=False, limits=limits
         )
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
@@ -97,38 +97,6 @@ class LightningClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-class BlockingClient:
-    """The same for code without an event loop; one instance per thread.
-
-    >>> def example():
-    ...     with BlockingClient("http://127.0.0.1:8000", key="…") as client:
-    ...         return client.ask(LEASE, LeaseRequest(worker="w1", capacity=4, wait=10))
-    """
-
-    def __init__(self, base_url: str, key: str, timeout: float | None = None) -> None:
-        self.base_url = base_url
-        self._http = httpx.Client(
-            base_url=base_url, headers=_headers(key), timeout=timeout or _TIMEOUT, trust_env=False
-        )
-
-    def ask(self, operation: Operation[Asked, Answer], body: Asked) -> Answer:
-        """Send one request, and return the reply."""
-        try:
-            response = self._http.request(**_request(self.base_url, operation, body))
-        except httpx.HTTPError as error:
-            raise _unreachable(self.base_url, error) from error
-        return _answer(response, operation.reply)
-
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> BlockingClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _headers(key: str) -> dict[str, str]:

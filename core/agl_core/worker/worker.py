@@ -34,7 +34,7 @@ from agl_core.wire import (
     LeaseRequest,
 )
 from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
-from agl_core.worker.client import BlockingClient, LightningClient, UnreachableError, persistently
+from agl_core.worker.client import LightningClient, UnreachableError, persistently
 from agl_core.worker.commands import CommandPerAttempt
 from agl_core.worker.processes import ProcessPerAttempt
 
@@ -300,7 +300,9 @@ class Heartbeats:
         self._due = threading.Event()
         self._stopped = False
         self._interval = _BEFORE_FIRST_LEASE
-        self._thread = threading.Thread(target=self._send_forever, daemon=True, name="agl-heartbeats")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._send_forever()), daemon=True, name="agl-heartbeats"
+        )
 
     def start(self) -> None:
         """Send the first one at once."""
@@ -322,19 +324,20 @@ class Heartbeats:
     def release(self, key: AttemptKey) -> None:
         self._held.pop(key, None)
 
-    def _send_forever(self) -> None:
-        with BlockingClient(self._base_url, self._key, _HEARTBEAT_TIMEOUT) as client:
+    async def _send_forever(self) -> None:
+        async with LightningClient(self._base_url, self._key, _HEARTBEAT_TIMEOUT) as client:
             while not self._stopped:
+                # Nothing else runs in this thread's event loop.
                 self._due.wait(self._interval)
                 self._due.clear()
                 held = list(self._held.values())
                 if not self._stopped:
                     for start in range(0, max(len(held), 1), MAX_LEASES):
-                        self._send(client, held[start : start + MAX_LEASES])
+                        await self._send(client, held[start : start + MAX_LEASES])
 
-    def _send(self, client: BlockingClient, held: list[HeldAttempt]) -> None:
+    async def _send(self, client: LightningClient, held: list[HeldAttempt]) -> None:
         try:
-            reply = client.ask(HEARTBEAT, HeartbeatRequest(worker=self._worker, attempts=held))
+            reply = await client.ask(HEARTBEAT, HeartbeatRequest(worker=self._worker, attempts=held))
         except ServerError as error:
             logger.debug("A heartbeat was not taken, as the next lease will not be: %s", error)
             return
