@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -64,16 +64,14 @@ class Endpoint:
         begins; `parts` raises the same errors, with the time to wait for each of them.
         """
         connection = self._kept() or await self._new()
-        late = asyncio.get_running_loop().call_later(self._timeout, connection.fail, TimeoutError())
         try:
             request = b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, _lines(headers), len(body), body)
-            reply = await connection.ask(request, streamed=streamed)
+            async with asyncio.timeout(self._timeout):
+                reply = await connection.ask(request, streamed=streamed)
         except BaseException:
             connection.close()
             raise
-        finally:
-            late.cancel()
-        if streamed and _is_event_stream(reply.status, reply.headers):
+        if connection.is_streaming:
             return replace(reply, parts=self._parts(connection))
         self._keep_for_later(connection)
         return reply
@@ -81,10 +79,12 @@ class Endpoint:
     async def _parts(self, connection: _Connection) -> AsyncGenerator[bytes, None]:
         """Of the body under way. A server whose reply is not read to its end sees its connection closed."""
         try:
-            while part := await connection.read(self._timeout):
+            while not connection.is_read:
+                async with asyncio.timeout(self._timeout):
+                    part = await connection.read()
                 yield part
         finally:
-            if connection.is_streaming:
+            if not connection.is_read:
                 connection.close()
             self._keep_for_later(connection)
 
@@ -135,47 +135,51 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._waiting: asyncio.Future[Any] | None = None
-        """For a reply, or for more of its body."""
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
-        self._streamed = False
-        self.is_streaming = False
-        """Whether a body is under way that is read as it comes."""
+        """What came and is not read yet."""
         self._unread = 0
-        """Bytes of it that have not been read yet."""
+        """Its bytes, if it is read as it comes."""
+        self._streamed, self._is_whole, self._status = False, True, 0
         self._broken: OSError | None = None
-        """Why it came to no end."""
+        """Why the reply came to no end."""
+        self.is_streaming = False
+        """True if the reply is an event stream, and was asked for like that."""
+        self._news = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def ask(self, request: bytes, *, streamed: bool = False) -> asyncio.Future[HttpReply]:
-        if not self.is_open:
-            raise ConnectionError("it closed the connection")
-        self._streamed = streamed
-        self._waiting = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return self._waiting
+    @property
+    def is_read(self) -> bool:
+        """True if the whole reply has been read."""
+        return self._is_whole and not self._body
 
-    async def read(self, timeout: float) -> bytes:
-        """What came of the body since the last time; empty at its end. An OSError says why it has none."""
-        if self.is_streaming and not self._body:
-            loop = asyncio.get_running_loop()
-            self._waiting = loop.create_future()
-            late = loop.call_later(timeout, self.fail, TimeoutError())
-            try:
-                await self._waiting
-            finally:
-                late.cancel()
-        if not self._body and self._broken is not None:
-            raise self._broken
+    async def ask(self, request: bytes, *, streamed: bool = False) -> HttpReply:
+        """The reply; if it is `streamed` and an event stream, its head alone."""
+        self._streamed, self._is_whole, self.is_streaming = streamed, False, False
+        self._transport.write(request)
+        while not (self._is_whole or self.is_streaming):
+            await self._wait()
+        return HttpReply(self._status, self._headers, b"" if self.is_streaming else await self.read())
+
+    async def read(self) -> bytes:
+        """What came of the body since the last time, which is nothing only at its end. OSError if it broke off."""
+        while not (self._body or self._is_whole):
+            await self._wait()
         parts, self._body = self._body, []
         if self._unread > MAX_UNREAD and self.is_open:
             self._transport.resume_reading()
         self._unread = 0
         return b"".join(parts)
+
+    async def _wait(self) -> None:
+        """Wait for more of the reply."""
+        if self._broken is not None:
+            raise self._broken
+        self._news.clear()
+        await self._news.wait()
 
     def close(self) -> None:
         self._transport.close()
@@ -187,70 +191,45 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.fail(ConnectionError(f"what it sent is no HTTP: {error}"))
+            self._break(ConnectionError(f"what it sent is no HTTP: {error}"))
+        self._news.set()
 
     def eof_received(self) -> None:
-        if (self._waiting is not None or self.is_streaming) and self._ends_with_the_connection:
-            self.on_message_complete()
+        if self._headers and not {"content-length", "transfer-encoding"} & self._headers.keys():
+            self.on_message_complete()  # Its body ends with the connection.
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.fail(ConnectionError(str(error or "it closed the connection")))
+        self._break(ConnectionError(str(error or "it closed the connection")))
+
+    def _break(self, error: OSError) -> None:
+        self.close()
+        self._broken = self._broken or error
+        self._news.set()
 
     def on_message_begin(self) -> None:
+        if self._is_whole:
+            raise RuntimeError("a reply to no request")  # The parser makes it an error of its own.
         self._headers, self._body = {}, []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if self._streamed and self._waiting is not None and _is_event_stream(status, self._headers):
-            self.is_streaming = True
-            self._answer(HttpReply(status, self._headers, b""))
+        self._status = self._parser.get_status_code()
+        is_event_stream = self._headers.get("content-type", "").startswith(STREAM_TYPE)
+        self.is_streaming = self._streamed and self._status == 200 and is_event_stream
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
         if self.is_streaming:
-            if self._unread <= MAX_UNREAD < self._unread + len(data):
-                self._transport.pause_reading()
             self._unread += len(data)
-            self._answer(None)
+            if self._unread > MAX_UNREAD:
+                self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < _FIRST_FINAL_STATUS:
-            return
-        is_due = self._waiting is not None or self.is_streaming
-        if not is_due or not self._parser.should_keep_alive():
+        self._is_whole = self._status >= _FIRST_FINAL_STATUS
+        if self._is_whole and not self._parser.should_keep_alive():
             self.close()
-        if self.is_streaming:
-            self.is_streaming = False
-            self._answer(None)
-        else:
-            self._answer(HttpReply(status, self._headers, b"".join(self._body)))
-
-    @property
-    def _ends_with_the_connection(self) -> bool:
-        return bool(self._headers) and not {"content-length", "transfer-encoding"} & self._headers.keys()
-
-    def fail(self, error: OSError) -> None:
-        """End the request under way with this error."""
-        self.close()
-        if self.is_streaming:
-            self.is_streaming, self._broken = False, error
-            self._answer(None)
-        elif self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(error)
-        self._waiting = None
-
-    def _answer(self, result: HttpReply | None) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and not waiting.done():
-            waiting.set_result(result)
-
-
-def _is_event_stream(status: int, headers: Mapping[str, str]) -> bool:
-    return status == 200 and headers.get("content-type", "").startswith(STREAM_TYPE)
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
