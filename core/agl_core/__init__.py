@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     )
     from agl_core.hooks import hookimpl
     from agl_core.kinds import Capability
-    from agl_core.returns import discounted_returns, episode_return
-    from agl_core.types import CreditKind, Episode, Reward, Task, Transition
+    from agl_core.types import CreditKind, Episode, Reward, Task, Transition, discounted_returns, episode_return
 
 __version__ = "0.1.0"
 
@@ -54,7 +53,7 @@ __all__ = [
     "tracker",
 ]
 
-_MODULES = ("hooks", "returns", "types", "kinds", "decorators", "capture")
+_MODULES = ("hooks", "types", "kinds", "decorators", "capture")
 """Where these names are: imported when one is first used, since the help of `agl` needs none, and agents few."""
 
 

@@ -12,7 +12,7 @@ import pytest
 FLOORS = [
     {"types", "store.interface"},
     {
-        *("hooks", "kinds", "decorators", "plugins", "protocols", "returns"),
+        *("hooks", "kinds", "decorators", "plugins", "protocols"),
         *("config", "errors", "wire", "memory", "private", "sandbox", "sandbox_process"),
     },
     {"capture"},

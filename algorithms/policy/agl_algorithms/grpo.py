@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agl_algorithms.plugin import GrpoOptions
 from agl_algorithms.policy_gradient import PolicyGradient, Samples, count_rollouts, segment_sum, token_weights
-from agl_core.returns import rounding
+from agl_core.types import rounding
 
 
 class Grpo(PolicyGradient):
@@ -81,7 +81,7 @@ def group_statistics(samples: Samples) -> GroupStatistics:
         μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
         σ² = 1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − μ)²
 
-    Values that differ by rounding alone (`agl_core.returns.rounding`) are equal, and deviate by exactly zero.
+    Values that differ by rounding alone (`agl_core.types.rounding`) are equal, and deviate by exactly zero.
 
     If credit is identical within rollouts (v_it = R_i), these are the usual mean and unbiased standard deviation of R.
     If it is not, σ also contains the spread inside rollouts: the standard deviation of the rollouts' means alone could

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.plugin import Aggregation, PolicyGradientOptions, RatioLevel, WhiteningUnit
-from agl_core.returns import rounding
+from agl_core.types import rounding
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp, so a token that became impossible cannot overflow the sum."""
@@ -314,7 +314,7 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
         σ² = 1/(K−1) · Σ_r s_r · (v_r − μ)²
         (v_r − μ) / √(σ² + 1e-8)
 
-    Values that are equal (`agl_core.returns.rounding`), and those of a single unit, become exactly zero.
+    Values that are equal (`agl_core.types.rounding`), and those of a single unit, become exactly zero.
     """
     mask_R, tokens_N = samples.mask_R, samples.sums(samples.mask_R)
     share_R = mask_R.to(torch.float64)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.policy_gradient import PolicyGradient, Samples, weighted, whitened
-from agl_core.returns import rounding
+from agl_core.types import rounding
 
 
 class Ppo(PolicyGradient):

@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from agl_core.learning import staleness
 from agl_core.learning.batch import left_out
 from agl_core.protocols import DrawContext
-from agl_core.returns import episode_return
 from agl_core.store.interface import ErasableStore, Wanted
 from agl_core.training.metrics import Phase
 from agl_core.training.rollouts import Collected, Collector, Drawn, Experience, Scored, warn_of_failed_rules
-from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition
+from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 
 _NAME_SHARE = 0.25

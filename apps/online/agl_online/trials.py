@@ -21,12 +21,11 @@ from agl_core.learning.health import answer
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
 from agl_core.reading.evaluations import Comparison, compare
-from agl_core.returns import episode_return
 from agl_core.store.interface import ErasableStore
 from agl_core.training.evaluation import Evaluated
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Scored
-from agl_core.types import CreditKind, DropReason, Episode, Mode, RolloutState
+from agl_core.types import CreditKind, DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
 from agl_online.versions import By, Decision, State
 

@@ -17,10 +17,9 @@ from agl_core.reading.explained import (
 )
 from agl_core.reading.rollouts import Query, RolloutEntry, entries_of, matching
 from agl_core.reading.words import message_text
-from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts
-from agl_core.types import Json, Mode, RolloutState, Task, TrainingRecord
+from agl_core.types import Json, Mode, RolloutState, Task, TrainingRecord, are_equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agl_core.kinds import Capability
 from agl_core.learning import staleness
 from agl_core.protocols import DrawContext, DrawnGroup
-from agl_core.returns import are_equal, episode_return
-from agl_core.types import Episode
+from agl_core.types import Episode, are_equal, episode_return
 
 _ALPHA = 0.6
 """How much the priority counts in what is drawn: the paper's value for proportional priorities."""

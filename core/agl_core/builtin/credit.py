@@ -1,7 +1,7 @@
 """The credit rules "identical", "immediate", "discounted" and "stepwise".
 
 Each is a small pure function over a group of episodes; it says whether it yields returns or rewards (or what can be
-read as either), and what it conserves. `agl_core.returns` explains the symbols r_t, R and G_t.
+read as either), and what it conserves. `agl_core.types.episodes` explains the symbols r_t, R and G_t.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pydantic import Field
 
 from agl_core.decorators import credit_rule
 from agl_core.kinds import Capability
-from agl_core.returns import discounted_returns, episode_return
-from agl_core.types import CreditKind, Episode, Transition
+from agl_core.types import CreditKind, Episode, Transition, discounted_returns, episode_return
 
 Discount: TypeAlias = Annotated[float, Field(ge=0, le=1, description="γ: the worth of a reward one call earlier.")]
 _State: TypeAlias = tuple[str, bytes]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import RolloutHealth, build_episode, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import Recorded, by_rollout, counted_attempts
 from agl_core.types import (
@@ -24,6 +23,7 @@ from agl_core.types import (
     Symptom,
     TrainingRecord,
     Transition,
+    are_equal,
 )
 
 

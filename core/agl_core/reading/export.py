@@ -20,9 +20,8 @@ from agl_core.errors import ConfigError
 from agl_core.reading.explained import AttemptReport, attempt_reports, counted_of
 from agl_core.reading.rollouts import Query, RolloutEntry, entries_of, matching
 from agl_core.reading.runs import open_store
-from agl_core.returns import are_equal
 from agl_core.store.interface import Store
-from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition
+from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition, are_equal
 from agl_core.types.forms import parse_if_json, to_json
 
 _PAGE = 200

@@ -24,10 +24,9 @@ from agl_core.learning.certificate import Proof, certify
 from agl_core.learning.health import answer, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import KeepingTracker, Tracker, Upstream
-from agl_core.returns import are_equal, episode_return
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
-from agl_core.types import Ending, Episode, FinishReason, Json, Mode, TrainingRecord
+from agl_core.types import Ending, Episode, FinishReason, Json, Mode, TrainingRecord, are_equal, episode_return
 
 logger = logging.getLogger(__name__)
 

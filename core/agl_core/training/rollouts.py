@@ -23,7 +23,6 @@ from agl_core.learning import ScoringRule, build_episode, score_all, score_group
 from agl_core.learning.rewards import AGENT_SOURCE, failure_text, reported
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
-from agl_core.returns import are_equal, episode_return
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Phase
@@ -40,6 +39,8 @@ from agl_core.types import (
     Rollout,
     ToolResult,
     TrainingRecord,
+    are_equal,
+    episode_return,
 )
 
 Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Annotation)

@@ -1,7 +1,14 @@
 """The words of agl as types. Imports nothing of agl."""
 
 from agl_core.types.batch import Batch, Needs, RecordedReply, TokenizedReply, Workload
-from agl_core.types.episodes import Episode, Transition
+from agl_core.types.episodes import (
+    Episode,
+    Transition,
+    are_equal,
+    discounted_returns,
+    episode_return,
+    rounding,
+)
 from agl_core.types.names import (
     AlarmName,
     CreditKind,
@@ -81,4 +88,8 @@ __all__ = [
     "TransitionKey",
     "Verdict",
     "Workload",
+    "are_equal",
+    "discounted_returns",
+    "episode_return",
+    "rounding",
 ]

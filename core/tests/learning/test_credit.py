@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.learning import build_episode
-from agl_core.returns import episode_return
 from agl_core.testing import episodes as make
-from agl_core.types import Episode
+from agl_core.types import Episode, episode_return
 
 from .credited_episodes import EPISODES, GROUPS, STEPS, Step, episode, group, rewarded
 
