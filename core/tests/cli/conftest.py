@@ -47,7 +47,7 @@ def right(episode, *, bonus: float = 0.0):
 
 @agl_core.reward_rule
 def tools(episode, *, worth: float = 0.25):
-    """What the tools did."""
+    """Rewards of tool results."""
     return [
         Reward(episode.rollout, episode.attempt, o.tool, worth if o.status == "ok" else -worth, "", t.key.call)
         for t in episode.transitions for o in t.tool_results
@@ -109,8 +109,8 @@ class RecordedRun:
 
     def planned(self, step: int, member: str, **changes: Any) -> Rollout:
         task = Task("t1", "6 * 7", metadata={"answer": "42"})
-        made = Rollout(f"s{step}-g0-{member}", "calc", 0, f"s{step}-g0", task, Mode.TRAIN, step, int(member[1:]))
-        return replace(made, **changes)
+        rollout = Rollout(f"s{step}-g0-{member}", "calc", 0, f"s{step}-g0", task, Mode.TRAIN, step, int(member[1:]))
+        return replace(rollout, **changes)
 
     def trained(self, step: int, member: str) -> list[Record]:
         """One rollout of two calls with a tool between them, and what training made of it (credit rule: identical)."""
@@ -118,11 +118,11 @@ class RecordedRun:
         rollout = self.planned(step, member, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED)
         key = rollout.id
         function = {"name": "look", "arguments": "{}"}
-        asked = {"tool_calls": [{"id": f"{key}-t", "type": "function", "function": function}]}
+        fields = {"tool_calls": [{"id": f"{key}-t", "type": "function", "function": function}]}
         return [
             rollout,
             Attempt(key, 0, "w", 0.0, 1.0, Ending.FINISHED, result=answer),
-            call(key, 0, {"role": "assistant", "content": None, **asked}, prompt=[1, 2, 3]),
+            call(key, 0, {"role": "assistant", "content": None, **fields}, prompt=[1, 2, 3]),
             # What the prompt of the second call says depends on what the tool did.
             call(key, 1, {"role": "assistant", "content": answer}, prompt=[1, 2, 3, 4 if answer == "42" else 5]),
             ToolResult(f"{key}-o", key, 0, "look", ToolStatus(status), f"{key}-t"),

@@ -30,7 +30,7 @@ class Bench:
         return file
 
     def answers(self, *steps: Step) -> None:
-        """What the agent's calls get; the first call of all is the one with which `agl run` tries the upstream."""
+        """Script the upstream; the first call of all is the one with which `agl run` tries it."""
         self.upstream.script(*steps)
 
     def environment(self, **variables: str) -> dict[str, str]:

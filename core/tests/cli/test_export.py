@@ -54,9 +54,9 @@ def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> 
     assert json.loads(row["messages"]) == [{"role": "user", "content": "6 * 7"}]
     assert (row["prompt_ids"], row["response_ids"], row["logprobs"]) == ([1, 2, 3], [7, 8], [-0.5, -0.5])
     assert (row["reward"], row["terminal_reward"], row["credit"], row["weight"]) == (-0.25, 0.0, -0.25, 1.0)
-    assert [each["status"] for each in json.loads(row["tool_results"])] == ["error"]
+    assert [result["status"] for result in json.loads(row["tool_results"])] == ["error"]
     episode = next(r for r in tables["episodes"] if r["rollout"] == "s1-g0-m1")
-    assert [(each["source"], each["value"]) for each in json.loads(episode["rewards"])] == [("right", 0.0)]
+    assert [(reward["source"], reward["value"]) for reward in json.loads(episode["rewards"])] == [("right", 0.0)]
     frame = pandas.read_parquet(out / "transitions.parquet")
     loaded = datasets.load_dataset(
         "parquet", data_files=str(out / "transitions.parquet"), cache_dir=str(trained.folder / "cache")
@@ -66,7 +66,7 @@ def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> 
 
 
 def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transition(trained: Any) -> None:
-    call = next(each for each in trained.trained(2, "m0") if isinstance(each, Call))
+    call = next(record for record in trained.trained(2, "m0") if isinstance(record, Call))
     trained.put(replace(call, undelivered=True))
 
     exported(trained)
@@ -75,7 +75,7 @@ def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transit
     evaluated = episodes["e2"]
     assert (evaluated.task.split, evaluated.mode, len(evaluated.transitions)) == ("eval", Mode.EVAL_GREEDY, 2)
     assert [t.key.call for episode in episodes.values() for t in episode.undelivered] == [call.id]
-    assert sum(len(each.transitions) for each in episodes.values()) == 11
+    assert sum(len(episode.transitions) for episode in episodes.values()) == 11
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_filters(trained: Any, filters: list[str], expected: list[str]) -> None:
 
 def test_of_one_agent_there_are_its_own_transitions_alone(trained: Any) -> None:
     [first, second] = [e for e in trained.trained(3, "m0") if isinstance(e, Call)]
-    others = [each for each in trained.trained(3, "m0") if not isinstance(each, Call)]
+    others = [record for record in trained.trained(3, "m0") if not isinstance(record, Call)]
     trained.put(*others, replace(first, agent="planner", prompt_ids=None), replace(second, agent="\ud800"))
 
-    said = exported(trained, "--agent", "planner", to="parquet").stdout
+    output = exported(trained, "--agent", "planner", to="parquet").stdout
 
     [row] = pyarrow.parquet.read_table(trained.folder / "out" / "transitions.parquet").to_pylist()
     assert (row["rollout"], row["turn"], row["agent"]) == ("s3-g0-m0", 0, "planner")
-    assert "1 transitions, 1 episodes" in said
-    assert "left out: 1 rollouts that are not done" in said
+    assert "1 transitions, 1 episodes" in output
+    assert "left out: 1 rollouts that are not done" in output
     exported(trained, "--step", "3", to="parquet", out="whole")
     agents = pandas.read_parquet(trained.folder / "whole" / "transitions.parquet")["agent"]
     assert list(agents) == ["planner", "?"], "what is no UTF-8 is replaced"
@@ -115,8 +115,8 @@ def test_sft_has_a_prompt_a_completion_and_tools_for_each_call(trained: Any) -> 
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     trained.put(
         *(
-            replace(each, request={**each.request, "tools": tools}) if isinstance(each, Call) else each
-            for each in trained.trained(3, "m0")
+            replace(record, request={**record.request, "tools": tools}) if isinstance(record, Call) else record
+            for record in trained.trained(3, "m0")
         )
     )
 
@@ -163,10 +163,10 @@ def test_superseded_rollouts_stay_and_pruned_calls_are_no_conversations(trained:
     trained.agl("runs", "prune", "calc", "--steps", "1")
     trained.put(Run("calc", 1, 1.0, {}, resumed_step=1))
 
-    said = exported(trained, to="parquet").stdout
+    output = exported(trained, to="parquet").stdout
 
-    assert "left out: 2 rollouts that are superseded" in said
-    assert "the calls of 3 rollouts were pruned" in said
+    assert "left out: 2 rollouts that are superseded" in output
+    assert "the calls of 3 rollouts were pruned" in output
     frame = pandas.read_parquet(trained.folder / "out" / "transitions.parquet")
     assert frame[frame["step"] == 1]["pruned"].all()
     assert set(frame["rollout"]) == {"s1-g0-m0", "s1-g0-m1", "s1-g0-m2", "e2"}

@@ -52,7 +52,7 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     output = run.agl("import", write(run, CONVERSATION, {**worse, "reward": 0.0})).stdout
 
     assert "imported: 2 rollouts, 3 calls" in output
-    given = [each | ({"weight": 0} if at == 2 else {}) for at, each in enumerate(CONVERSATION["messages"])]
+    given = [message | ({"weight": 0} if at == 2 else {}) for at, message in enumerate(CONVERSATION["messages"])]
     output = run.agl("import", write(run, {**CONVERSATION, "messages": given})).stdout
     assert "imported-2: 1 rollouts, 1 calls" in output, "a message of no weight is no call"
     [first, second] = json.loads(run.agl("rollouts", "imported", "--json").stdout)
@@ -60,7 +60,7 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     assert (first["group"], second["group"], second["member"]) == ("sum", "sum", 1)
     shown = json.loads(run.agl("show", "imported", "imported-1", "--json").stdout)
     [one, two] = shown["attempts"][0]["episode"]["transitions"]
-    assert [each["tool"] for each in one["tool_results"]] == ["add"]
+    assert [result["tool"] for result in one["tool_results"]] == ["add"]
     assert len(two["messages"]) == 4
     run.write("try.toml", rewards={"numeric_match": {"field": "result"}})
     tried = ("reward", "try", "--yes", "try.toml", "--run", "imported", "--rollout", "imported-1", "--json")
@@ -140,18 +140,18 @@ def any_episodes(draw: st.DrawFn) -> Episode:
         choices = []
         for index in range(draw(st.integers(1, 2))):
             tokens = draw(st.integers(0, 5))
-            asked = [f"t{sequence}-{index}"] if draw(st.booleans()) else []
+            ids = [f"t{sequence}-{index}"] if draw(st.booleans()) else []
             choices.append(
                 make.choice(
                     index,
-                    asked,
+                    ids,
                     tokens,
                     logprobs=np.array(draw(st.lists(logprobs, min_size=tokens, max_size=tokens)), np.float32),
                     mask=draw(st.sampled_from([None, np.ones(tokens, np.bool_)])),
                     parse_error=draw(st.none() | text),
                 )
             )
-            tool_results += [make.tool_result(f"o-{each}", each, rollout=rollout, result=draw(text)) for each in asked]
+            tool_results += [make.tool_result(f"o-{id}", id, rollout=rollout, result=draw(text)) for id in ids]
         span = draw(st.sampled_from([None, "s1"]))
         if span is not None and draw(st.booleans()):
             tool_results.append(make.tool_result(f"o{sequence}", rollout=rollout, parent_span=span))
@@ -203,7 +203,7 @@ def test_export_then_import_gives_the_same_episodes(tmp_path_factory: Any, episo
 def test_an_episode_with_a_part_of_another_is_refused(run: Any) -> None:
     strange = make.episode(replace(make.transition(), key=TransitionKey("another", 0, "c", 0)))
     results: tuple[ToolResult, ...] = (make.tool_result("o", rollout="another"),)
-    for each in (strange, replace(make.episode(), unjoined=results)):
-        result = run.agl("import", write(run, to_json(each)))
+    for episode in (strange, replace(make.episode(), unjoined=results)):
+        result = run.agl("import", write(run, to_json(episode)))
         assert "has a part of 'another'" in str(result.exception)
     assert "is that of line 1 too" in str(run.agl("import", write(run, *[to_json(make.episode())] * 2)).exception)

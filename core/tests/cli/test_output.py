@@ -26,7 +26,7 @@ LONG = "why " * 60
 
 
 def piped(*arguments: str) -> str:
-    """What a command prints where nothing says how wide the output is."""
+    """A command's output where nothing says how wide it is."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
     return result.output
@@ -52,7 +52,7 @@ def on_a_terminal(code: str, folder: Path, *arguments: str, width: int = 80) -> 
 
 
 def screen_lines(written: str) -> list[str]:
-    """What stays: a line that is erased, or gone up over and erased, is gone."""
+    """The lines that stay: one that is erased, or gone up over and erased, is gone."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":
@@ -116,12 +116,14 @@ def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     listed = json.loads(piped("rollouts", "runs/calc", "--limit=1", "--json"))
     filters = ["--tool=look", "--tool-status=error", "--min-reward=0", "--text=42", "--policy=default"]
     filtered = json.loads(piped("rollouts", "runs/calc", *filters, "--json"))
-    none = [json.loads(piped("rollouts", "runs/calc", f"--{each}=nope", "--json")) for each in ("agent", "dropped")]
+    none = [json.loads(piped("rollouts", "runs/calc", f"--{option}=nope", "--json")) for option in ("agent", "dropped")]
     shown = json.loads(piped("show", "runs/calc", "s1-g0-m0", "--json"))
     tried = json.loads(piped("reward", "try", "--yes", "train.toml", "--set=rewards.right.bonus=2.0", "--json"))
     components = json.loads(piped("plugins", "--json"))
 
-    assert [(each["id"], each["ending"], each["superseded"]) for each in listed] == [("s1-g0-m2", "finished", False)]
+    assert [(rollout["id"], rollout["ending"], rollout["superseded"]) for rollout in listed] == [
+        ("s1-g0-m2", "finished", False)
+    ]
     assert "s1-g0-m2" in [rollout["id"] for rollout in filtered]
     assert none == [[], []]
     assert {reward["name"]: reward["value"] for reward in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
@@ -130,9 +132,9 @@ def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     assert attempt["episode"]["transitions"][1]["prompt_ids"] == [1, 2, 3, 4]
     assert [use["credit"] for use in attempt["training_records"]] == [1.25, 1.25]
     assert [group["credit"]["s1-g0-m1"] for group in shown["groups"]] == [[-0.25, -0.25]]
-    assert [each["terminal"]["after"] for each in tried["rollouts"]] == [3.0, 2.0, 3.0]
+    assert [rollout["terminal"]["after"] for rollout in tried["rollouts"]] == [3.0, 2.0, 3.0]
     assert tried["mean_reward"] == {"before": 2 / 3, "after": 8 / 3, "changed": True}
-    assert ("credit", "identical") in [(each["kind"], each["name"]) for each in components]
+    assert ("credit", "identical") in [(component["kind"], component["name"]) for component in components]
 
 
 def test_json_is_strict_and_nothing_that_a_terminal_obeys(run: Any) -> None:
@@ -144,4 +146,4 @@ def test_json_is_strict_and_nothing_that_a_terminal_obeys(run: Any) -> None:
     assert [c for c in printed if not c.isprintable() and c != "\n"] == []
     [rollout] = json.loads(printed, parse_constant=pytest.fail)
     assert rollout["task"]["input"] == hostile
-    assert "nan" in [each["value"] for each in rollout["rewards"]]
+    assert "nan" in [reward["value"] for reward in rollout["rewards"]]

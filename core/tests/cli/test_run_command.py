@@ -1,4 +1,4 @@
-"""What `agl run` does to a command and its environment, and what it says of it."""
+"""`agl run`: a command in its environment, its recording, and the messages about it."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     }
     assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
     assert "crashed: 1 LLM call by seeker, 1 tool result\n" in result.stderr
-    said = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
-    assert said in result.stderr.replace("localhost", "127.0.0.1")
+    message = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
+    assert message in result.stderr.replace("localhost", "127.0.0.1")
 
     shown = running.agl("show", rollout.id)
     assert 'state {"plan": ["ask", "search"]}' in shown.stdout, shown.stderr
@@ -167,17 +167,17 @@ def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monke
     for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
-    def said(*arguments: str) -> str:
+    def error_of(*arguments: str) -> str:
         return str(CliRunner().invoke(app, ["run", *arguments]).exception)
 
-    assert "no command 'pythn'" in said("--", "pythn", "agent.py")
-    assert "no model server to forward to. Name one with --upstream" in said("--", "true")
-    assert "'localhost:8000' is not a URL" in said("--upstream", "localhost:8000", "--", "true")
-    assert "cannot be reached" in said("--upstream", "http://127.0.0.1:9/v1", "--", "true")
-    assert "variable NO_SUCH_KEY" in said(
+    assert "no command 'pythn'" in error_of("--", "pythn", "agent.py")
+    assert "no model server to forward to. Name one with --upstream" in error_of("--", "true")
+    assert "'localhost:8000' is not a URL" in error_of("--upstream", "localhost:8000", "--", "true")
+    assert "cannot be reached" in error_of("--upstream", "http://127.0.0.1:9/v1", "--", "true")
+    assert "variable NO_SUCH_KEY" in error_of(
         "--upstream", "http://h/v1", "--upstream-key-env", "NO_SUCH_KEY", "--", "true"
     )
-    assert "leave out --upstream" in said("--config", "a.toml", "--model", "m", "--", "true")
+    assert "leave out --upstream" in error_of("--config", "a.toml", "--model", "m", "--", "true")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,7 +204,7 @@ def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
     result = running.agl("run", "--model", "large", *arguments)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
-    assert [each.body["model"] for each in running.upstream.received] == ["small", *["large"] * 4]
+    assert [request.body["model"] for request in running.upstream.received] == ["small", *["large"] * 4]
     assert [t.policy for t in running.recorded()[2].transitions] == ["small"]
     assert [t.policy for t in running.recorded("capture-2")[2].transitions] == ["default", "default"]
 
@@ -214,20 +214,20 @@ def test_a_name_collects_recordings(running: Bench) -> None:
     arguments = ("--upstream", running.upstream.url, "--name", "up", "--", sys.executable, "agent.py")
     assert [running.agl("run", *arguments, word).returncode for word in ("first", "second")] == [0, 0]
 
-    async def asked() -> list[tuple[int, str]]:
+    async def recordings() -> list[tuple[int, str]]:
         async with SqliteStore(running.folder / "runs" / "up" / "store.sqlite", read_only=True) as store:
             rollouts = await store.rollouts()
             calls = [await store.calls([AttemptKey(rollout.id, 0)]) for rollout in rollouts]
             texts = [call.request["messages"][0]["content"] for [call] in calls]
             return list(zip((rollout.restart for rollout in rollouts), texts, strict=True))
 
-    assert asyncio.run(asked()) == [(0, "first"), (1, "second")]
+    assert asyncio.run(recordings()) == [(0, "first"), (1, "second")]
     assert [path.name for path in (running.folder / "runs").iterdir()] == ["up"]
 
-    result = running.agl("run", *[each if each != "up" else "../runs/up" for each in arguments], "third")
+    result = running.agl("run", *[argument if argument != "up" else "../runs/up" for argument in arguments], "third")
     assert "cannot be a folder's name" in result.stderr
 
     (running.folder / "runs" / "trained").mkdir()
     (running.folder / "runs" / "trained" / "config.toml").write_text("config_version = 1\n")
-    result = running.agl("run", *[each if each != "up" else "trained" for each in arguments], "third")
+    result = running.agl("run", *[argument if argument != "up" else "trained" for argument in arguments], "third")
     assert (result.returncode, "recording to runs/trained-2" in result.stderr) == (0, True)

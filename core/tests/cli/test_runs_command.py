@@ -56,8 +56,8 @@ def trained(run: Any) -> Any:
 
 
 def listed(run: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run.agl("runs", "list", "--json").stdout)
-    return found
+    rows: list[dict[str, Any]] = json.loads(run.agl("runs", "list", "--json").stdout)
+    return rows
 
 
 def test_runs_are_listed_with_what_became_of_them(trained: Any) -> None:
@@ -65,16 +65,16 @@ def test_runs_are_listed_with_what_became_of_them(trained: Any) -> None:
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
     (run.folder / "runs" / "caught").mkdir()
     (run.folder / "runs" / "caught" / "config.toml").write_text("[capture]\n")
-    by_name = {Path(each["folder"]).name: each for each in listed(run)}
+    by_name = {Path(row["folder"]).name: row for row in listed(run)}
     calc = by_name["calc"]
     assert (calc["state"], calc["steps"], calc["of_steps"]) == ("finished", 3, 3)
     assert (calc["reward_before"], calc["reward_after"]) == (0.1, 0.4)
-    assert calc["size"] == sum(each.stat().st_size for each in run.store.parent.rglob("*") if each.is_file())
+    assert calc["size"] == sum(file.stat().st_size for file in run.store.parent.rglob("*") if file.is_file())
     assert (by_name["caught"]["state"], by_name["caught"]["of_steps"]) == ("capture", None)
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 4})
-    assert {each["state"] for each in listed(run)} == {"stopped", "capture"}
+    assert {row["state"] for row in listed(run)} == {"stopped", "capture"}
     (run.store.parent / "summary.json").unlink()
-    assert {each["state"] for each in listed(run)} == {"failed", "capture"}, "what died wrote none"
+    assert {row["state"] for row in listed(run)} == {"failed", "capture"}, "what died wrote none"
     table = run.agl("runs", "list").stdout
     assert "runs/calc" in table
     assert "3/4" in table
@@ -143,7 +143,7 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
     shown = run.agl("show", "s1-g0-m0").stdout
     before = listed(run)[0]["size"]
     pruned = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--checkpoints", "1", "--json").stdout)
-    assert [(each["calls"], each["up_to_step"]) for each in pruned] == [(10, 2)]
+    assert [(entry["calls"], entry["up_to_step"]) for entry in pruned] == [(10, 2)]
     assert [Path(checkpoint).name for checkpoint in pruned[0]["checkpoints"]] == ["step-000001"]
     assert [path.name for path in Checkpoints(run.store.parent / "checkpoints", 1).all()] == [
         "step-000002",

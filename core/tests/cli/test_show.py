@@ -41,7 +41,7 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("fields", "expected"),
     [
         ({"source": Source.ADAPTER, "adapter": "langchain"}, "ok (by the agent's process, langchain)"),
         ({"source": Source.SPAN, "adapter": "otel"}, "ok (by a span over OTLP, otel)"),
@@ -49,9 +49,9 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
         ({"status_rule": "contradicted"}, "ok by contradicted (by the agent's process)"),
     ],
 )
-def test_who_told_what_a_tool_did_and_by_which_rule(run: Any, told: dict[str, Any], expected: str) -> None:
+def test_who_told_what_a_tool_did_and_by_which_rule(run: Any, fields: dict[str, Any], expected: str) -> None:
     records = run.trained(2, "m0")
-    run.put(*(replace(record, **told) if isinstance(record, ToolResult) else record for record in records))
+    run.put(*(replace(record, **fields) if isinstance(record, ToolResult) else record for record in records))
 
     status, _, source = expected.partition(" (")
     assert f"): {status}  " in shown(run, "s2-g0-m0")
@@ -212,9 +212,9 @@ def test_what_agents_said_reaches_no_terminal_as_a_command(run: Any, command: tu
 def hostile(records: list[Any]) -> list[Any]:
     """The same rollout, with such a string wherever an agent, a model or a tool has a say."""
     rollout, attempt, first, second, tool_result, right, look, *training_records = records
-    asked = {"id": f"{rollout.id}-t", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
-    said = {"role": "assistant", "content": HOSTILE, "tool_calls": [asked]}
-    choice = replace(first.choices[0], message=said, finish_reason=FinishReason.STOP, parse_error=HOSTILE)
+    tool_call = {"id": f"{rollout.id}-t", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    message = {"role": "assistant", "content": HOSTILE, "tool_calls": [tool_call]}
+    choice = replace(first.choices[0], message=message, finish_reason=FinishReason.STOP, parse_error=HOSTILE)
     request = {"messages": [{"role": HOSTILE, "content": [{"type": "text", "text": HOSTILE}]}]}
     failed = {"status": ToolStatus.ERROR, "error": HOSTILE, "status_rule": HOSTILE}
     return [
@@ -245,9 +245,9 @@ def test_what_adapters_said_is_text_in_the_summary(tmp_path: Path) -> None:
 def test_the_verdict_is_shown_listed_and_asked_for(run: Any) -> None:
     assert "healthy" in shown(run)
     listed = json.loads(run.agl("rollouts", "runs/calc", "--json").output)
-    verdicts = {each["id"]: each["health"]["verdict"] for each in listed}
+    verdicts = {rollout["id"]: rollout["health"]["verdict"] for rollout in listed}
     assert len(verdicts) == 3
     for verdict in ("healthy", "unhealthy", "unobserved"):
-        found = json.loads(run.agl("rollouts", "runs/calc", "--verdict", verdict, "--json").output)
-        assert [each["id"] for each in found] == [id for id in verdicts if verdicts[id] == verdict]
+        rollouts = json.loads(run.agl("rollouts", "runs/calc", "--verdict", verdict, "--json").output)
+        assert [rollout["id"] for rollout in rollouts] == [id for id in verdicts if verdicts[id] == verdict]
     assert "unhealthy (tools failed)" in run.agl("rollouts", "runs/calc", "--verdict", "unhealthy").output

@@ -113,8 +113,8 @@ AGENT = """
 
     def solve(task, context):
         client = openai.OpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0)
-        asked = [{"role": "user", "content": str(task)}]
-        message = client.chat.completions.create(model="default", messages=asked).choices[0].message
+        messages = [{"role": "user", "content": str(task)}]
+        message = client.chat.completions.create(model="default", messages=messages).choices[0].message
         return 0.5
 """
 
@@ -124,8 +124,8 @@ PROGRAM = """
     import agl_core
 
     client = openai.OpenAI()
-    asked = [{"role": "user", "content": "1 + 2?"}]
-    message = client.chat.completions.create(model="default", messages=asked).choices[0].message
+    messages = [{"role": "user", "content": "1 + 2?"}]
+    message = client.chat.completions.create(model="default", messages=messages).choices[0].message
     for call in message.tool_calls:
         with agl_core.tool(call.function.name, tool_call_id=call.id) as run:
             run.result = 3
@@ -180,7 +180,7 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     assert log(running) == ["started", "stopped"]
     (rollout,) = (line for line in lines if line.startswith("ok    rollout: "))
     assert "finished, 1 calls by an unnamed agent; tools: none; reward: 0.5 (reported 0.5); healthy" in rollout
-    assert [each.body["model"] for each in running.upstream.received] == ["served"] * 3
+    assert [request.body["model"] for request in running.upstream.received] == ["served"] * 3
     assert not (running.folder / "runs").exists()
 
 
@@ -193,7 +193,7 @@ def test_doctor_finds_an_engine_that_returns_no_ids(running: Bench, doctor: Doct
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"agent.py": "import nowhere_to_be_found\n"}, "the module 'agent' cannot be imported"),
         ({"train.toml": CONFIG.replace('entry = "agent:solve"', 'command = "no-such-program x"')}, "no-such-program"),
@@ -201,13 +201,13 @@ def test_doctor_finds_an_engine_that_returns_no_ids(running: Bench, doctor: Doct
     ],
 )
 def test_doctor_finds_what_keeps_a_run_from_its_start(
-    running: Bench, doctor: Doctor, changes: dict[str, str], told: str
+    running: Bench, doctor: Doctor, changes: dict[str, str], problem: str
 ) -> None:
     for name, text in changes.items():
         running.script(name, text)
     result = doctor("train.toml")
     [broken] = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
-    assert (result.returncode, told in broken) == (1, True), result.stdout
+    assert (result.returncode, problem in broken) == (1, True), result.stdout
     assert not (running.folder / "starts.txt").exists()
 
 
@@ -226,7 +226,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, doctor: Doctor, case: str) -> None:
-    change, (ended, told) = BROKEN[case]
+    change, (ended, problem) = BROKEN[case]
     running.script("agent.py", AGENT.replace(*change))
 
     result = doctor("train.toml")
@@ -235,7 +235,7 @@ def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, do
     looked = [line for line in result.stdout.splitlines() if "  rollout: task " in line]
     assert [ended in line for line in looked] == [True] * 3, "it may have been the policy's doing"
     assert looked[-1].startswith("FAIL  rollout: ")
-    assert told in result.stdout
+    assert problem in result.stdout
 
 
 def test_doctor_notes_what_does_not_fit_into_memory(running: Bench, doctor: Doctor) -> None:
@@ -260,9 +260,9 @@ def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Be
     assert (transition.agent, transition.policy, transition.has_ids) == ("mine", "default", True)
     assert [(o.tool, o.result) for o in transition.tool_results] == [("add", 3)]
     assert [reward.value for reward in episode.rewards] == [1.0]
-    (asked,) = running.upstream.received
-    assert asked.body["return_token_ids"] is True
-    assert asked.headers["Authorization"] == "Bearer key"
+    (request,) = running.upstream.received
+    assert request.body["return_token_ids"] is True
+    assert request.headers["Authorization"] == "Bearer key"
 
     listed = running.agl("rollouts", "runs/mine", COLUMNS="160")
     assert rollout.id in listed.stdout, listed.stderr
@@ -281,7 +281,7 @@ def test_what_is_broken_is_an_error_with_a_remedy(agl: Agl) -> None:
     assert result.returncode == 1
     assert "FAIL  configuration: The configuration no-such.toml does not exist" in result.stdout
     listed = json.loads(agl("doctor", "no-such.toml", "--json").stdout)
-    assert [each["subject"] for each in listed if each["mark"] == "FAIL"] == ["configuration"]
+    assert [check["subject"] for check in listed if check["mark"] == "FAIL"] == ["configuration"]
 
 
 def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Agl, tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def refused(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "problem"),
     [
         (["train", "train.toml", "--set=agent.entry=no_agent:solve"], "'no_agent' cannot be imported"),
         (["train", "train.toml"], "it is broken"),
@@ -333,9 +333,9 @@ def refused(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callab
     ids=["an agent", "an engine", "eval", "run"],
 )
 def test_a_start_that_fails_leaves_no_folder(
-    refused: Callable[..., str], working_folder: Path, command: list[str], told: str
+    refused: Callable[..., str], working_folder: Path, command: list[str], problem: str
 ) -> None:
-    assert told in refused(*command)
+    assert problem in refused(*command)
     assert list((working_folder / "runs").iterdir()) == []
 
 

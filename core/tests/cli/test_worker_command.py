@@ -72,7 +72,7 @@ async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "problem"),
     [
         ([], "Name the run's configuration or its folder"),
         (["--server", "http://127.0.0.1:1"], "either --entry or --command"),
@@ -82,6 +82,6 @@ async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[
         (["--server", "http://127.0.0.1:1", "--entry", "ab"], "--entry or --command.*'module:function'"),
     ],
 )
-def test_what_a_worker_lacks_is_said(arguments: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_a_worker_lacks_is_said(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         CliRunner().invoke(app, ["worker", *arguments], catch_exceptions=False)

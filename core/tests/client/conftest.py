@@ -30,9 +30,9 @@ class Workplace:
 
     async def finish(self, worker: WorkerThread, inputs: list[Json]) -> dict[int, tuple[Rollout, Attempt]]:
         """One rollout per input, all to the end by this worker, which is stopped then."""
-        rollouts = [make.rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(inputs)]
+        rollouts = [make.rollout(f"w{i}", task=Task(f"t{i}", task_input)) for i, task_input in enumerate(inputs)]
         await self.stack.server.queue.enqueue(rollouts)
-        done = [each for rollout in rollouts for each in await self.stack.server.queue.done([rollout.id])]
+        done = [finished for rollout in rollouts for finished in await self.stack.server.queue.done([rollout.id])]
         await worker.stop()
         ended = {}
         for rollout in done:
@@ -60,7 +60,7 @@ class Workplace:
 async def workplace(request: pytest.FixtureRequest) -> AsyncIterator[Workplace]:
     """`@pytest.mark.parametrize("workplace", [{"timeout": 1.0}], indirect=True)` changes the server's settings."""
     async with running_stack(**{"timeout": 120, **getattr(request, "param", {})}) as stack:
-        place = Workplace(stack, [])
-        yield place
-        for worker in place.workers:
+        running = Workplace(stack, [])
+        yield running
+        for worker in running.workers:
             await worker.stop()

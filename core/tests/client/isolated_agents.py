@@ -96,16 +96,16 @@ def end_when_told(file: str, lingers: bool) -> str:
     """The first attempt ends once the file says so, and then says so itself; its process may linger until SIGKILL."""
     if os.environ["AGL_ATTEMPT"] != "0":
         return "in time"
-    told = Path(file)
+    flag = Path(file)
 
     def exit_slowly() -> None:
-        signal.signal(signal.SIGTERM, lambda *_: told.write_text("deaf") and None)
-        told.write_text("ended")
+        signal.signal(signal.SIGTERM, lambda *_: flag.write_text("deaf") and None)
+        flag.write_text("ended")
         time.sleep(3600 if lingers else 0)
 
     atexit.register(exit_slowly)
-    told.write_text("running")
-    while told.read_text() != "end":
+    flag.write_text("running")
+    while flag.read_text() != "end":
         time.sleep(0.01)
     return "late"
 

@@ -1,4 +1,4 @@
-"""What CAMEL tells a model of a failed tool; no adapter sees its agents."""
+"""CAMEL's words to a model for a failed tool; no adapter sees its agents."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ def ask(base_url: str, key: str) -> None:
 
 
 async def test_its_words_for_a_failed_tool() -> None:
-    assert (await play(ask)).told == [("error", "camel"), ("ok", "ok")]
+    assert (await play(ask)).in_words == [("error", "camel"), ("ok", "ok")]

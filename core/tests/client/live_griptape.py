@@ -1,4 +1,4 @@
-"""What Griptape tells a model of a failed tool; no adapter sees its agents."""
+"""Griptape's words to a model for a failed tool; no adapter sees its agents."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def ask(base_url: str, key: str) -> None:
 
 
 async def test_the_text_of_an_exception_is_uncertain_and_wrong_arguments_are_an_error() -> None:
-    assert (await play(ask, "Town_look")).told == [("ok", "looks-like-error"), ("ok", "ok")]
-    assert (await play(ask, "Town_find")).told == [("error", "griptape"), ("error", "griptape")]
+    assert (await play(ask, "Town_look")).in_words == [("ok", "looks-like-error"), ("ok", "ok")]
+    assert (await play(ask, "Town_find")).in_words == [("error", "griptape"), ("error", "griptape")]

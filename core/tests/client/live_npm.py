@@ -88,12 +88,12 @@ async def run(*command: str | Path, env: dict[str, str], cwd: Path) -> str:
 
 
 def continues(calls: list[Call]) -> bool:
-    """Whether each call's messages begin with those of the call before it and the model's own reply to them."""
+    """True if each call's messages begin with those of the call before it and the model's own reply to them."""
     for before, after in itertools.pairwise(calls):
         messages, own = before.request["messages"], before.choices[0].message
         echoed = after.request["messages"][: len(messages) + 1]
-        said = {name: value for name, value in own.items() if value is not None}
-        if echoed != [*messages, {**said, "content": own.get("content")}]:
+        fields = {name: value for name, value in own.items() if value is not None}
+        if echoed != [*messages, {**fields, "content": own.get("content")}]:
             return False
     return True
 

@@ -19,7 +19,7 @@ agl_core.attach()
 class Seen(NamedTuple):
     agents: list[str | None]
     statuses: list[str]
-    told: list[tuple[str, str | None]]
+    in_words: list[tuple[str, str | None]]
     """Statuses, each with its rule, where nothing but the conversation is known."""
 
 
@@ -40,12 +40,12 @@ async def play(ask: Callable[[str, str], object], tool: str = "look_up") -> Seen
         episode = await attempt.close()
         rollout = await stack.store.rollout(attempt.key.rollout)
         [record] = await stack.store.attempts(rollout.id)
-        told = build_episode(rollout, record, await attempt.calls())
+        conversation = build_episode(rollout, record, await attempt.calls())
     agents = [transition.agent for transition in episode.transitions]
-    told_results = [
-        (str(tool_result.status), tool_result.status_rule) for tool_result in told.transitions[0].tool_results
+    in_words = [
+        (str(tool_result.status), tool_result.status_rule) for tool_result in conversation.transitions[0].tool_results
     ]
-    return Seen(agents, _statuses(episode), told_results)
+    return Seen(agents, _statuses(episode), in_words)
 
 
 def _statuses(episode: Episode) -> list[str]:

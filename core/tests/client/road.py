@@ -1,4 +1,4 @@
-"""What tests of workers share: one LLM call, and the way to a server, which a test can close and open again."""
+"""Shared by tests of workers: one LLM call, and the way to a server, which a test can close and open again."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Road:
     def close(self) -> None:
         assert self._listening is not None
         self._listening.close()
-        for each in self._open:
-            each.close()
+        for connection in self._open:
+            connection.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)

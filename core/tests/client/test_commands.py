@@ -31,16 +31,16 @@ ask()
 """
 
 
-async def run(place: Any, tmp_path: Path, code: str, task: Any = None) -> Any:
-    """What becomes of a program that makes a call without agl and then does this: (rollout, attempt)."""
-    return (await run_each(place, tmp_path, code, [task]))[0]
+async def run(workplace: Any, tmp_path: Path, code: str, task: Any = None) -> Any:
+    """Run a program that makes a call without agl and then does this; its rollout and attempt."""
+    return (await run_each(workplace, tmp_path, code, [task]))[0]
 
 
-async def run_each(place: Any, tmp_path: Path, code: str, tasks: list[Any]) -> Any:
+async def run_each(workplace: Any, tmp_path: Path, code: str, tasks: list[Any]) -> Any:
     """The same for several tasks, by their numbers."""
     (tmp_path / "program.py").write_text(PROGRAM + code)
     runner = CommandPerAttempt([sys.executable, "-S", "program.py"], tmp_path)  # Without `site`, agl does not attach.
-    return await place.finish(place.start_runner(runner), tasks)
+    return await workplace.finish(workplace.start_runner(runner), tasks)
 
 
 PRINTED = (
@@ -51,7 +51,7 @@ PRINTED = (
     ([""], None),
     (["ä" * 100_000 + "\n7"], 7),
 )
-"""What a command prints, and its result."""
+"""Texts that a command prints, and its result."""
 
 
 async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_its_environment_names_the_attempt_to_every_client(
         "AGL_TASK", "AGL_ROLLOUT", "AGL_ATTEMPT",
     ]  # fmt: skip
     second = "'ANTHROPIC_AUTH_TOKEN' in os.environ"
-    code = f"print(json.dumps([os.environ[each] for each in {names}] + [os.getcwd(), {second}]))"
+    code = f"print(json.dumps([os.environ[name] for name in {names}] + [os.getcwd(), {second}]))"
     with agent_environment(client_variables(workplace.stack.server.base_url)):
         _, attempt = await run(workplace, tmp_path, code, {"question": "wie groß?"})
     assert "ANTHROPIC_AUTH_TOKEN" in os.environ
@@ -158,7 +158,7 @@ async def test_it_works_in_an_empty_folder_of_its_own_that_is_removed(workplace:
     assert len(set(folders)) == 3
 
 
-LEFT = (
+ACTS = (
     "os.mkfifo('x.jsonl')",
     "os.mkdir('x.jsonl')",
     "os.symlink('nowhere', 'x.jsonl')",
@@ -172,7 +172,7 @@ LEFT = (
     "shutil.rmtree(folder); open(folder, 'w').close()",
     "shutil.rmtree(folder); os.symlink('/', folder)",
 )
-"""What programs do in the folder with their reports, once they have printed their results."""
+"""Acts of programs in the folder with their reports, once they have printed their results."""
 ODD = (
     '{"tool_result": ' + "[" * 100_000,
     '{"reward": {"name": "r", "value": 1' + "0" * 400 + "}}",
@@ -186,7 +186,7 @@ ODD = (
     '{"tool_result": {"id": "a", "tool": "t", "status": "ok", "result": ' + "[" * 189 + "]" * 189 + "}}",
     '{"undelivered": "' + "\\u0000" * 100 + '"}',
 )
-"""What they write there."""
+"""Texts that they write there."""
 
 
 @pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
@@ -199,18 +199,18 @@ folder = os.environ["AGL_REPORTS"]
 os.chdir(folder)
 exec(task)
 """
-    written = [f"open('x.jsonl', 'w').write({each!r})" for each in ODD]
+    written = [f"open('x.jsonl', 'w').write({line!r})" for line in ODD]
     # Its own folder, deeper than Python calls.
     deep = f"os.chdir({str(Path('..') / 'work')!r})\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
-    left = [*LEFT, *written, deep]
-    ended = await run_each(workplace, tmp_path, code, left)
-    for number, action in enumerate(left):
+    actions = [*ACTS, *written, deep]
+    ended = await run_each(workplace, tmp_path, code, actions)
+    for number, action in enumerate(actions):
         rollout, attempt = ended[number]
         what = (rollout.ending, attempt.attempt, attempt.result)
         assert what == (Ending.FINISHED, 0, "the result"), (action[:80], attempt.error)
     problems = workplace.workers[0].worker.problems
-    assert sum("cannot be read" in each for each in problems) >= 6
-    assert any("more than 64 MiB" in each for each in problems)
+    assert sum("cannot be read" in problem for problem in problems) >= 6
+    assert any("more than 64 MiB" in problem for problem in problems)
 
 
 async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workplace: Any, tmp_path: Path) -> None:

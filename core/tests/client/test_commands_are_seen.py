@@ -57,11 +57,11 @@ PLUGIN = """
 """
 
 
-async def run(place: Any, folder: Path, code: str, *arguments: str, **options: Any) -> tuple[Any, Any, Episode]:
+async def run(workplace: Any, folder: Path, code: str, *arguments: str, **options: Any) -> tuple[Any, Any, Episode]:
     (folder / "program.py").write_text(textwrap.dedent(code))
     runner = CommandPerAttempt([sys.executable, "program.py", *arguments], folder, **options)
-    rollout, attempt = (await place.finish(place.start_runner(runner), ["Bern?"]))[0]
-    store = place.stack.store
+    rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["Bern?"]))[0]
+    store = workplace.stack.store
     calls, tool_results = await store.calls([attempt.key]), await store.tool_results([attempt.key])
     return rollout, attempt, build_episode(rollout, attempt, calls, tool_results, await store.rewards([attempt.key]))
 
@@ -117,10 +117,10 @@ async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command
 
 
 async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    flag = tmp_path / "told"
     code = f"""{MARKED}
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    open({str(told)!r}, "w").close()
+    open({str(flag)!r}, "w").close()
     time.sleep(60)
 """
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
@@ -129,7 +129,7 @@ async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, t
     [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
     runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
     running = asyncio.create_task(runner.run(lease.assignment, server.base_url, recording))
-    await until(told.exists)
+    await until(flag.exists)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert running.cancelled()

@@ -87,14 +87,14 @@ def test_what_is_no_key_is_said_at_once_and_not_shown(
     """A worker's key, and the operator's; the server says the same of it."""
     monkeypatch.setenv(name, key)
     for where in (config, None):
-        with pytest.raises(ConfigError, match=f"{name} has .* no HTTP header can carry") as told:
+        with pytest.raises(ConfigError, match=f"{name} has .* no HTTP header can carry") as error:
             find_server(where, None, "http://elsewhere:1", {name: key}, name)
-        assert key[:4] not in str(told.value)
+        assert key[:4] not in str(error.value)
     with pytest.raises(ServerError, match=name) as refused:
         Keys.of_run(config.runs / "server.json")
-    with pytest.raises(ConfigError, match="header can carry") as told:
+    with pytest.raises(ConfigError, match="header can carry") as error:
         LightningClient("http://elsewhere:1", key)
-    assert key[:4] not in str(told.value)
+    assert key[:4] not in str(error.value)
     assert key[:4] not in str(refused.value)
 
 

@@ -1,4 +1,4 @@
-"""What a process that an agent starts may do to the agent's score: nothing, with all that it finds around it."""
+"""A process that an agent starts can do nothing to the agent's score, with all that it finds around it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ root = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
 parent = Path(f"/proc/{os.getppid()}/environ")
 shown = parent.read_bytes().decode(errors="replace").split(chr(0)) if parent.exists() else []
 environment = [*(f"{name}={value}" for name, value in os.environ.items()), *shown]
-keys = {value.strip() for name, _, value in (each.partition("=") for each in environment) if "KEY" in name} - {""}
+keys = {value.strip() for name, _, value in (line.partition("=") for line in environment) if "KEY" in name} - {""}
 
 call = {"model": "m", "messages": [{"role": "user", "content": "forged"}]}
 forged = {"ending": "finished", "result": "forged", "rewards": [{"value": 1.0}]}

@@ -44,8 +44,8 @@ def pids(tmp_path: Path) -> Iterator[Path]:
                 process.kill()
 
 
-def processes(place: Any, entry: str = "isolated_agents:solve", folder: Path = HERE, **options: Any) -> Any:
-    return ProcessPerAttempt(entry, folder, base_url=place.stack.server.base_url, **options)
+def processes(workplace: Any, entry: str = "isolated_agents:solve", folder: Path = HERE, **options: Any) -> Any:
+    return ProcessPerAttempt(entry, folder, base_url=workplace.stack.server.base_url, **options)
 
 
 def children() -> list[psutil.Process]:
@@ -58,9 +58,9 @@ def children() -> list[psutil.Process]:
     return living
 
 
-async def run(place: Any, tasks: list[Any], runner: Any = None) -> list[Any]:
+async def run(workplace: Any, tasks: list[Any], runner: Any = None) -> list[Any]:
     """(rollout, attempt) of each task."""
-    ended = await place.finish(place.start_runner(runner or processes(place)), tasks)
+    ended = await workplace.finish(workplace.start_runner(runner or processes(workplace)), tasks)
     return [ended[i] for i in range(len(tasks))]
 
 
@@ -84,13 +84,13 @@ async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness
     ended = await run(workplace, [{"does": "tell"}] * 4)
     results = [attempt.result for _, attempt in ended]
     assert {rollout.ending for rollout, _ in ended} == {Ending.FINISHED}
-    assert len({each["pid"] for each in results} | {os.getpid()}) == 5
-    assert [(each["seen"], each["keys"]) for each in results] == [(1, [])] * 4
-    assert len({number for each in results for number in each["random"]}) == 8
+    assert len({result["pid"] for result in results} | {os.getpid()}) == 5
+    assert [(result["seen"], result["keys"]) for result in results] == [(1, [])] * 4
+    assert len({number for result in results for number in result["random"]}) == 8
     for _, attempt in ended:  # Of a client that was made at import.
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
     folders = {result["folder"] for result in results}
-    assert (len(folders), [each["files"] for each in results]) == (4, [[]] * 4)
+    assert (len(folders), [result["files"] for result in results]) == (4, [[]] * 4)
     await until(lambda: not any(map(os.path.exists, folders)))
 
 
@@ -183,7 +183,7 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     task = {"does": "start_family", "file": str(pids), "then": "sleep"}
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
     await until(lambda: len(noted(pids)) == 3)
-    forker = next(each for each in children() if "agl_core.worker.forker" in " ".join(each.cmdline()))
+    forker = next(child for child in children() if "agl_core.worker.forker" in " ".join(child.cmdline()))
     task["then"] = "return"
     forker.send_signal(signal.SIGKILL)
     ended = await running
@@ -211,9 +211,9 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
 
 
 @contextlib.contextmanager
-def worker_apart(place: Any) -> Iterator[subprocess.Popen[bytes]]:
+def worker_apart(workplace: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A worker in a process of its own, which is killed at last."""
-    server = place.stack.server
+    server = workplace.stack.server
     command = ["worker", "--server", server.base_url, "--entry", "isolated_agents:solve", "--concurrency", "2"]
     environment = {**os.environ, WORKER_KEY: server.worker_key}
     with subprocess.Popen([AGL, *command], cwd=HERE, env=environment, stderr=subprocess.DEVNULL) as worker:
@@ -280,5 +280,5 @@ async def test_a_start_that_is_given_up_says_nothing_and_leaves_no_process(
         await starting
     await runner.close()
 
-    assert {each.pid for each in children()} == before
+    assert {child.pid for child in children()} == before
     assert "Traceback" not in capfd.readouterr().err

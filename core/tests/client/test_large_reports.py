@@ -1,4 +1,4 @@
-"""What an agent leaves behind may be larger or deeper than a report can carry: its attempt ends all the same, typed."""
+"""An agent may leave behind more than a report can carry: its attempt ends all the same, typed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def nested(depth: int) -> Any:
 
 
 def tool_result(id: str, result: Any, **fields: Any) -> ToolResult:
-    told = {"rollout": "", "attempt": 0, "tool": "read", "status": ToolStatus.OK, "result": result}
-    return ToolResult(**{"id": id, **told, **fields})
+    defaults = {"rollout": "", "attempt": 0, "tool": "read", "status": ToolStatus.OK, "result": result}
+    return ToolResult(**{"id": id, **defaults, **fields})
 
 
-def told(*tool_results: ToolResult) -> Recording:
+def recording_of(*tool_results: ToolResult) -> Recording:
     recording = Recording()
-    for each in tool_results:
-        recording.tool_result(each)
+    for tool_result in tool_results:
+        recording.tool_result(tool_result)
     return recording
 
 
@@ -82,9 +82,9 @@ async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: 
     assert (rollout.ending, attempt.attempt, attempt.result) == (Ending.FINISHED, 0, 0.5)
     *large, small = await workplace.stack.store.tool_results([attempt.key])
     assert (small.result, small.tool_call_id) == ("as it is", "c1")
-    assert [each.id for each in large] == [f"o{number}" for number in range(200)]
-    assert all(each.result.startswith(f"{number} x") for number, each in enumerate(large))
-    assert all(each.result.endswith(" more characters)") for each in large)
+    assert [result.id for result in large] == [f"o{number}" for number in range(200)]
+    assert all(result.result.startswith(f"{number} x") for number, result in enumerate(large))
+    assert all(result.result.endswith(" more characters)") for result in large)
     assert [reward.value for reward in await workplace.stack.store.rewards([attempt.key])] == [0.5]
     assert any("the largest values were cut" in problem for problem in worker.worker.problems)
 
@@ -117,22 +117,24 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
 )
 def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResult) -> None:
     request = taken(
-        closing(Ended(Ending.FINISHED, "done"), told(tool_result("first", 1), hard, tool_result("last", {"b": 2})))
+        closing(
+            Ended(Ending.FINISHED, "done"), recording_of(tool_result("first", 1), hard, tool_result("last", {"b": 2}))
+        )
     )
     assert (request.ending, request.result) == (Ending.FINISHED, "done")
-    assert [each.id for each in request.tool_results] == ["first", "a", "last"]
-    assert [each.result for each in request.tool_results[::2]] == [1, {"b": 2}]
+    assert [result.id for result in request.tool_results] == ["first", "a", "last"]
+    assert [result.result for result in request.tool_results[::2]] == [1, {"b": 2}]
 
 
 def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
-    recording = told(*(tool_result(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
+    recording = recording_of(*(tool_result(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
     for number in range(9_000):
         recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
     request = taken(closing(Ended(Ending.FINISHED, 1.0), recording))
-    for found in (request.tool_results, request.rewards):
-        assert 1000 < len(found) < 9_000
-        assert [(getattr(each, "id", None) or each.name).partition(" ")[0] for each in found] == [
-            str(number) for number in range(len(found))
+    for kept in (request.tool_results, request.rewards):
+        assert 1000 < len(kept) < 9_000
+        assert [(getattr(report, "id", None) or report.name).partition(" ")[0] for report in kept] == [
+            str(number) for number in range(len(kept))
         ]
     assert any("only the first ones are kept" in problem for problem in recording.problems)
 

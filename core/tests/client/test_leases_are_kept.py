@@ -103,9 +103,9 @@ async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(w
 
 
 @contextlib.asynccontextmanager
-async def working(place: Any, agent: Any, **options: Any) -> AsyncIterator[tuple[Worker, Road, asyncio.Task[None]]]:
+async def working(workplace: Any, agent: Any, **options: Any) -> AsyncIterator[tuple[Worker, Road, asyncio.Task[None]]]:
     """A worker of this loop, on a road that can be closed."""
-    server = place.stack.server
+    server = workplace.stack.server
     road = Road(server.base_url)
     await road.open()
     async with LightningClient(road.url, options.pop("key", server.worker_key)) as client:
@@ -123,11 +123,11 @@ async def working(place: Any, agent: Any, **options: Any) -> AsyncIterator[tuple
 async def test_a_server_that_goes_and_comes_back_is_waited_for(
     workplace: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, go_on = asyncio.Event(), asyncio.Event()
+    called, go_on = asyncio.Event(), asyncio.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
         answer = await ask(context)
-        asked.set()
+        called.set()
         await go_on.wait()
         return answer
 
@@ -135,7 +135,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
     with caplog.at_level(logging.WARNING, "agl_core.worker.client"):
         async with working(workplace, agent) as (worker, road, task):
             await queue.enqueue([make.rollout("w0")])
-            await asked.wait()
+            await called.wait()
             road.close()
             await until(lambda: "cannot be reached" in caplog.text)
             go_on.set()
@@ -151,13 +151,13 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
 @pytest.mark.parametrize("pause", [0.0, 0.3])
 async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, pause: float) -> None:
     """It ended while the server was away, or just when it is back and a heartbeat is told that the lease is over."""
-    asked, go_on = asyncio.Event(), asyncio.Event()
+    called, go_on = asyncio.Event(), asyncio.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
         await ask(context)
         if context.attempt > 0:
             return "in time"
-        asked.set()
+        called.set()
         await go_on.wait()
         await asyncio.sleep(pause)
         return "late"
@@ -165,7 +165,7 @@ async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, p
     queue = workplace.stack.server.queue
     async with working(workplace, agent) as (worker, road, _):
         await queue.enqueue([make.rollout("w0")])
-        await asked.wait()
+        await called.wait()
         queue.heartbeat(HeartbeatRequest(worker=worker.name, attempts=[]))  # Should its own first one be slow.
         road.close()
         if not pause:
@@ -250,8 +250,8 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
     [attempt] = await workplace.stack.store.attempts("w1")
     assert attempt.ending is Ending.LOST
     async with working(workplace, agent):
-        done = [each for id in ("w1", "w2") for each in await queue.done([id])]
-    assert {(each.id, each.ending, each.counted_attempt) for each in done} == {
+        done = [rollout for id in ("w1", "w2") for rollout in await queue.done([id])]
+    assert {(rollout.id, rollout.ending, rollout.counted_attempt) for rollout in done} == {
         ("w1", Ending.FINISHED, 1),
         ("w2", Ending.FINISHED, 0),
     }

@@ -60,7 +60,7 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("settings", "expected"),
     [
         ({}, "127.0.0.1"),
         ({"NO_PROXY": "corp.example, .internal"}, "corp.example,.internal,127.0.0.1"),
@@ -70,9 +70,9 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
     ],
 )
 def test_what_the_environment_said_of_proxies_stays(
-    told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in told.items():
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     variables = client_variables("http://127.0.0.1:8000")
     assert (variables["NO_PROXY"], variables["no_proxy"]) == (expected, expected)

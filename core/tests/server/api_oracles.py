@@ -1,4 +1,4 @@
-"""What the tests of all APIs need: replies that are hard to translate, and a strict look at what an SDK parsed."""
+"""For the tests of all APIs: replies that are hard to translate, and a strict look at what an SDK parsed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OWN: dict[str, dict[str, Any]] = {
         "tool_calls": [call("c1", "f", "{}")],
     },
 }
-"""What upstreams say, as the next request of a chat would repeat it."""
+"""Messages of upstreams, as the next request of a chat would repeat them."""
 
 
 def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: Any) -> Raw:
@@ -72,7 +72,7 @@ def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: A
                 "index": 0,
                 "message": {"refusal": None, "tool_calls": [], **message},
                 "finish_reason": ended,
-                "logprobs": {"content": [logprob_entry(each, 0) for each in ids]},
+                "logprobs": {"content": [logprob_entry(token, 0) for token in ids]},
                 "token_ids": ids,
                 **choice,
             }
@@ -89,26 +89,26 @@ def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: A
     return Raw(json.dumps(body).encode())
 
 
-def extras(value: Any, place: str = "") -> Iterator[str]:
-    """The places of all fields that the SDK's models do not have."""
+def extras(value: Any, path: str = "") -> Iterator[str]:
+    """The paths of all fields that the SDK's models do not have."""
     if isinstance(value, BaseModel):
-        yield from (f"{place}.{name}" for name in value.model_extra or ())
+        yield from (f"{path}.{name}" for name in value.model_extra or ())
         for name in type(value).model_fields:
-            yield from extras(getattr(value, name), f"{place}.{name}")
+            yield from extras(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from extras(each, f"{place}[{index}]")
+        for index, item in enumerate(value):
+            yield from extras(item, f"{path}[{index}]")
 
 
 def events_of(stream: str) -> list[dict[str, Any]]:
     """The events of a stream; each is named as its type says."""
-    found = []
+    events = []
     for block in stream.strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
+        events.append(event)
+    return events
 
 
 def chunks_of(stream: str) -> list[dict[str, Any]]:

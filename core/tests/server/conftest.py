@@ -13,7 +13,7 @@ from agl_core.testing.server import Stack, running_stack
 
 @pytest.fixture(scope="session", autouse=True)
 def clients() -> Iterator[None]:
-    """What is retried is retried at once."""
+    """Retries come at once."""
     with fast_clients():
         yield
 

@@ -51,15 +51,15 @@ async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.
         )
 
 
-def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
-    """What agl logged, with tracebacks; what a client of an earlier test says as it is collected is not in it."""
+def log_of_agl(caplog: pytest.LogCaptureFixture) -> str:
+    """The log of agl alone, with tracebacks: clients of earlier tests may warn while they are collected."""
     formatter = logging.Formatter()
-    return "\n".join(formatter.format(each) for each in caplog.records if each.name.startswith("agl_"))
+    return "\n".join(formatter.format(record) for record in caplog.records if record.name.startswith("agl_"))
 
 
 def clients_waiting(stack: Stack, key: AttemptKey) -> int:
     """The most connections that asked for one and the same call of an attempt."""
     attempt = stack.server.queue.attempts.get(key)
     assert attempt is not None
-    exchanges = [exchange for found in attempt.answered._exchanges.values() for exchange in found]
+    exchanges = [exchange for same in attempt.answered._exchanges.values() for exchange in same]
     return max((len(exchange.waiting) for exchange in exchanges), default=0)

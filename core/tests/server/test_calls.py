@@ -57,7 +57,7 @@ async def test_equal_requests_without_a_marker_are_two_calls(stack: Stack) -> No
     replies = [await post(stack, url, body, **{"x-stainless-retry-count": "0"}) for _ in range(2)]
     assert replies[0].json()["id"] != replies[1].json()["id"]
     retried = [await post(stack, url, body, **{"x-stainless-retry-count": "1"}) for _ in range(2)]
-    assert [each.json()["id"] for each in retried] == [each.json()["id"] for each in replies]
+    assert [reply.json()["id"] for reply in retried] == [reply.json()["id"] for reply in replies]
     assert len(await stack.calls(key)) == 2
 
 
@@ -134,8 +134,8 @@ async def attempt(stack: Stack) -> AsyncIterator[LeasedAttempt]:
     attachment.detach()
 
 
-async def ask(client: openai.AsyncOpenAI, **asked: Any) -> Any:
-    return await client.chat.completions.create(model="default", messages=HELLO, **asked)
+async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    return await client.chat.completions.create(model="default", messages=HELLO, **fields)
 
 
 async def recorded(attempt: LeasedAttempt, *undelivered: bool) -> None:
@@ -151,7 +151,7 @@ def dropped(episode: Episode) -> list[tuple[str, str | None]]:
             "even", lambda episodes: [[1.0] * len(e.transitions) for e in episodes], CreditKind.RETURN
         )
     }
-    return [(each.call, each.dropped) for each in make_batches([[episode]], BatchPlan(credit)).dropped]
+    return [(record.call, record.dropped) for record in make_batches([[episode]], BatchPlan(credit)).dropped]
 
 
 async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: LeasedAttempt) -> None:
@@ -159,18 +159,18 @@ async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: LeasedAttempt)
     stack.upstream.script(hold, Say("in time"))
     with attempt.running():
         client = stack.client()
-        asked = asyncio.create_task(ask(client))
+        asking = asyncio.create_task(ask(client))
         await until(hold.arrived.is_set)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asked, 0.01)
+            await asyncio.wait_for(asking, 0.01)
         hold.release.set()
         assert (await ask(client)).choices[0].message.content == "in time"
     await recorded(attempt, True, False)
     lost, got = await attempt.calls()
     assert lost.choices[0].response_ids is not None
     episode = await attempt.close()
-    assert [each.key.call for each in episode.transitions] == [got.id]
-    assert [each.response["content"] for each in episode.undelivered] == ["too late"]
+    assert [transition.key.call for transition in episode.transitions] == [got.id]
+    assert [transition.response["content"] for transition in episode.undelivered] == ["too late"]
     assert (lost.id, DropReason.UNDELIVERED) in dropped(episode)
 
 
@@ -185,7 +185,7 @@ async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: Leased
         reply = await asking
     assert len(stack.upstream.received) == 1, "it joins the call in flight"
     await recorded(attempt, False)
-    assert [each.key.call for each in (await attempt.close()).transitions] == [reply.id]
+    assert [transition.key.call for transition in (await attempt.close()).transitions] == [reply.id]
 
 
 async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, attempt: LeasedAttempt) -> None:
@@ -319,7 +319,7 @@ async def test_an_agent_gets_its_own_policy_whatever_model_it_asks_for(
         assert stack.upstream.received[-1].body["model"] == TWO_POLICIES[policy]
         (call,) = await stack.calls(key)
         assert (call.policy, call.agent) == (policy, agent)
-        assert [each.id async for each in stack.client(key).models.list()] == ["judge", "writer"]
+        assert [model.id async for model in stack.client(key).models.list()] == ["judge", "writer"]
 
 
 @pytest.mark.parametrize(("headers", "caller"), [({HEADER_AGENT: "poet"}, "the agent 'poet'"), ({}, "a call without")])
@@ -330,8 +330,8 @@ async def test_an_agent_without_a_policy_is_told_both_remedies(headers: dict[str
         key = await stack.lease()
         with pytest.raises(openai.NotFoundError) as error:
             await stack.client(key).chat.completions.create(model="writr", messages=HELLO, extra_headers=headers)
-        for said in (f"none has {caller}", "`agents`", "Did you mean 'writer'"):
-            assert said in error.value.message
+        for words in (f"none has {caller}", "`agents`", "Did you mean 'writer'"):
+            assert words in error.value.message
 
 
 async def test_agents_of_a_default_policy_do_not_shut_others_out() -> None:

@@ -147,19 +147,19 @@ values = st.recursive(
 )
 
 
-def places(value: Json, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, the whole included."""
+def paths(value: Json, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to every value in a JSON value, itself included."""
     yield above
     named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in named:
-        yield from places(inner, (*above, name))
+        yield from paths(inner, (*above, name))
 
 
-def replaced(value: Json, place: tuple[Any, ...], new: Json) -> Json:
-    if not place:
+def replaced(value: Json, path: tuple[Any, ...], new: Json) -> Json:
+    if not path:
         return new
     copied = dict(value) if isinstance(value, dict) else list(value)
-    copied[place[0]] = replaced(value[place[0]], place[1:], new)
+    copied[path[0]] = replaced(value[path[0]], path[1:], new)
     return copied
 
 
@@ -167,8 +167,8 @@ def replaced(value: Json, place: tuple[Any, ...], new: Json) -> Json:
 def bodies(draw: st.DrawFn, valid: Json) -> bytes:
     """A valid body with one or two places changed; or anything."""
     for _ in range(draw(st.integers(0, 2))):
-        place = draw(st.sampled_from(list(places(valid))))
-        valid = replaced(valid, place, draw(values))
+        path = draw(st.sampled_from(list(paths(valid))))
+        valid = replaced(valid, path, draw(values))
     text = json.dumps(valid).encode()
     cut = draw(st.integers(0, 20))
     return draw(st.binary(max_size=40)) if cut == 1 else text[: len(text) // 2] if cut == 2 else text

@@ -24,7 +24,7 @@ from agl_core.testing.upstream import served
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
 
-from .posting import GOOD, HELLO, OVERFLOW, SMALLEST, post, said_by_agl
+from .posting import GOOD, HELLO, OVERFLOW, SMALLEST, log_of_agl, post
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -168,8 +168,8 @@ async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
     response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
     assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
     assert int(response.headers["retry-after"]) > 0
-    assert "scripted failure" in said_by_agl(caplog)
-    assert "Traceback" not in said_by_agl(caplog) + response.text
+    assert "scripted failure" in log_of_agl(caplog)
+    assert "Traceback" not in log_of_agl(caplog) + response.text
     stack.store.failing = False
     assert not (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="500"))).counted
     [attempt] = await stack.store.attempts(key.rollout)
@@ -205,7 +205,7 @@ async def test_every_shape_of_path_is_served(stack: Stack, path: str) -> None:
                 url = root + path.format(route)
                 assert (await client.post(url, json=body)).status_code == 200, url
             listed = await client.get(root + path.format("models"))
-            assert [each["id"] for each in listed.json()["data"]] == ["default"]
+            assert [model["id"] for model in listed.json()["data"]] == ["default"]
             model = await client.get(root + path.format("models/default"))
             assert model.json()["id"] == "default"
     assert len(await stack.calls(key)) == 8
@@ -262,13 +262,13 @@ class OtherServer:
 
     async def embed(self, request: web.Request) -> web.Response:
         self.received.append(request)
-        asked = await request.json()
-        if asked["model"] == "unknown":
+        body = await request.json()
+        if body["model"] == "unknown":
             error = {"message": "no such model", "type": "x", "param": "model", "code": "model_not_found"}
             return web.json_response({"error": error}, status=404)
         data = [{"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}]
         usage = {"prompt_tokens": 1, "total_tokens": 1}
-        return web.json_response({"object": "list", "data": data, "model": asked["model"], "usage": usage})
+        return web.json_response({"object": "list", "data": data, "model": body["model"], "usage": usage})
 
     async def speak(self, request: web.Request) -> web.StreamResponse:
         self.received.append(request)

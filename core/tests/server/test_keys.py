@@ -46,8 +46,8 @@ def test_an_attempts_key_is_made_of_the_secret() -> None:
     keys = Keys(worker="w", secret="secret")
     assert keys.of_attempt(AttemptKey("r", 0)) == "agl-2E9EX4mwhTGrFul1YaP193hjtO8wEhWUZEKpgLGmGBY"
     assert keys.of_lease(AttemptKey("r", 0)) == "agl-snl1YqPNTSf0E8cltP3Ll4-kUldESI9RgveYy0kZoI8"
-    attempts = [AttemptKey(*each) for each in (("r", 0), ("r", 1), ("s", 0), ("lease/r", 0), ("agent/r", 0))]
-    several = {make(each) for each in attempts for make in (keys.of_attempt, keys.of_lease)}
+    attempts = [AttemptKey(*parts) for parts in (("r", 0), ("r", 1), ("s", 0), ("lease/r", 0), ("agent/r", 0))]
+    several = {make(key) for key in attempts for make in (keys.of_attempt, keys.of_lease)}
     assert len(several | {Keys(secret="another").of_attempt(AttemptKey("r", 0))}) == 11
 
 
@@ -60,8 +60,8 @@ async def test_only_the_secret_of_its_lease_keeps_an_attempt(stack: Stack) -> No
     async with LightningClient(stack.server.base_url, keys.worker) as worker:
         for secret in (keys.of_attempt(own), keys.of_lease(other), keys.worker, ""):
             forged = HeldAttempt(rollout=own.rollout, attempt=0, secret=secret)
-            told = await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[forged, held_other]))
-            assert told.lost == [AttemptRef(rollout=own.rollout, attempt=0)]
+            reply = await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[forged, held_other]))
+            assert reply.lost == [AttemptRef(rollout=own.rollout, attempt=0)]
         before = active.due
         assert (await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[held_own]))).lost == []
         assert active.due > before
@@ -159,18 +159,18 @@ def test_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert [each.name for each in tmp_path.iterdir()] == ["server.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["server.json"]
 
 
 def test_a_key_of_your_choice_comes_first_and_is_not_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "server.json"
-    made = Keys()
-    made.write(file, "http://127.0.0.1:1")
+    generated = Keys()
+    generated.write(file, "http://127.0.0.1:1")
     monkeypatch.setenv("AGL_WORKER_KEY", "  chosen-by-me\n")
     chosen = Keys.of_run(file)
-    assert (chosen.worker, chosen.operator, chosen.secret) == ("chosen-by-me", made.operator, made.secret)
+    assert (chosen.worker, chosen.operator, chosen.secret) == ("chosen-by-me", generated.operator, generated.secret)
     assert chosen.chosen == {"AGL_WORKER_KEY"}
     chosen.write(file, "http://127.0.0.1:1")
     assert "chosen-by-me" not in file.read_text()
@@ -203,9 +203,11 @@ async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest
                 await stack.client(AttemptKey("b", 0), api_key=lease.key).chat.completions.create(**GOOD)
             await client.close_attempt(lease, CloseRequest(ending=Ending.FINISHED))
         secrets = [keys.worker, keys.operator, keys.secret, lease.key, lease.secret]
-        stored = await asyncio.to_thread(lambda: b"".join(each.read_bytes() for each in tmp_path.iterdir()))
+        stored = await asyncio.to_thread(lambda: b"".join(file.read_bytes() for file in tmp_path.iterdir()))
     assert b"hello" in stored
-    assert [each for each in secrets if each.encode() in stored] == []
-    assert [each for each in secrets if each in caplog.text or each in repr(keys)] == []
-    assert [each for each in secrets if any(each in json.dumps(dict(r.body)) for r in stack.upstream.received)] == []
-    assert [each for each in secrets if any(each in str(r.headers) for r in stack.upstream.received)] == []
+    assert [secret for secret in secrets if secret.encode() in stored] == []
+    assert [secret for secret in secrets if secret in caplog.text or secret in repr(keys)] == []
+    assert [
+        secret for secret in secrets if any(secret in json.dumps(dict(r.body)) for r in stack.upstream.received)
+    ] == []
+    assert [secret for secret in secrets if any(secret in str(r.headers) for r in stack.upstream.received)] == []

@@ -30,7 +30,7 @@ class Lives(RuleBasedStateMachine):
     """Rollouts in the real queue: leased, reported (also late and twice), lost, cancelled, over failing writes and
     restarts of the run, in this server or in the next one.
 
-    What holds is looked up in the store after each step; the model keeps only what was asked and answered.
+    Invariants are looked up in the store after each step; the model keeps only requests and answers.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Lives(RuleBasedStateMachine):
         self.created: list[str] = []
         self.leased: list[tuple[str, AttemptKey]] = []
         """With their workers."""
-        self.told_that_it_counts: set[AttemptKey] = set()
+        self.counting: set[AttemptKey] = set()
         self.endings: dict[AttemptKey, Ending] = {}
 
     @initialize()
@@ -81,7 +81,7 @@ class Lives(RuleBasedStateMachine):
             self.if_it_can_be_written(self.queue.lease(LeaseRequest(worker=worker, capacity=capacity, wait=0)))
         )
         if reply:
-            self.leased += [(worker, AttemptKey(each.rollout, each.attempt)) for each in reply.leases]
+            self.leased += [(worker, AttemptKey(lease.rollout, lease.attempt)) for lease in reply.leases]
 
     @rule(worker=st.sampled_from("uvw"), data=st.data())
     def beat(self, worker: str, data: st.DataObject) -> None:
@@ -93,8 +93,8 @@ class Lives(RuleBasedStateMachine):
             request = HeartbeatRequest(worker=worker, attempts=held)
             reply = self.queue.heartbeat(request)
             assert all(
-                self.endings.get(AttemptKey(each.rollout, each.attempt)) in (Ending.LOST, Ending.CANCELLED)
-                for each in reply.lost
+                self.endings.get(AttemptKey(attempt.rollout, attempt.attempt)) in (Ending.LOST, Ending.CANCELLED)
+                for attempt in reply.lost
             )
 
         if not self.forgotten:
@@ -105,14 +105,14 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leased)
     @rule(
-        place=st.integers(0, 1000),
+        number=st.integers(0, 1000),
         ending=st.sampled_from([Ending.FINISHED, Ending.CRASHED, Ending.TIMED_OUT, Ending.LOST, Ending.CANCELLED]),
         calls=st.integers(0, 1),
         twice=st.booleans(),
     )
-    def report(self, place: int, ending: Ending, calls: int, twice: bool) -> None:
+    def report(self, number: int, ending: Ending, calls: int, twice: bool) -> None:
         """Of any attempt that was ever leased: also one that was lost, superseded, or reported before."""
-        _, key = self.leased[place % len(self.leased)]
+        _, key = self.leased[number % len(self.leased)]
         active = self.queue.attempts.get(key)
         if active is not None and not active.closed:
             active.completed_calls += calls
@@ -124,14 +124,14 @@ class Lives(RuleBasedStateMachine):
             )
             assert len({reply.counted for reply in replies}) == 1
             if replies[0].counted:
-                self.told_that_it_counts.add(key)
+                self.counting.add(key)
 
         self.run(self.if_it_can_be_written(send()))
 
     @precondition(lambda self: self.created)
-    @rule(place=st.integers(0, 1000))
-    def cancel(self, place: int) -> None:
-        self.run(self.if_it_can_be_written(self.queue.cancel([self.created[place % len(self.created)]])))
+    @rule(number=st.integers(0, 1000))
+    def cancel(self, number: int) -> None:
+        self.run(self.if_it_can_be_written(self.queue.cancel([self.created[number % len(self.created)]])))
 
     @rule()
     def abandon(self) -> None:
@@ -160,10 +160,10 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def every_rollout_is_somewhere(self) -> None:
         rollouts: list[Rollout] = self.run(self.store.rollouts())
-        assert {each.id for each in rollouts} == set(self.created)
+        assert {rollout.id for rollout in rollouts} == set(self.created)
         if hasattr(self, "queue"):
-            left = sum(each.state is not RolloutState.DONE for each in rollouts)
-            assert self.queue.queued + self.queue.running == left
+            unfinished = sum(rollout.state is not RolloutState.DONE for rollout in rollouts)
+            assert self.queue.queued + self.queue.running == unfinished
 
     @invariant()
     def every_rollout_ends_once_and_for_all(self) -> None:
@@ -178,16 +178,18 @@ class Lives(RuleBasedStateMachine):
     def at_most_one_attempt_counts(self) -> None:
         for rollout in self.run(self.store.rollouts()):
             attempts: list[Attempt] = self.run(self.store.attempts(rollout.id))
-            assert [each.attempt for each in attempts] == list(range(len(attempts)))
+            assert [attempt.attempt for attempt in attempts] == list(range(len(attempts)))
             assert len(attempts) <= ATTEMPTS
-            running = [each for each in attempts if each.ending is None]
+            running = [attempt for attempt in attempts if attempt.ending is None]
             assert len(running) == (rollout.state is RolloutState.RUNNING)
             assert running in ([], attempts[-1:])
-            for each in attempts:
-                if each.ending is not None:
-                    assert self.endings.setdefault(each.key, each.ending) is each.ending, "its ending was changed"
-                if each.key in self.told_that_it_counts:
-                    assert rollout.counted_attempt == each.attempt, "a superseded attempt was said to count"
+            for attempt in attempts:
+                if attempt.ending is not None:
+                    assert self.endings.setdefault(attempt.key, attempt.ending) is attempt.ending, (
+                        "its ending was changed"
+                    )
+                if attempt.key in self.counting:
+                    assert rollout.counted_attempt == attempt.attempt, "a superseded attempt was said to count"
             if rollout.state is RolloutState.DONE and rollout.counted_attempt is not None:
                 assert rollout.counted_attempt == attempts[-1].attempt
                 assert rollout.ending is attempts[-1].ending
@@ -206,10 +208,10 @@ class Lives(RuleBasedStateMachine):
             self.store.failing = False
             for _ in range(1 + ATTEMPTS):
                 await self.clock.advance(71)  # what nobody reports is lost
-                for each in (await self.queue.lease(LeaseRequest(worker="z", capacity=4096, wait=0))).leases:
-                    key = AttemptKey(each.rollout, each.attempt)
+                for lease in (await self.queue.lease(LeaseRequest(worker="z", capacity=4096, wait=0))).leases:
+                    key = AttemptKey(lease.rollout, lease.attempt)
                     await self.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-            assert sorted(each.id for each in await self.queue.done(self.created)) == sorted(self.created)
+            assert sorted(rollout.id for rollout in await self.queue.done(self.created)) == sorted(self.created)
 
         try:
             self.run(finish())

@@ -91,12 +91,12 @@ async def test_who_sends_too_long_a_head_is_told(stack: Stack, first: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "start"),
     [(b"", b""), (b"GET /agl", b"HTTP/1.1 408"), (HEALTH, b"HTTP/1.1 408"), (HEALTH + b"\r\n" + HEALTH, b"")],
     ids=["nothing", "path", "headers", "a second head"],
 )
 async def test_who_does_not_end_a_head_is_not_waited_for(
-    sent: bytes, told: bytes, monkeypatch: pytest.MonkeyPatch
+    sent: bytes, start: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agl_core.server.listening.REQUEST_TIMEOUT", 0.3)
     async with running_stack() as stack, asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
@@ -104,7 +104,7 @@ async def test_who_does_not_end_a_head_is_not_waited_for(
         if sent.startswith(HEALTH + b"\r\n"):
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
             writer.write(b"x-more: 1\r\n")
-        assert (await reader.read()).startswith(told)
+        assert (await reader.read()).startswith(start)
 
 
 TRICKLE = b"POST %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nContent-Type: application/json\r\n"
@@ -121,8 +121,8 @@ async def test_who_does_not_end_a_body_is_told_and_not_waited_for(
     async with running_stack() as stack, asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
         attempt = await stack.lease()
         key = stack.server.worker_key if "/agl/" in path else stack.key(attempt)
-        place = path.encode() % attempt.rollout.encode() if "%b" in path else path.encode()
-        writer.write(TRICKLE % (place, key.encode()))
+        target = path.encode() % attempt.rollout.encode() if "%b" in path else path.encode()
+        writer.write(TRICKLE % (target, key.encode()))
         # Not to the end: bytes that are sent to a closed connection reset it.
         answer = asyncio.ensure_future(reader.readuntil(b"body did not come in time"))
         while not answer.done():
@@ -162,7 +162,7 @@ async def test_a_body_that_is_refused_unread_is_not_waited_for_either(monkeypatc
 async def test_who_hangs_up_leaves_no_traceback(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     key = await stack.lease()
     paths = ["/agl/v1/leases"]
-    paths += [f"/rollout/{key.rollout}/attempt/0/v1/{each}" for each in ("chat/completions", "responses", "messages")]
+    paths += [f"/rollout/{key.rollout}/attempt/0/v1/{route}" for route in ("chat/completions", "responses", "messages")]
     server, tasks = stack.server, asyncio.all_tasks()
     async with asyncio.timeout(PATIENCE):
         for path in paths:
@@ -322,12 +322,12 @@ STRICT: list[tuple[str, str, dict[str, Any], str, list[Any]]] = [
         [1, False],
     ),
 ]  # fmt: skip
-"""Requests with a place in them, and what is of another type there than is asked for."""
+"""Requests, a field of each, and values of another type than the field has."""
 
 
-@pytest.mark.parametrize(("method", "path", "body", "place", "values"), STRICT, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(("method", "path", "body", "field", "values"), STRICT, ids=lambda part: str(part)[:40])
 async def test_types_are_strict_in_what_workers_ask(
-    method: str, path: str, body: dict[str, Any], place: str, values: list[Any], stack: Stack, http: httpx.AsyncClient
+    method: str, path: str, body: dict[str, Any], field: str, values: list[Any], stack: Stack, http: httpx.AsyncClient
 ) -> None:
     """`false` is no number and "1" no integer; and what is of the right type is not refused for it."""
     keys = stack.server.keys
@@ -337,13 +337,13 @@ async def test_types_are_strict_in_what_workers_ask(
     for value in values:
         changed = copy.deepcopy(body)
         here: Any = changed
-        *way, last = (int(part) if part.isdigit() else part for part in place.split("."))
+        *way, last = (int(part) if part.isdigit() else part for part in field.split("."))
         for part in way:
             here = here[part]
         here[last] = value
         refused = await http.request(method, f"{stack.server.base_url}{path}", json=changed)
         assert refused.status_code == 422, value
-        assert place in message_of(refused), value
+        assert field in message_of(refused), value
 
 
 async def test_gzip_bodies_of_agents_are_inflated_up_to_the_limit(stack: Stack, http: httpx.AsyncClient) -> None:
@@ -386,7 +386,7 @@ async def connect(stack: Stack) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 class Replies:
-    """What a peer understands of what it reads."""
+    """Statuses of the replies that a peer reads."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []

@@ -26,7 +26,7 @@ from agl_core.wire import (
 )
 
 from .clock import Clock
-from .posting import said_by_agl
+from .posting import log_of_agl
 
 FINISHED, CRASHED = CloseRequest(ending=Ending.FINISHED, result="4"), CloseRequest(ending=Ending.CRASHED, error="Boom")
 KEYS = Keys()
@@ -50,7 +50,8 @@ async def lease(queue: RolloutQueue, capacity: int = 1, wait: float = 0, worker:
 
 
 async def lent(queue: RolloutQueue, worker: str = "w", capacity: int = 1) -> list[AttemptKey]:
-    return [AttemptKey(each.rollout, each.attempt) for each in (await lease(queue, capacity, 0, worker)).leases]
+    reply = await lease(queue, capacity, 0, worker)
+    return [AttemptKey(leased.rollout, leased.attempt) for leased in reply.leases]
 
 
 async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
@@ -65,9 +66,9 @@ async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> 
 async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make.rollout(id) for id in "abc"])
     reply = await lease(queue, capacity=2)
-    assert [each.rollout for each in reply.leases] == ["a", "b"]
+    assert [lease.rollout for lease in reply.leases] == ["a", "b"]
     assert [(await store.rollout(id)).state for id in "abc"] == ["running", "running", "queued"]
-    assert [each.worker for each in await store.attempts("a")] == ["w"]
+    assert [attempt.worker for attempt in await store.attempts("a")] == ["w"]
     first = reply.leases[0]
     assert (first.task_id, first.task_input, first.task_split) == ("t", {"question": "?"}, "train")
     assert (first.path, first.timeout, first.mode) == ("/rollout/a/attempt/0", 100, "train")
@@ -136,7 +137,7 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     started, finished = hooks.mock_calls
     assert started == call.rollout_started(rollout=ANY, attempt=0)
     assert finished == call.rollout_finished(rollout=ANY, attempt=(await store.attempts("a"))[0])
-    assert [each.kwargs["rollout"].id for each in (started, finished)] == ["a", "a"]
+    assert [event.kwargs["rollout"].id for event in (started, finished)] == ["a", "a"]
     [done] = await queue.done(["a"])
     assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 0)
     assert await store.rollout("a") == done
@@ -157,10 +158,10 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
     asking = [asyncio.ensure_future(queue.done(ids)) for ids in (["a", "b"], ["d", "b"])]
     for key in (c, b):
         await queue.close_attempt(key, FINISHED)
-    assert [[each.id for each in await asked] for asked in asking] == [["b"], ["b"]]
+    assert [[rollout.id for rollout in await waiting] for waiting in asking] == [["b"], ["b"]]
     await queue.close_attempt(a, FINISHED)
     for _ in range(2):
-        assert [each.id for each in await queue.done(list("dabca"))] == ["c", "b", "a"]
+        assert [rollout.id for rollout in await queue.done(list("dabca"))] == ["c", "b", "a"]
     assert await queue.done([]) == []
 
 
@@ -210,7 +211,7 @@ async def test_what_a_trainer_left_is_lost_and_not_tried_again(
         assert (await store.rollout("other")).ending is None
     await queue.abandon("run")
     await queue.cancel(["other"])
-    assert {each.id: each.ending for each in await store.rollouts(run="run")} == {
+    assert {rollout.id: rollout.ending for rollout in await store.rollouts(run="run")} == {
         "a": Ending.FINISHED,
         "b": Ending.LOST,
         "c": Ending.LOST,
@@ -288,7 +289,7 @@ async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, stor
     key = await leased(queue, calls=1)
     await queue.cancel(["a", "b", "unknown"])
     done = await queue.done(["a", "b"])
-    assert {each.id: (each.ending, each.counted_attempt) for each in done} == {
+    assert {rollout.id: (rollout.ending, rollout.counted_attempt) for rollout in done} == {
         "a": (Ending.CANCELLED, 0),
         "b": (Ending.CANCELLED, None),
     }
@@ -338,7 +339,7 @@ def beat(queue: RolloutQueue, *keys: AttemptKey, worker: str = "w") -> list[Atte
     """Send a heartbeat; returns those that are lost."""
     attempts = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in keys]
     lost = queue.heartbeat(HeartbeatRequest(worker=worker, attempts=attempts)).lost
-    return [AttemptKey(each.rollout, each.attempt) for each in lost]
+    return [AttemptKey(attempt.rollout, attempt.attempt) for attempt in lost]
 
 
 async def states(store: MemoryStore, ids: str = "a") -> list[RolloutState]:
@@ -418,9 +419,9 @@ async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_sho
     await clock.advance(20)
     for _ in range(15):
         await clock.advance(0.8)
-    said = said_by_agl(caplog)
-    assert 1 <= said.count("scripted failure") <= 4, said
-    assert "Traceback" not in said
+    log = log_of_agl(caplog)
+    assert 1 <= log.count("scripted failure") <= 4, log
+    assert "Traceback" not in log
     store.failing = False
     for _ in range(3):
         await clock.advance(5)

@@ -187,13 +187,13 @@ async def test_the_next_restart_ends_what_the_last_one_left(empty: Stack) -> Non
     await server.queue.enqueue([make.rollout("queued"), make.rollout("running")])
     await server.queue.lease(LeaseRequest(worker="w", capacity=1))
     await server.begin(runs[1])
-    assert [each.ending for each in await empty.store.rollouts()] == [Ending.LOST, Ending.LOST]
+    assert [rollout.ending for rollout in await empty.store.rollouts()] == [Ending.LOST, Ending.LOST]
     assert server.queue.queued == server.queue.running == 0
     assert await empty.store.runs() == runs
     await server.queue.enqueue([make.rollout("new", restart=1)])
     assert not (await server.queue.lease(ALL)).leases, "its engine does not serve yet"
     server.serve(engine(empty.upstream), {})
-    assert [each.rollout for each in (await server.queue.lease(ALL)).leases] == ["new"]
+    assert [lease.rollout for lease in (await server.queue.lease(ALL)).leases] == ["new"]
 
 
 async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> None:

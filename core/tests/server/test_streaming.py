@@ -29,15 +29,15 @@ from .api_oracles import OWN, chunks_of, client_of, reply
 from .posting import GOOD, SMALLEST, clients_waiting, post
 
 LONG = Say("A long text that goes out in many pieces, one after the other.")
-ASKED = {**SMALLEST, "messages": {**GOOD, "max_tokens": 999}}
+REQUESTS = {**SMALLEST, "messages": {**GOOD, "max_tokens": 999}}
 """A request of each API, by its route."""
-every_route = pytest.mark.parametrize("route", ASKED)
+every_route = pytest.mark.parametrize("route", REQUESTS)
 
 
 @contextlib.asynccontextmanager
 async def asking(stack: Stack, key: AttemptKey, route: str = "chat/completions") -> AsyncIterator[AsyncIterator[str]]:
     """A request for a stream: the lines that come of it; the client leaves with the block."""
-    headers, body = {"Authorization": f"Bearer {stack.key(key)}"}, {**ASKED[route], "stream": True}
+    headers, body = {"Authorization": f"Bearer {stack.key(key)}"}, {**REQUESTS[route], "stream": True}
     async with (
         httpx.AsyncClient(trust_env=False, timeout=60) as client,
         client.stream("POST", f"{stack.url(key)}/{route}", json=body, headers=headers) as response,
@@ -56,7 +56,7 @@ async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, rout
     key = await stack.lease()
     for own in OWN.values():
         stack.upstream.script(*[reply(own, stop_reason="END")] * 2)
-        await post(stack, f"{stack.url(key)}/{route}", json.dumps(ASKED[route]).encode())
+        await post(stack, f"{stack.url(key)}/{route}", json.dumps(REQUESTS[route]).encode())
         await streamed(stack, key, route)
         whole, added_up = (await stack.calls(key))[-2:]
         assert stack.upstream.received[-1].body["stream"] is True
@@ -67,8 +67,8 @@ async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, rout
         assert added_up.prompt_ids.tolist() == whole.prompt_ids.tolist()
         for ours, theirs in zip(added_up.choices, whole.choices, strict=True):
             assert (ours.finish_reason, ours.parse_error) == (theirs.finish_reason, theirs.parse_error)
-            said = {name: value for name, value in theirs.message.items() if value not in (None, "", [])}
-            assert {name: value for name, value in ours.message.items() if value not in (None, "", [])} == said
+            expected = {name: value for name, value in theirs.message.items() if value not in (None, "", [])}
+            assert {name: value for name, value in ours.message.items() if value not in (None, "", [])} == expected
             for arrays in ((ours.response_ids, theirs.response_ids), (ours.logprobs, theirs.logprobs)):
                 mine, other = arrays
                 assert mine is not None
@@ -226,11 +226,11 @@ async def test_a_retry_joins_or_gets_what_is_recorded(stack: Stack) -> None:
     first = await post(stack, url, body)
     again = await post(stack, url, body, **{"x-stainless-retry-count": "1"})
     assert len(await stack.calls(key)) == 2
-    ids, texts = zip(*(told(response.text) for response in (first, again)), strict=True)
+    ids, texts = zip(*(id_and_text(response.text) for response in (first, again)), strict=True)
     assert len(set(ids)) == len(set(texts)) == 1
 
 
-def told(stream: str) -> tuple[str, str]:
+def id_and_text(stream: str) -> tuple[str, str]:
     """The id and the text of a stream of chat completions."""
     chunks = chunks_of(stream)
     return chunks[0]["id"], "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
@@ -245,14 +245,14 @@ async def test_model_servers_without_ids_or_streams(returns_ids: bool) -> None:
         for streams in (True, False):
             stack.upstream.streams = streams
             stack.upstream.script(LONG)
-            assert told(await streamed(stack, key))[1] == LONG.text
+            assert id_and_text(await streamed(stack, key))[1] == LONG.text
             call = (await stack.calls(key))[-1]
             assert call.choices[0].message["content"] == LONG.text
             assert (call.prompt_ids is not None) is returns_ids
             assert (call.choices[0].response_ids is not None) is returns_ids
     async with running_stack(upstream_fields=lambda _: {"streams": False}) as stack:
         stack.upstream.script(LONG)
-        assert told(await streamed(stack, await stack.lease()))[1] == LONG.text
+        assert id_and_text(await streamed(stack, await stack.lease()))[1] == LONG.text
         assert "stream" not in stack.upstream.received[0].body
 
 
@@ -298,8 +298,8 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    chunks, said = UNUSUAL[name]
-    events = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
+    chunks, expected = UNUSUAL[name]
+    events = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks) + "data: [DONE]\n\n"
     async with running_stack() as stack:
         encode = stack.upstream.encode
         monkeypatch.setattr(
@@ -312,29 +312,29 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
             state.handle_chunk(one)
         message = state.get_final_completion().choices[0].message
         calls: Any = message.tool_calls or ()
-        assert (message.content or "") == said["content"]
-        assert [json.loads(call.function.arguments) for call in calls] == said["calls"]
-        assert len({call.id for call in calls} - {None, ""}) == len(said["calls"])
+        assert (message.content or "") == expected["content"]
+        assert [json.loads(call.function.arguments) for call in calls] == expected["calls"]
+        assert len({call.id for call in calls} - {None, ""}) == len(expected["calls"])
 
         async with client.responses.stream(model="m", input="x") as stream:
             response: Any = await stream.get_final_response()
-        assert "".join(p.text for i in response.output if i.type == "message" for p in i.content) == said["content"]
+        assert "".join(p.text for i in response.output if i.type == "message" for p in i.content) == expected["content"]
         items = [item for item in response.output if item.type == "function_call"]
-        assert [json.loads(item.arguments) for item in items] == said["calls"]
+        assert [json.loads(item.arguments) for item in items] == expected["calls"]
         async with client_of(stack, key) as other, other.messages.stream(**GOOD, max_tokens=9) as messages:
             final = await messages.get_final_message()
-        assert "".join(block.text for block in final.content if block.type == "text") == said["content"]
+        assert "".join(block.text for block in final.content if block.type == "text") == expected["content"]
         thoughts = [block.thinking for block in final.content if block.type == "thinking"]
-        assert "".join(thoughts) == said["reasoning"]
-        assert [block.input for block in final.content if block.type == "tool_use"] == said["calls"]
+        assert "".join(thoughts) == expected["reasoning"]
+        assert [block.input for block in final.content if block.type == "tool_use"] == expected["calls"]
 
         own = [call.choices[0].message for call in await stack.calls(key)]
-        assert [each.get("content") or "" for each in own] == [said["content"]] * 3
+        assert [message.get("content") or "" for message in own] == [expected["content"]] * 3
         results = [{"type": "function_call_output", "call_id": item.call_id, "output": "1"} for item in items]
         await client.responses.create(model="m", input=[{"role": "user", "content": "x"}, *response.output, *results])
         echoed = stack.upstream.received[-1].body["messages"][1]
-        assert (echoed.get("content") or "") == said["content"]
-        assert len(echoed.get("tool_calls") or ()) == len(said["calls"])
+        assert (echoed.get("content") or "") == expected["content"]
+        assert len(echoed.get("tool_calls") or ()) == len(expected["calls"])
 
 
 @given(st.data())
@@ -345,8 +345,8 @@ def test_chunks_add_up_to_what_openais_client_makes_of_them(data: st.DataObject)
         "role": "assistant",
         "content": data.draw(texts | st.none()),
         "tool_calls": [
-            {"id": f"c{place}", "type": "function", "function": {"name": "add", "arguments": json.dumps(each)}}
-            for place, each in enumerate(data.draw(st.lists(arguments, max_size=3)))
+            {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": json.dumps(values)}}
+            for number, values in enumerate(data.draw(st.lists(arguments, max_size=3)))
         ],
     }
     ids = data.draw(st.lists(st.integers(0, 9), max_size=9))
@@ -354,9 +354,9 @@ def test_chunks_add_up_to_what_openais_client_makes_of_them(data: st.DataObject)
     choice = {"message": message, "finish_reason": "stop", "token_ids": ids, "logprobs": {"content": entries}}
     body = {"id": "x", "created": 1, "model": "m", "choices": [choice], "prompt_token_ids": [1]}
     completion, state = StreamedCompletion("x"), ChatCompletionStreamState()
-    for each in chunks_of(events_of(body)):
-        completion.add(each)
-        state.handle_chunk(ChatCompletionChunk.model_validate(each))
+    for chunk in chunks_of(events_of(body)):
+        completion.add(chunk)
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
     assert completion.end() == []
     ours, whole = (
         read_reply(raw, {}, "x", logprobs=True).choices[0]

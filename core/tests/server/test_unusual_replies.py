@@ -65,7 +65,7 @@ async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any
             arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
         finished = choice.finish_reason
     assert finished in ("stop", "length", "tool_calls", "function_call", "content_filter")
-    return content, reasoning, [json.loads(each) for each in arguments.values()]
+    return content, reasoning, [json.loads(text) for text in arguments.values()]
 
 
 async def responses(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
@@ -180,9 +180,12 @@ async def test_a_message_reaches_every_client(
     key = await stack.lease()
     stack.upstream.script(reply(message))
     assert await ask(stack, key) == (content, reasoning, calls)
-    said = (await recorded(stack, key)).choices[0].message
-    assert (said["role"], said.get("content") or said.get("refusal") or "") == ("assistant", content)
-    tool_calls = said.get("tool_calls") or ()
+    recorded_message = (await recorded(stack, key)).choices[0].message
+    assert (recorded_message["role"], recorded_message.get("content") or recorded_message.get("refusal") or "") == (
+        "assistant",
+        content,
+    )
+    tool_calls = recorded_message.get("tool_calls") or ()
     assert [json.loads(call["function"]["arguments"]) for call in tool_calls] == calls
     assert len({call["id"] for call in tool_calls} - {None, ""}) == len(calls), "results are joined by them"
 
@@ -221,8 +224,8 @@ async def test_a_prompt_that_was_cut_is_marked(stack: Stack, words: int, is_cut:
     """The prompt has two tokens."""
     key = await stack.lease()
     stack.upstream.script(reply({"content": "Hello"}))
-    told: Any = [{"role": "user", "content": [{"type": "text", "text": "word " * words}]}]
-    await stack.client(key).chat.completions.create(model="m", messages=told)
+    prompt: Any = [{"role": "user", "content": [{"type": "text", "text": "word " * words}]}]
+    await stack.client(key).chat.completions.create(model="m", messages=prompt)
     call = await recorded(stack, key)
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
     [rollout], [attempt] = await stack.server.queue.done([key.rollout]), await stack.store.attempts(key.rollout)
@@ -234,7 +237,7 @@ async def test_no_tools_are_offered_in_one_way(stack: Stack, choice: Any) -> Non
     key = await stack.lease()
     for tools in ({}, {"tools": []}):
         await stack.client(key).chat.completions.create(model="m", messages=HELLO, **tools, **(choice if tools else {}))
-    bare, empty = ({k: v for k, v in each.body.items() if k != "seed"} for each in stack.upstream.received)
+    bare, empty = ({k: v for k, v in received.body.items() if k != "seed"} for received in stack.upstream.received)
     assert empty == bare
     for ask in (
         stack.client(key).responses.create(model="m", input="hello", tools=[], **choice),

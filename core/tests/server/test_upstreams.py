@@ -281,11 +281,11 @@ async def test_what_is_in_flight_ends_after_the_endpoint_was_closed() -> None:
     release = asyncio.Event()
     async with raw_server([release, PLAIN]) as server:
         with server.endpoint() as endpoint:
-            asked = asyncio.create_task(endpoint.post({}, b""))
+            asking = asyncio.create_task(endpoint.post({}, b""))
             await until(lambda: server.requests)
             endpoint.close()
             release.set()
-            assert shown(await asked) == (200, "3", b"hello")
+            assert shown(await asking) == (200, "3", b"hello")
             await until(lambda: server.closed == 1)
 
 
@@ -301,7 +301,7 @@ def certificate(tmp_path: Path) -> Path:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    signed = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
@@ -311,7 +311,7 @@ def certificate(tmp_path: Path) -> Path:
     )
     file = tmp_path / "upstream.pem"
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    file.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()) + made.public_bytes(encoding))
+    file.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()) + signed.public_bytes(encoding))
     return file
 
 
@@ -335,7 +335,7 @@ async def test_an_upstream_over_tls_is_believed_only_with_a_known_certificate(
         endpoint.close()
 
 
-ASKED: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+REQUEST: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
 
 @contextlib.asynccontextmanager
@@ -366,7 +366,7 @@ async def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
         client, key = client_of(first.url, second.url), AttemptKey("mine", 0)
         for server in (first, second):
             server.script(*(Hold(release=release) for _ in range(SLACK + 2)))
-        asking = [asyncio.create_task(client.complete(ASKED, key)) for _ in range(SLACK + 2)]
+        asking = [asyncio.create_task(client.complete(REQUEST, key)) for _ in range(SLACK + 2)]
         await until(lambda: len(first.received) + len(second.received) == SLACK + 2)
         assert {len(first.received), len(second.received)} == {SLACK + 1, 1}
         release.set()
@@ -379,7 +379,7 @@ async def test_a_server_that_is_away_is_left_alone_for_a_while() -> None:
     async with ScriptedUpstream() as there:
         client = client_of("http://127.0.0.1:9/v1", there.url, clock=clock)
         for number in range(20):
-            await client.complete(ASKED, AttemptKey(str(number), 0))
+            await client.complete(REQUEST, AttemptKey(str(number), 0))
         assert {client.server_of(str(number)) for number in range(40)} == {there.url}
         clock.now = REST
         assert len({client.server_of(str(number)) for number in range(40, 80)}) == 2
@@ -392,13 +392,13 @@ async def test_when_a_server_dies_its_rollouts_go_on_at_the_other() -> None:
         clients = [stack.client(key) for key in keys]
 
         async def everyone_asks() -> None:
-            await asyncio.gather(*(client.chat.completions.create(**ASKED) for client in clients))
+            await asyncio.gather(*(client.chat.completions.create(**REQUEST) for client in clients))
 
         await everyone_asks()
         assert (len(dying.received), len(staying.received)) == (4, 4)
-        before = {each.headers["x-agl-rollout"] for each in staying.received}
+        before = {request.headers["x-agl-rollout"] for request in staying.received}
         await everyone_asks()
-        assert {each.headers["x-agl-rollout"] for each in staying.received} == before, "each where it was"
+        assert {request.headers["x-agl-rollout"] for request in staying.received} == before, "each where it was"
         await dying.__aexit__()
         await everyone_asks()
         await everyone_asks()
@@ -412,7 +412,7 @@ async def test_a_reply_that_breaks_off_is_sampled_at_the_other_server(failure: A
     async with two_servers() as (_, first, second):
         first.script(failure)
         client = client_of(first.url, second.url)
-        await asyncio.gather(*(client.complete(ASKED, AttemptKey(str(number), 0)) for number in range(2)))
+        await asyncio.gather(*(client.complete(REQUEST, AttemptKey(str(number), 0)) for number in range(2)))
         assert (len(first.received), len(second.received)) == (1, 2)
         client.close()
 
@@ -424,5 +424,5 @@ async def test_what_a_server_refuses_is_asked_of_no_other() -> None:
         key = await stack.lease()
         for refused in (openai.BadRequestError, openai.InternalServerError):
             with pytest.raises(refused):
-                await stack.client(key).chat.completions.create(**ASKED)
+                await stack.client(key).chat.completions.create(**REQUEST)
         assert {len(first.received), len(second.received)} == {0, 2}

@@ -36,14 +36,14 @@ def as_ids(text: str) -> list[int]:
 async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(*[Say("ab" * 100)] * 2)
-    asked: dict[str, Any] = {"model": "default", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
-    reply = await stack.client(key).chat.completions.create(**asked)
+    request: dict[str, Any] = {"model": "default", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    reply = await stack.client(key).chat.completions.create(**request)
     assert reply.choices[0].logprobs is not None
     content = reply.choices[0].logprobs.content or []
-    assert [each.logprob for each in content] == [logprob(each) for each in as_ids("ab" * 100)]
+    assert [token.logprob for token in content] == [logprob(token) for token in as_ids("ab" * 100)]
     assert len(content[0].top_logprobs) == 2
     streamed = []
-    async for chunk in await stack.client(key).chat.completions.create(**asked, stream=True):
+    async for chunk in await stack.client(key).chat.completions.create(**request, stream=True):
         if chunk.choices[0].logprobs:
             streamed += chunk.choices[0].logprobs.content or []
     assert streamed == content
@@ -52,13 +52,13 @@ async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
 @pytest.mark.parametrize("api", ["chat.completions", "completions"])
 async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: Stack, api: str) -> None:
     url = f"{stack.url(await stack.lease())}/{api.replace('.', '/')}"
-    asked = (
+    request = (
         {"model": "default", "messages": HELLO} if api == "chat.completions" else {"model": "default", "prompt": "x"}
     )
     stack.upstream.script(*[Say("a long text, " * 20)] * 2)
     options: list[dict[str, bool]] = [{}, {"include_usage": True}]
-    streams = await post_each(stack, url, [{**asked, "stream": True, "stream_options": each} for each in options])
-    silent, at_the_end = (chunks_of(each.text) for each in streams)
+    streams = await post_each(stack, url, [{**request, "stream": True, "stream_options": option} for option in options])
+    silent, at_the_end = (chunks_of(stream.text) for stream in streams)
     assert len(silent) > 4
     assert not any("usage" in chunk for chunk in silent)
     *chunks, last = [chunk["usage"] for chunk in at_the_end]
@@ -67,18 +67,18 @@ async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: 
 
 
 async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> None:
-    asked = {"model": "default", "prompt": "hello", "logprobs": 2, "n": 2}
+    request = {"model": "default", "prompt": "hello", "logprobs": 2, "n": 2}
     stack.upstream.script(*[Say("ab" * 100)] * 2)
     url = f"{stack.url(await stack.lease())}/completions"
-    whole, streamed = await post_each(stack, url, [asked, {**asked, "n": 1, "stream": True}])
+    whole, streamed = await post_each(stack, url, [request, {**request, "n": 1, "stream": True}])
     first, second = whole.json()["choices"]
     assert (first["text"], second["text"]) == ("ab" * 100, "ab" * 100 + " (1)")
-    assert first["logprobs"]["token_logprobs"] == [logprob(each) for each in as_ids("ab" * 100)]
+    assert first["logprobs"]["token_logprobs"] == [logprob(token) for token in as_ids("ab" * 100)]
     assert first["logprobs"]["text_offset"] == list(range(201))
     assert all(first["logprobs"]["top_logprobs"])
     carried = [choice["logprobs"] for chunk in chunks_of(streamed.text) for choice in chunk["choices"]]
     for name, values in first["logprobs"].items():
-        assert [value for each in carried if each for value in each[name]] == values
+        assert [value for part in carried if part for value in part[name]] == values
 
 
 async def test_several_choices_are_all_recorded(stack: Stack) -> None:
@@ -118,14 +118,14 @@ async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Sta
 async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(Say("ab"))
-    told = {
+    engine_fields = {
         "version": 1,
         "prefilled": 10,
         "reused": 20,
         "prefix_broken": "edited",
         "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
     }
-    stack.upstream.more = {"agl": told}
+    stack.upstream.more = {"agl": engine_fields}
     await stack.client(key).chat.completions.create(model="default", messages=HELLO)
     (call,) = await stack.calls(key)
     assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, "edited")
@@ -196,14 +196,18 @@ async def last_event(stack: Stack, key: AttemptKey) -> None:
 async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_asked_for(stack: Stack, api: str) -> None:
     key = await stack.lease()
     chat = api == "chat.completions"
-    asked: dict[str, Any] = {"model": "default", "n": 2, **({"messages": HELLO} if chat else {"prompt": "hello"})}
+    request: dict[str, Any] = {"model": "default", "n": 2, **({"messages": HELLO} if chat else {"prompt": "hello"})}
     stack.upstream.more = {"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}
     url = f"{stack.url(key)}/{api.replace('.', '/')}"
     more = {"return_token_ids": True, "prompt_logprobs": 1}
     whole, streamed, stream_of_prompt = await post_each(
         stack,
         url,
-        [{**asked, **more}, {**asked, "return_token_ids": True, "stream": True}, {**asked, **more, "stream": True}],
+        [
+            {**request, **more},
+            {**request, "return_token_ids": True, "stream": True},
+            {**request, **more, "stream": True},
+        ],
     )
     first, second = await stack.calls(key)
     assert first.prompt_ids is not None
@@ -215,11 +219,11 @@ async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_as
         assert of_prompt["prompt_token_ids"] == first.prompt_ids.tolist()
         assert of_prompt["prompt_logprobs"] == stack.upstream.more["prompt_logprobs"]
     assert stack.upstream.received[0].body["prompt_logprobs"] == 1
-    chunks = [json.loads(each.removeprefix("data: ")) for each in streamed.text.strip().split("\n\n")[:-1]]
-    for place, recorded in enumerate(second.choices):
-        of_choice = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == place]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.text.strip().split("\n\n")[:-1]]
+    for index, recorded in enumerate(second.choices):
+        of_choice = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert recorded.response_ids is not None
-        assert [token for each in of_choice for token in each.get("token_ids", ())] == recorded.response_ids.tolist()
+        assert [token for part in of_choice for token in part.get("token_ids", ())] == recorded.response_ids.tolist()
     assert (chunks[0] if chat else chunks[0]["choices"][0])["prompt_token_ids"] == first.prompt_ids.tolist()
     assert (stream_of_prompt.status_code, stream_of_prompt.json()["error"]["param"]) == (400, "prompt_logprobs")
 
@@ -231,14 +235,14 @@ async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
     calls = [call("call_0", "add", '{"a": 1}'), call("call_0", "add", '{"a": 2}')]
     stack.upstream.script(reply({"role": "assistant", "content": None, "tool_calls": calls}))
     message = (await client.chat.completions.create(model="default", messages=HELLO)).choices[0].message
-    first, second = (each.id for each in message.tool_calls or ())
+    first, second = (tool_call.id for tool_call in message.tool_calls or ())
     assert first != second
     results: Any = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in ((second, "2"), (first, "1"))]
     echo: Any = message.model_dump(exclude_none=True)
     await client.chat.completions.create(model="default", messages=[*HELLO, echo, *results])
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
     (transition, _) = (await stack.episode(key)).transitions
-    assert [(each.arguments, each.result) for each in transition.tool_results] == [
+    assert [(result.arguments, result.result) for result in transition.tool_results] == [
         ({"a": 1}, "1"),
         ({"a": 2}, "2"),
     ]
@@ -255,7 +259,7 @@ async def test_half_a_surrogate_pair_in_what_the_model_wrote_is_none_in_the_tool
     assert stack.upstream.received[1].body["messages"][1] == own
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
     (transition, _) = (await stack.episode(key)).transitions
-    assert [each.arguments for each in transition.tool_results] == [{"a": "\ufffd"}]
+    assert [result.arguments for result in transition.tool_results] == [{"a": "\ufffd"}]
 
 
 async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: Stack) -> None:
@@ -270,7 +274,7 @@ async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: St
     ):
         response = await post(stack, f"{stack.url(key)}/{path}", json.dumps({"model": "default", **body}).encode())
         assert response.status_code == 200, path
-    assert [each.request["messages"][0]["content"] for each in await stack.calls(key)] == ["a\ufffd"] * 4
+    assert [recorded.request["messages"][0]["content"] for recorded in await stack.calls(key)] == ["a\ufffd"] * 4
     whole = json.dumps({"model": "default", "messages": [{"role": "user", "content": "🌍 \\ud83c " + cut}]})
     await post(stack, f"{stack.url(key)}/chat/completions", whole.encode())
     assert (await stack.calls(key))[-1].request["messages"][0]["content"] == "🌍 \\ud83c a\ufffd"

@@ -1,4 +1,4 @@
-"""What holds in every API: what is recorded, forwarded and answered, against the types of the official SDKs."""
+"""Every API: calls are recorded and forwarded exactly, and answered as the types of the official SDKs say."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from ..api_oracles import HELLO, OWN, chunks_of, events_of, extras, post_each, r
 
 BRIEF = {"role": "system", "content": "Be brief."}
 GATEWAYS = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}
-"""What a forwarded request has in any case."""
+"""Fields of every forwarded request."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"name": "add", "description": "Add.", "parameters": SCHEMA}
 CHAT_ADD = {"type": "function", "function": ADD}
 MESSAGES_ADD = {"name": "add", "description": "Add.", "input_schema": SCHEMA}
 CHOICE = {"type": "function", "function": {"name": "add"}}
+UNCHANGED = {"stop": "END", "user": "me", "presence_penalty": 0.5, "max_tokens": 77}
+CHAT_ONLY = {"tools": [CHAT_ADD], "tool_choice": "none", "response_format": {"type": "json_object"}, "stop": ["END"]}
+"""Fields that the upstream gets as they are."""
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 
 
 class Api(NamedTuple):
-    asked: dict[str, Any]
+    request: dict[str, Any]
     """`[BRIEF, *HELLO]` in this API."""
     id_prefix: str
     whole: type[BaseModel]
@@ -56,20 +59,7 @@ APIS = {
         ChatCompletion,
         TypeAdapter(ChatCompletionChunk).validate_python,
         nulls("tools", "stop", "n", "logprobs", "top_p"),
-        [
-            (
-                each := {
-                    "tools": [CHAT_ADD],
-                    "tool_choice": "none",
-                    "stop": ["END"],
-                    "response_format": {"type": "json_object"},
-                    "user": "me",
-                    "presence_penalty": 0.5,
-                    "max_tokens": 77,
-                },
-                each,
-            )
-        ],
+        [(UNCHANGED | CHAT_ONLY, UNCHANGED | CHAT_ONLY)],
     ),
     "completions": Api(
         {"prompt": ["hello"]},
@@ -77,7 +67,7 @@ APIS = {
         Completion,
         lambda data: Completion.construct(**data),  # Its model has no place for a reason that is not known yet.
         {"echo": False, "suffix": "", "best_of": 1, **nulls("stop", "logprobs")},
-        [(each := {"stop": "END", "user": "me", "presence_penalty": 0.5, "max_tokens": 77}, each)],
+        [(UNCHANGED, UNCHANGED)],
     ),
     "responses": Api(
         {"input": "hello", "instructions": "Be brief."},
@@ -159,9 +149,11 @@ every_api = pytest.mark.parametrize("name", APIS)
 
 async def ask(stack: Stack, key: Any, name: str, *changes: dict[str, Any]) -> list[Any]:
     """Send the API's request with each of these changes."""
-    bodies = [{"model": "default", **APIS[name].asked, **change} for change in changes]
+    bodies = [{"model": "default", **APIS[name].request, **change} for change in changes]
     responses = await post_each(stack, f"{stack.url(key)}/{name.replace('.', '/')}", bodies)
-    assert [each.status_code for each in responses] == [200] * len(bodies), [each.text for each in responses]
+    assert [response.status_code for response in responses] == [200] * len(bodies), [
+        response.text for response in responses
+    ]
     return responses
 
 
@@ -184,7 +176,7 @@ async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack, name: str) ->
     assert choice.response_ids is not None
     assert choice.response_ids.tolist() == sampled
     assert choice.logprobs is not None
-    assert choice.logprobs.tolist() == np.float32([logprob(each) for each in sampled]).tolist()
+    assert choice.logprobs.tolist() == np.float32([logprob(token) for token in sampled]).tolist()
     assert (choice.finish_reason, choice.message["content"]) == (FinishReason.STOP, OWN["text"]["content"])
     assert call.started <= call.ended
 
@@ -199,8 +191,8 @@ async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack, name: str) ->
 async def test_what_is_asked_is_translated(stack: Stack, name: str) -> None:
     key = await stack.lease(mode=Mode.EVAL_SAMPLED)
     sampling = {"temperature": 0.3, "top_p": 0.9, "seed": 5}
-    for asked, forwarded in APIS[name].translated:
-        await ask(stack, key, name, {**asked, **sampling, "invented": {"x": 1}, "top_k": 5})
+    for fields, forwarded in APIS[name].translated:
+        await ask(stack, key, name, {**fields, **sampling, "invented": {"x": 1}, "top_k": 5})
         body = stack.upstream.received[-1].body
         assert {k: v for k, v in body.items() if k not in GATEWAYS} == {**forwarded, "invented": {"x": 1}, "top_k": 5}
         call = (await stack.calls(key))[-1]
@@ -227,10 +219,10 @@ async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stac
         whole, streamed = await ask(stack, key, name, {}, {"stream": True})
         assert streamed.headers["content-type"].startswith("text/event-stream")
         events = chunks_of(streamed.text) if name.endswith("completions") else events_of(streamed.text)
-        parsed = [api.event(each) for each in events if each.get("type") != "ping"]
+        parsed = [api.event(event) for event in events if event.get("type") != "ping"]
         message = api.whole.model_validate_json(whole.text)
-        found = [place.rpartition(".")[2] for each in (message, *parsed) for place in extras(each)]
-        assert not set(found) - {"reasoning", "reasoning_content"}, case
+        names = [path.rpartition(".")[2] for model in (message, *parsed) for path in extras(model)]
+        assert not set(names) - {"reasoning", "reasoning_content"}, case
         CHECKS[name](message.model_dump(), events, own)
 
 
@@ -240,12 +232,12 @@ def check_chat(whole: Any, chunks: Any, own: Any) -> None:
     assert deltas[0]["role"] == "assistant"
     assert {chunk["id"] for chunk in chunks} != {whole["id"]}
     assert len({chunk["id"] for chunk in chunks}) == 1
-    assert "".join(each.get("content") or "" for each in deltas) == (own["content"] or "")
-    calls = [call for each in deltas for call in each.get("tool_calls") or ()]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (own["content"] or "")
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
     for index, call in enumerate(own.get("tool_calls") or ()):
-        opened, *written = (each for each in calls if each["index"] == index)
+        opened, *written = (part for part in calls if part["index"] == index)
         assert (opened["id"], opened["function"]["name"]) == (call["id"], call["function"]["name"])
-        arguments = "".join(each["function"]["arguments"] for each in (opened, *written))
+        arguments = "".join(part["function"]["arguments"] for part in (opened, *written))
         assert arguments == call["function"]["arguments"]
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + [whole["choices"][0]["finish_reason"]]

@@ -60,9 +60,9 @@ class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
 
 
 def fitting(received: Received) -> Say | CallTools:
-    """What a helpful model would answer: forced or fitting tools, JSON where it is asked for, otherwise text."""
+    """A helpful model's answer: forced or fitting tools, JSON where it is asked for, otherwise text."""
     body, last = received.body, received.items[-1]
-    asked = str(last.get("content"))
+    question = str(last.get("content"))
     tools = {tool["function"]["name"]: tool["function"] for tool in body.get("tools") or () if "function" in tool}
     choice = body.get("tool_choice") or "auto"
     if isinstance(choice, dict):
@@ -70,24 +70,24 @@ def fitting(received: Received) -> Say | CallTools:
     forced = choice == "required" or isinstance(choice, dict)
     if tools and (forced or (choice == "auto" and last["role"] == "user")):
         name, tool = next(iter(tools.items()))
-        return CallTools([(name, example(tool.get("parameters") or {}, asked))])
+        return CallTools([(name, example(tool.get("parameters") or {}, question))])
     wanted = body.get("response_format") or {}
     if wanted.get("type") == "json_schema":
-        return Say(json.dumps(example(wanted["json_schema"]["schema"], asked)))
+        return Say(json.dumps(example(wanted["json_schema"]["schema"], question)))
     if wanted.get("type") == "json_object":
-        return Say(json.dumps(dict.fromkeys(_quoted(asked), "something")))
+        return Say(json.dumps(dict.fromkeys(_quoted(question), "something")))
     return echo(received)
 
 
-def example(schema: Mapping[str, Any], asked: str) -> Any:
-    """A value that fits a JSON schema; numbers and quoted words are taken from what was asked."""
+def example(schema: Mapping[str, Any], question: str) -> Any:
+    """A value that fits a JSON schema; numbers and quoted words are taken from the question."""
     match schema.get("type"):
         case "integer" | "number":
-            numbers = re.findall(r"-?\d+", asked)
+            numbers = re.findall(r"-?\d+", question)
             return int(numbers[0]) if numbers else 1
         case "object":
-            return {name: example(each, asked) for name, each in schema.get("properties", {}).items()}
-    return next(iter(_quoted(asked)), "something")
+            return {name: example(inner, question) for name, inner in schema.get("properties", {}).items()}
+    return next(iter(_quoted(question)), "something")
 
 
 def _quoted(text: str) -> list[str]:

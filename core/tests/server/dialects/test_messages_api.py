@@ -17,8 +17,8 @@ from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolStatus
 from ..api_oracles import HELLO, OWN, client_of, reply
 from ..posting import OVERFLOW
 
-ASKED: dict[str, Any] = {"model": "m", "max_tokens": 100}
-GOOD: dict[str, Any] = {**ASKED, "messages": HELLO}
+BASE: dict[str, Any] = {"model": "m", "max_tokens": 100}
+GOOD: dict[str, Any] = {**BASE, "messages": HELLO}
 
 
 async def test_stop_reasons(stack: Stack) -> None:
@@ -103,17 +103,17 @@ async def episode(stack: Stack, key: AttemptKey) -> Episode:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_echo_is_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
-    for name, said in OWN.items():
-        key, own = await stack.lease(), dict(said)
+    for name, original in OWN.items():
+        key, own = await stack.lease(), dict(original)
         client = client_of(stack, key)
         stack.upstream.script(reply(own))
         if streamed and own.get("tool_calls"):  # A stream does not show whether there is no text or an empty one.
             own["content"] = own["content"] or None
         if streamed:
-            async with client.messages.stream(**ASKED, messages=HELLO) as stream:
+            async with client.messages.stream(**BASE, messages=HELLO) as stream:
                 message: Any = await stream.get_final_message()
         else:
-            message = await client.messages.create(**ASKED, messages=HELLO)
+            message = await client.messages.create(**BASE, messages=HELLO)
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "done"}
             for block in message.content
@@ -124,9 +124,11 @@ async def test_an_echo_is_the_upstreams_own_message(stack: Stack, streamed: bool
             {"role": "assistant", "content": message.content},
             {"role": "user", "content": results or "go"},
         ]
-        await client.messages.create(**ASKED, messages=asks)
-        told = [{"role": "tool", "tool_call_id": each["tool_use_id"], "content": "done"} for each in results]
-        wanted = [*HELLO, own, *(told or [{"role": "user", "content": "go"}])]
+        await client.messages.create(**BASE, messages=asks)
+        tool_messages = [
+            {"role": "tool", "tool_call_id": result["tool_use_id"], "content": "done"} for result in results
+        ]
+        wanted = [*HELLO, own, *(tool_messages or [{"role": "user", "content": "go"}])]
         assert forwarded(stack) == wanted, name
         assert (await stack.calls(key))[-1].request["messages"] == wanted, name
 
@@ -136,22 +138,22 @@ async def test_numbers_that_another_language_writes_otherwise(stack: Stack) -> N
     own = OWN["spacing, order, escapes, floats"]
     client = client_of(stack, await stack.lease())
     stack.upstream.script(reply(own))
-    await client.messages.create(**ASKED, messages=HELLO)
+    await client.messages.create(**BASE, messages=HELLO)
     block = {"type": "tool_use", "id": "c1", "name": "f", "input": {"b": {}, "a": [100, "é", None, True], "z": 1}}
     echo: Any = [*HELLO, {"role": "assistant", "content": [block]}, *HELLO]
-    await client.messages.create(**ASKED, messages=echo)
+    await client.messages.create(**BASE, messages=echo)
     assert forwarded(stack)[1] == own
     block["input"] = {"z": 2}
-    await client.messages.create(**ASKED, messages=echo)
+    await client.messages.create(**BASE, messages=echo)
     assert forwarded(stack)[1]["tool_calls"][0]["function"]["arguments"] == '{"z": 2}'
 
 
 async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
     key = await stack.lease()
     client = client_of(stack, key)
-    stack.upstream.script(CallTools([("add", {"n": each}) for each in range(6)]))
-    message = await client.messages.create(**ASKED, messages=HELLO)
-    said: list[dict[str, Any]] = [
+    stack.upstream.script(CallTools([("add", {"n": number}) for number in range(6)]))
+    message = await client.messages.create(**BASE, messages=HELLO)
+    contents: list[dict[str, Any]] = [
         {"content": "no such city", "is_error": True},
         {"content": [{"type": "text", "text": "it timed"}, {"type": "text", "text": " out"}], "is_error": True},
         {"content": "ValueError: what the file says", "is_error": False},
@@ -160,13 +162,13 @@ async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
         {"content": "22 °C"},
     ]
     results: list[Any] = [
-        {"type": "tool_result", "tool_use_id": block.id, **each}
-        for block, each in zip(message.content, said, strict=True)
+        {"type": "tool_result", "tool_use_id": block.id, **content}
+        for block, content in zip(message.content, contents, strict=True)
     ]
     answer: Any = {"role": "user", "content": [*results, {"type": "text", "text": "and now?"}]}
-    await client.messages.create(**ASKED, messages=[*HELLO, {"role": "assistant", "content": message.content}, answer])
+    await client.messages.create(**BASE, messages=[*HELLO, {"role": "assistant", "content": message.content}, answer])
     first, second = (await episode(stack, key)).transitions
-    assert [each.status for each in first.tool_results] == [
+    assert [result.status for result in first.tool_results] == [
         ToolStatus.ERROR,
         ToolStatus.TIMEOUT,
         ToolStatus.OK,
@@ -175,7 +177,7 @@ async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
         ToolStatus.OK,
     ]
     assert (first.tool_results[0].tool, first.tool_results[0].error) == ("add", "no such city")
-    assert [each["role"] for each in second.messages] == ["user", "assistant", *["tool"] * 6, "user"]
+    assert [sent["role"] for sent in second.messages] == ["user", "assistant", *["tool"] * 6, "user"]
     assert second.messages[2]["status"] == "error"
-    assert [set(each) for each in forwarded(stack)[2:8]] == [{"role", "tool_call_id", "content"}] * 6
+    assert [set(sent) for sent in forwarded(stack)[2:8]] == [{"role", "tool_call_id", "content"}] * 6
     assert forwarded(stack)[-1] == {"role": "user", "content": "and now?"}

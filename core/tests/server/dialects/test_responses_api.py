@@ -42,8 +42,8 @@ def outputs(response: Any) -> list[Any]:
 
 def tool_messages(own: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"role": "tool", "tool_call_id": each["id"], "content": f"did {each['id']}"}
-        for each in own.get("tool_calls") or ()
+        {"role": "tool", "tool_call_id": tool_call["id"], "content": f"did {tool_call['id']}"}
+        for tool_call in own.get("tool_calls") or ()
     ]
 
 
@@ -61,15 +61,15 @@ async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:
 async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(*[Say("ab")] * 2)
-    asked: dict[str, Any] = {**GOOD, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    response = await stack.client(key).responses.create(**asked)
+    request: dict[str, Any] = {**GOOD, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = await stack.client(key).responses.create(**request)
     part: Any = response.output[0]
     logprobs = part.content[0].logprobs
-    assert [each.logprob for each in logprobs] == [logprob(each) for each in [*b"ab", END_TOKEN]]
+    assert [token.logprob for token in logprobs] == [logprob(token) for token in [*b"ab", END_TOKEN]]
     assert len(logprobs[0].top_logprobs) == 2
-    streamed = [event async for event in await stack.client(key).responses.create(**asked, stream=True)]
+    streamed = [event async for event in await stack.client(key).responses.create(**request, stream=True)]
     deltas = [event for event in streamed if event.type == "response.output_text.delta"]
-    assert [each.logprob for delta in deltas for each in delta.logprobs] == [each.logprob for each in logprobs]
+    assert [token.logprob for delta in deltas for token in delta.logprobs] == [token.logprob for token in logprobs]
     assert streamed[-1].response.output[0].content == part.content
     plain: Any = (await stack.client(key).responses.create(**GOOD)).output[0]
     assert plain.content[0].logprobs == []
@@ -93,8 +93,8 @@ async def test_errors_are_openais(stack: Stack) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
     """As items, by the items' ids, and by the id of the response."""
-    for name, said in OWN.items():
-        key, own = await stack.lease(), dict(said)
+    for name, original in OWN.items():
+        key, own = await stack.lease(), dict(original)
         client = stack.client(key)
         stack.upstream.script(reply(own))
         if streamed:
@@ -109,7 +109,7 @@ async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, str
         for again in (
             {"input": [user(), *response.output, *outputs(response), user()]},
             {"input": [user(), *references, *outputs(response), user()]},
-            {"input": [user(), *({"id": each["id"]} for each in references), *outputs(response), user()]},
+            {"input": [user(), *({"id": reference["id"]} for reference in references), *outputs(response), user()]},
             {"input": [*outputs(response), user()], "previous_response_id": response.id},
         ):
             raw = await client.responses.with_raw_response.create(model="m", **again)
@@ -135,13 +135,13 @@ async def test_each_earlier_response_can_be_continued(stack: Stack) -> None:
     ids: list[Any] = [None]
     for turn in range(3):
         stack.upstream.script(Say(f"a{turn}"))
-        asked: dict[str, Any] = {"input": f"q{turn}", "instructions": f"i{turn}", "previous_response_id": ids[-1]}
-        response = await client.responses.create(model="m", **asked)
+        request: dict[str, Any] = {"input": f"q{turn}", "instructions": f"i{turn}", "previous_response_id": ids[-1]}
+        response = await client.responses.create(model="m", **request)
         assert response.previous_response_id == ids[-1]
         ids.append(response.id)
-    assert [each["content"] for each in forwarded(stack)] == ["i2", "q0", "a0", "q1", "a1", "q2"]
+    assert [message["content"] for message in forwarded(stack)] == ["i2", "q0", "a0", "q1", "a1", "q2"]
     await client.responses.create(model="m", input="other", previous_response_id=ids[1])
-    assert [each["content"] for each in forwarded(stack)] == ["q0", "a0", "other"]
+    assert [message["content"] for message in forwarded(stack)] == ["q0", "a0", "other"]
 
 
 async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None:
@@ -149,7 +149,7 @@ async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None
     unstored = await client.responses.create(model="m", input="x", store=False)
     referred: Any = {"type": "item_reference", "id": unstored.output[0].id}
     await client.responses.create(model="m", input=[user(), referred, user()])
-    assert [each["role"] for each in forwarded(stack)] == ["user", "assistant", "user"], (
+    assert [message["role"] for message in forwarded(stack)] == ["user", "assistant", "user"], (
         "its items are known all the same"
     )
     other = await stack.client(await stack.lease()).responses.create(model="m", input="x")
@@ -183,8 +183,8 @@ async def test_parallel_calls_stay_together_however_they_come_back(stack: Stack)
     client = stack.client(key)
     text, *calls = await parallel(stack, key)
     results: list[Any] = [
-        {"type": "function_call_output", "call_id": each["call_id"], "output": f"did {each['call_id']}"}
-        for each in calls
+        {"type": "function_call_output", "call_id": item["call_id"], "output": f"did {item['call_id']}"}
+        for item in calls
     ]
     interleaved = [text, *(item for pair in zip(calls, results, strict=True) for item in pair)]
     bare = [{k: v for k, v in item.items() if k not in ("id", "status")} for item in interleaved]
@@ -202,10 +202,10 @@ async def test_calls_are_told_apart_by_reply(stack: Stack) -> None:
     first = await client.responses.create(model="m", input=[user()])
     second = await client.responses.create(model="m", input=[user(), *first.output])
     await client.responses.create(model="m", input=[user(), *first.output, *second.output, *outputs(second)])
-    said, called = (each.choices[0].message for each in (await stack.calls(key))[:2])
-    assert [each["content"] for each in forwarded(stack)[1:3]] == ["one", None]
+    text, called = (recorded.choices[0].message for recorded in (await stack.calls(key))[:2])
+    assert [message["content"] for message in forwarded(stack)[1:3]] == ["one", None]
     assert forwarded(stack)[1:3] == [
-        {"role": "assistant", "content": said["content"]},
+        {"role": "assistant", "content": text["content"]},
         {"role": "assistant", "content": None, "tool_calls": called["tool_calls"]},
     ]
 
@@ -287,11 +287,11 @@ async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, streamed: bool) -> None:
     client = stack.client(await stack.lease())
-    asked: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
+    request: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
     if streamed:
-        response: Any = [event async for event in await client.responses.create(**asked, stream=True)][-1].response
+        response: Any = [event async for event in await client.responses.create(**request, stream=True)][-1].response
     else:
-        response = await client.responses.create(**asked)
+        response = await client.responses.create(**request)
     assert await client.responses.retrieve(response.id) == response
     events: list[Any] = [event async for event in await client.responses.retrieve(response.id, stream=True)]
     assert (events[0].type, events[-1].response) == ("response.created", response)
@@ -308,11 +308,11 @@ async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, strea
     with pytest.raises(openai.BadRequestError):
         await client.responses.create(model="m", input="y", previous_response_id=response.id)
     await client.responses.create(model="m", input=echo)
-    unstored = await client.responses.create(**asked, store=False)
+    unstored = await client.responses.create(**request, store=False)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(unstored.id)
     other = stack.client(await stack.lease())
-    stored = await client.responses.create(**asked)
+    stored = await client.responses.create(**request)
     with pytest.raises(openai.NotFoundError):
         await other.responses.retrieve(stored.id)
 
@@ -325,9 +325,9 @@ async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
     called = await client.responses.create(model="m", input="hello", tools=tools)
     assert called.usage is not None
     assert counted.input_tokens == called.usage.input_tokens > 0
-    asked: Any = {"model": "m", "messages": [user()], "system": "Be brief."}
-    also = await anthropics.messages.count_tokens(**asked)
-    message = await anthropics.messages.create(max_tokens=9, **asked)
+    request: Any = {"model": "m", "messages": [user()], "system": "Be brief."}
+    also = await anthropics.messages.count_tokens(**request)
+    message = await anthropics.messages.create(max_tokens=9, **request)
     assert also.input_tokens == message.usage.input_tokens > 0
     assert [call.id for call in await stack.calls(key)] == [called.id, message.id]
     assert stack.upstream.received[0].body["max_tokens"] == 1
@@ -342,10 +342,14 @@ async def test_what_is_kept_of_all_open_attempts_is_bounded(stack: Stack, monkey
     text = 4000 * " "
     keys = [await stack.lease() for _ in range(8)]
     clients = [stack.client(key) for key in keys]
-    responses = [await client.responses.create(model="m", input=f"{text}{each}") for each, client in enumerate(clients)]
+    responses = [
+        await client.responses.create(model="m", input=f"{text}{number}") for number, client in enumerate(clients)
+    ]
     again = [
-        await client.responses.create(model="m", input=f"{text}{each}", extra_headers={"x-stainless-retry-count": "1"})
-        for each, client in reversed([*enumerate(clients)])
+        await client.responses.create(
+            model="m", input=f"{text}{number}", extra_headers={"x-stainless-retry-count": "1"}
+        )
+        for number, client in reversed([*enumerate(clients)])
     ][::-1]
     same = [first.id == second.id for first, second in zip(responses, again, strict=True)]
     assert (same[0], same[-1]) == (False, True)

@@ -1,5 +1,5 @@
-"""What common agents ask for beside text and functions: hosted and custom tools, summaries of reasoning, images,
-tools and blocks of Anthropic's, and what only tunes a hosted service."""
+"""Requests of common agents beside text and functions: hosted and custom tools, summaries of reasoning, images, tools
+and blocks of Anthropic's, and settings that only tune a hosted service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..posting import SMALLEST
 HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
 GRAMMAR = {"definition": "start: /.+/", "syntax": "lark"}
-ASKED: dict[str, Any] = {"model": "default", "input": "hello"}
+REQUEST: dict[str, Any] = {"model": "default", "input": "hello"}
 CHAT: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 CALLED = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": "ls -l"}}
 REPLY = {
@@ -49,7 +49,7 @@ USES_CUSTOM = Raw(json.dumps(REPLY).encode())
 async def test_a_summary_of_reasoning_is_not_required(stack: Stack) -> None:
     key = await stack.lease()
     response = await stack.client(key).responses.create(
-        **ASKED, reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content"], store=False
+        **REQUEST, reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content"], store=False
     )
     assert response.output_text
     (received,) = stack.upstream.received
@@ -61,12 +61,12 @@ async def test_hosted_tools_are_the_model_servers_affair(stack: Stack) -> None:
     key = await stack.lease()
     client = stack.client(key)
     stack.upstream.script(Say("found"), Fail(400, {"error": {"message": "no such tool."}}))
-    response = await client.responses.create(**ASKED, tools=[HOSTED], tool_choice={"type": "web_search_preview"})
+    response = await client.responses.create(**REQUEST, tools=[HOSTED], tool_choice={"type": "web_search_preview"})
     assert response.output_text == "found"
     assert stack.upstream.received[0].body["tools"] == [HOSTED]
     assert stack.upstream.received[0].body["tool_choice"] == {"type": "web_search_preview"}
     with pytest.raises(openai.BadRequestError, match="no such tool"):
-        await client.responses.create(**ASKED, tools=[HOSTED])
+        await client.responses.create(**REQUEST, tools=[HOSTED])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,15 +75,15 @@ async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> N
     client = stack.client(key)
     tools: Any = [{"type": "custom", "custom": SHELL}]
     stack.upstream.script(USES_CUSTOM)
-    asked: Any = {**CHAT, "tools": tools, "stream": stream}
+    request: Any = {**CHAT, "tools": tools, "stream": stream}
     if stream:
-        chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
-        deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
-        parts: list[Any] = [(each.model_extra or {})["custom"] for each in deltas]
+        chunks = [chunk async for chunk in await client.chat.completions.create(**request)]
+        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+        parts: list[Any] = [(delta.model_extra or {})["custom"] for delta in deltas]
         assert (parts[0]["name"], "".join(part["input"] for part in parts)) == ("shell", "ls -l")
     else:
-        made: Any = (await client.chat.completions.create(**asked)).choices[0].message.tool_calls
-        assert (made[0].type, made[0].custom.name, made[0].custom.input) == ("custom", "shell", "ls -l")
+        calls: Any = (await client.chat.completions.create(**request)).choices[0].message.tool_calls
+        assert (calls[0].type, calls[0].custom.name, calls[0].custom.input) == ("custom", "shell", "ls -l")
     answer = {"role": "tool", "tool_call_id": "call_1", "content": "total 0"}
     again: Any = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [CALLED]}, answer]
     await client.chat.completions.create(model="default", messages=again, tools=tools)
@@ -99,13 +99,15 @@ async def test_custom_tools_of_the_responses_api(stack: Stack, stream: bool) -> 
     client = stack.client(key)
     tools: Any = [{"type": "custom", **SHELL, "format": {"type": "grammar", **GRAMMAR}}]
     stack.upstream.script(USES_CUSTOM)
-    asked: Any = {**ASKED, "tools": tools, "tool_choice": {"type": "custom", "name": "shell"}}
+    request: Any = {**REQUEST, "tools": tools, "tool_choice": {"type": "custom", "name": "shell"}}
     if stream:
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        events = [event async for event in await client.responses.create(**request, stream=True)]
         response = events[-1].response
-        assert "".join(each.delta for each in events if each.type == "response.custom_tool_call_input.delta") == "ls -l"
+        assert (
+            "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta") == "ls -l"
+        )
     else:
-        response = await client.responses.create(**asked)
+        response = await client.responses.create(**request)
     item: Any = response.output[0]
     assert (item.type, item.call_id, item.name, item.input) == ("custom_tool_call", "call_1", "shell", "ls -l")
     first = stack.upstream.received[0].body
@@ -119,7 +121,7 @@ async def test_custom_tools_of_the_responses_api(stack: Stack, stream: bool) -> 
     )
     assert stack.upstream.received[1].body["messages"][1]["tool_calls"] == [CALLED]
     episode = await _closed(stack, key)
-    assert [each.tool for each in episode.transitions[0].tool_results] == ["shell"]
+    assert [result.tool for result in episode.transitions[0].tool_results] == ["shell"]
 
 
 CLAUDE_CODES: dict[str, Any] = {
@@ -140,7 +142,9 @@ async def test_what_tunes_anthropics_service_is_ignored_and_noted(
         raw = await client.beta.messages.with_raw_response.create(model="claude", max_tokens=9, **CLAUDE_CODES)
     noted = "context_management, output_config.task_budget, thinking, tools.defer_loading"
     assert raw.headers[HEADER_IGNORED] == noted
-    assert [each.count(noted) for each in caplog.messages if "requests of messages" in each] == [1], "once in the log"
+    assert [message.count(noted) for message in caplog.messages if "requests of messages" in message] == [1], (
+        "once in the log"
+    )
     body = stack.upstream.received[0].body
     assert body["messages"] == CLAUDE_CODES["messages"], "the system may speak in mid-conversation"
     assert body["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -153,11 +157,11 @@ async def test_what_tunes_anthropics_service_is_ignored_and_noted(
 
 async def test_what_tunes_openais_service_is_ignored_and_noted(stack: Stack) -> None:
     client = stack.client(await stack.lease())
-    asked: Any = {"truncation": "auto", "context_management": [{"type": "compaction"}], "max_tool_calls": 3}
-    raw = await client.responses.with_raw_response.create(**ASKED, **asked)
+    request: Any = {"truncation": "auto", "context_management": [{"type": "compaction"}], "max_tool_calls": 3}
+    raw = await client.responses.with_raw_response.create(**REQUEST, **request)
     assert raw.headers[HEADER_IGNORED] == "context_management, max_tool_calls, truncation"
     assert raw.parse().truncation == "disabled"
-    plain = await client.responses.with_raw_response.create(**ASKED, truncation="disabled")
+    plain = await client.responses.with_raw_response.create(**REQUEST, truncation="disabled")
     assert HEADER_IGNORED not in plain.headers
 
 
@@ -165,14 +169,14 @@ async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it
     """Each field of the clients' own types is translated, refused by name, ignored, or one of chat completions."""
     known = {*get_type_hints(CompletionCreateParamsBase), "stream", "top_k", "return_token_ids"}
     url = stack.url(await stack.lease())
-    for route, asked, params in (
+    for route, request, params in (
         ("messages", {**CHAT, "max_tokens": 9}, MessageCreateParamsBase),
-        ("responses", ASKED, ResponseCreateParamsBase),
+        ("responses", REQUEST, ResponseCreateParamsBase),
     ):
-        for name in get_type_hints(params).keys() - asked.keys() - {"betas"}:
+        for name in get_type_hints(params).keys() - request.keys() - {"betas"}:
             for value in ("x", {"type": "x"}, [{"type": "x"}], 1):
                 stack.upstream.received.clear()
-                (response,) = await post_each(stack, f"{url}/{route}", [{**asked, name: value}])
+                (response,) = await post_each(stack, f"{url}/{route}", [{**request, name: value}])
                 if stack.upstream.received:
                     assert stack.upstream.received[0].body.keys() <= known, name
                 else:
@@ -234,10 +238,10 @@ async def test_documents_images_and_results_of_searches_are_passed_on(
     ]
     raw = await client_of(stack, key).messages.with_raw_response.create(model="m", max_tokens=9, messages=messages)
     assert raw.headers[HEADER_IGNORED] == "citations, redacted_thinking"
-    asked, answered, tool = stack.upstream.received[0].body["messages"]
-    assert [each["text"] for each in asked["content"][:-3]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
+    question, answered, tool = stack.upstream.received[0].body["messages"]
+    assert [part["text"] for part in question["content"][:-3]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
     file = {"filename": "p.pdf", "file_data": "data:application/pdf;base64,AAAA"}
-    assert asked["content"][-3:] == [
+    assert question["content"][-3:] == [
         {"type": "file", "file": file},
         {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
