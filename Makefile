@@ -125,7 +125,7 @@ newest-verl: ## Test what of the veRL engine needs no Ray with the newest veRL, 
 	@$(FRAMEWORKS)/verl/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@$(FRAMEWORKS)/verl/bin/python -m pip install -q --no-deps $(patsubst %,-e %,$(filter-out core,$(VERL_PACKAGES)))
 	@$(FRAMEWORKS)/verl/bin/python -m pytest -p no:cacheprovider -o python_files='test_*.py live_*.py' \
-		$(addprefix algorithms/verl/tests/,live_config.py live_registries.py live_parity.py test_verl_engine.py)
+		$(addprefix algorithms/verl/tests/,live_config.py live_parity.py test_verl_engine.py)
 
 NEWEST_NEED = $(foreach each,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(each)),,$(each)))
 # Of one of FRAMEWORKS_NEED: its name, what to install, and the tests of its adapter.

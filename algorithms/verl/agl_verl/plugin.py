@@ -1,19 +1,15 @@
-"""The parts of this package for agl: the engine with its settings, and the algorithm `verl`, which is veRL's own.
+"""The engine `verl` for agl, with its settings.
 
 Importing it imports neither veRL, Ray, vLLM nor torch, so that a configuration can be checked without them.
-
-The algorithm `verl` combines an estimator and a loss of veRL's registries. veRL computes everything then, by its own
-rules and keys: a row is a transition, whose reward is its credited value, at its last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agl_core import Capability, CreditKind, hookimpl, kinds
+from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register
 
 if TYPE_CHECKING:
@@ -97,73 +93,6 @@ class VerlOptions(BaseModel):
         return self
 
 
-GROUPED = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "rloo",
-        "rloo_vectorized",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus_baseline",
-    }
-)
-"""veRL's estimators that compare the rows of a group."""
-_NO_VARIANCE = "it needs the sums of squared probabilities (sum_pi_squared), which veRL's V1 trainer does not hand over"
-UNUSABLE: Mapping[str, str] = {
-    "remax": "it needs the reward of a greedy rollout of each prompt, and agl makes none",
-    "gdpo": "it needs the components of each reward, which veRL's V1 trainer does not hand over; their weights are in "
-    "[rewards]",
-    "optimal_token_baseline": _NO_VARIANCE,
-    "tir_optimal_token_baseline": _NO_VARIANCE,
-    "bypass_mode": "it takes the log-probabilities of serving for the old ones, and agl has these computed anew",
-}
-"""veRL's estimators and losses that cannot be used, and why."""
-
-
-class NativeOptions(BaseModel):
-    """An algorithm of veRL itself; how it computes is said by `engine.verl.overrides`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    estimator: str = Field("grpo", description="veRL's advantage estimator (algorithm.adv_estimator).")
-    loss: str = Field("vanilla", description="veRL's policy loss (actor.policy_loss.loss_mode).")
-    modules: tuple[str, ...] = Field(
-        (),
-        description="Python modules that register estimators or losses of yours with veRL; every process of the engine "
-        "imports them, on every node.",
-    )
-    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
-    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.estimator == "gae"
-
-    @model_validator(mode="after")
-    def _is_usable(self) -> Self:
-        for name in (self.estimator, self.loss):
-            if name in UNUSABLE:
-                raise ValueError(f"veRL's '{name}' cannot be used here: {UNUSABLE[name]}.")
-        return self
-
-
-def needs(options: NativeOptions) -> frozenset[Capability]:
-    """This engine and ids; groups and a critic where the estimator asks for them."""
-    wanted = {Capability.OWN_ALGORITHMS, Capability.TOKEN_IDS}
-    if options.estimator in GROUPED:
-        wanted.add(Capability.GROUPS)
-    if options.needs_critic:
-        wanted.add(Capability.CRITIC)
-    return frozenset(wanted)
-
-
-def build_native(options: NativeOptions) -> NativeOptions:
-    """An algorithm of veRL itself, by its names there; with engine.name = "verl" only."""
-    return options
-
-
 def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
     """veRL on Ray with vLLM serving: one machine or a cluster."""
     from agl_verl.engine import VerlEngine
@@ -173,8 +102,7 @@ def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
 
 @hookimpl
 def register_components(register: Register) -> None:
-    provides = {Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.OWN_ALGORITHMS}
+    provides = {Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC}
     # vLLM samples in other kernels, and often in another precision, than FSDP trains in.
     defaults = {"importance_cap": 2.0}
     register(kinds.ENGINE, "verl", build_engine, options=VerlOptions, provides=provides, defaults=defaults)
-    register(kinds.ALGORITHM, "verl", build_native, options=NativeOptions, needs=needs, takes=CreditKind.RETURN)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core.errors import AglError, ConfigError, EngineError
+from agl_core.errors import AglError, EngineError
 from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, in_one_line
@@ -23,7 +23,7 @@ from agl_verl import checkpoint
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
 from agl_verl.gate import read_counters
-from agl_verl.plugin import UNUSABLE, NativeOptions, VerlOptions
+from agl_verl.plugin import VerlOptions
 
 if TYPE_CHECKING:
     from agl_verl.trainer import AglTrainer
@@ -60,13 +60,11 @@ class Driver:
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
         if not cpu and composed.model_engine != "megatron":  # Which brings attention of its own.
             check_flash_attention(options.attention, critic=algorithm.needs_critic)
-        native = algorithm if isinstance(algorithm, NativeOptions) else None
         environment = variables(
             cpu=cpu,
             api_key=context.api_key,
             deterministic=context.deterministic,
             cache_mib=options.cache_mib,
-            modules=() if native is None else native.modules,
         )
         os.environ.update(environment)
         # Only now: veRL reads its environment when it is imported.
@@ -77,8 +75,6 @@ class Driver:
         from agl_verl.servers import register_servers
         from agl_verl.trainer import SeparateTrainer, SharedTrainer
 
-        if native is not None:
-            check_registered(native)
         stage("starting Ray" if options.address is None else f"joining the Ray cluster at {options.address}")
         connect(options, cpu=cpu, variables=environment, verl_environment=get_ppo_ray_runtime_env(composed))
         register_servers()
@@ -149,21 +145,6 @@ class Driver:
     def _let_a_loss_be_told(self) -> None:
         """Of a loss, the watch knows more, and ends this process."""
         time.sleep(SECONDS_TO_MISS_A_NODE if self.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
-
-
-def check_registered(options: NativeOptions) -> None:
-    """ConfigError unless veRL has this estimator and this loss: its own, or what `modules` registered."""
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-
-    for what, name, registry in (
-        ("estimator", options.estimator, ADV_ESTIMATOR_REGISTRY),
-        ("policy loss", options.loss, POLICY_LOSS_REGISTRY),
-    ):
-        if name not in registry:
-            raise ConfigError(
-                f"No {what} '{name}' is registered with veRL, after importing "
-                f"{' and '.join(options.modules) or 'veRL'}: {', '.join(sorted({*registry} - {*UNUSABLE}))}."
-            )
 
 
 def _shut_ray_down() -> None:

@@ -1,8 +1,7 @@
 """A batch as veRL's rows, and agl's algorithms as the losses of its training workers.
 
 A row is a chain of transitions that continue each other (`agl_algorithms.lineages`), ragged, as it was sampled: the
-first prompt, and then responses with what came between them. Its key is `GROUP_ROLLOUT_PLACE`, the form
-`{uid}_{session}_{index}` that veRL groups by.
+first prompt, and then responses with what came between them.
 
 veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; the
 responses in its rows are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples
+from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 
 if TYPE_CHECKING:  # veRL imports this in every process.
@@ -52,10 +51,7 @@ class Row:
 
 
 def row_of(batch: Batch, chain: Chain, step: int) -> Row:
-    """The row of a chain for the update number `step`.
-
-    Credited values are the rewards of the last tokens of responses, for veRL's own algorithms; agl's do not read them.
-    """
+    """The row of a chain for the update number `step`."""
     first, last = int(chain[0]), int(chain[-1])
     tokens = torch.from_numpy(batch.tokens_T[batch.offsets[last] : batch.offsets[last + 1]].astype(np.int64))
     prompt = int(batch.prompt_lengths_N[first])
@@ -63,22 +59,15 @@ def row_of(batch: Batch, chain: Chain, step: int) -> Row:
     trained = (places >= 0) & batch.mask_R[places]
     mask = torch.from_numpy(trained.astype(np.int64))
     behaviour = np.where(trained, batch.behaviour_logprobs_R[places], 0.0).astype(np.float32)
-    reward = torch.zeros(len(mask))
-    reward[np.diff(batch.offsets)[chain] - prompt - 1] = torch.from_numpy(batch.values_N[chain]).to(reward.dtype)
-    group = f"u{step}g{int(batch.group_N[first])}"
     return Row(
-        key=f"{group}_{int(batch.rollout_N[first])}_{first}",
+        key=f"{step}_{first}",
         fields={
-            "uid": group,
-            "session_id": int(batch.rollout_N[first]),
-            "num_turns": int(batch.turn_N[last]) + 1,
             "prompts": tokens[:prompt],
             "responses": tokens[prompt:],
             "input_ids": tokens,
             "position_ids": torch.arange(len(tokens)),
             "response_mask": mask,
             "loss_mask": mask,
-            "rm_scores": reward,
             "rollout_log_probs": torch.from_numpy(behaviour),
             "multi_modal_inputs": {},
         },
@@ -175,7 +164,7 @@ def actor_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """The policy loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
     samples = _samples(data)
-    loss, measured = cast(PolicyGradient, chosen.build()).loss(
+    loss, measured = chosen.build().loss(
         samples,
         Logprobs(
             current_R=_of_responses(model_output["log_probs"], data),

@@ -1,4 +1,4 @@
-"""veRL's V1 trainer, driven from outside: one update at a time, with agl's algorithms or veRL's own. Imports veRL.
+"""veRL's V1 trainer, driven from outside: one update at a time, with agl's algorithms. Imports veRL.
 
 Workers, optimizer, sharding, serving and the exchange of weights are veRL's. What is agl's here: where transitions come
 from, what they weigh, which rows make one optimizer step, and that a reply is of one policy version.
@@ -41,7 +41,6 @@ from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
 from agl_verl.config import SEPARATE, SHARED, ChosenAlgorithm
-from agl_verl.plugin import NativeOptions
 from agl_verl.rows import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss, named, row_of
 
 PARTITION = "train"
@@ -54,7 +53,7 @@ class Update:
     usable: Usable
     samples: Samples
     prepared: Prepared | None
-    """None as long as the critic's values are not known, and for veRL's own algorithms."""
+    """None as long as the critic's values are not known."""
     sent: NDArray[np.int64]
     """The usable transitions that veRL computes."""
     steps: list[NDArray[np.int64]]
@@ -86,10 +85,9 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._algorithm, self._seed = chosen.build(), seed
         stage("loading the weights into the training workers, and starting vLLM")
         self.init()
-        if not isinstance(self._algorithm, NativeOptions):
-            self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
-            if self.use_critic:
-                self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
+        self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
+        if self.use_critic:
+            self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
         self._joins_calls = self._can_join_calls()
         served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
         self.context_length = int(served.max_model_len)
@@ -101,9 +99,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         trainable = min(self.context_length, fits)
         usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer), grammars=False)
         samples = samples_of(usable.batch)
-        prepared = None
-        if not isinstance(self._algorithm, NativeOptions) and not self._algorithm.needs_critic:
-            prepared = prepare(usable, samples, self._algorithm)
+        prepared = None if self._algorithm.needs_critic else prepare(usable, samples, self._algorithm)
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
         self._update = Update(usable, samples, prepared, sent, [], {})
         metrics: dict[str, Any] = {}
@@ -116,8 +112,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             done = self._step_once(metrics, self.timing_raw, len(sent))
             progress(0.8)
             self.on_step_end()
-            if isinstance(self._algorithm, NativeOptions):
-                self._update.prepared = self._read_back(done)
             old_R = self._gather(done, "old_log_probs")
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
@@ -196,8 +190,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.2)
-        if isinstance(self._algorithm, NativeOptions):
-            return super()._compute_advantage(batch, metrics)
         update = self._update
         if update.prepared is None:
             values_R = self._gather(batch, "values")
@@ -207,8 +199,10 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        value = None if self._update.prepared is None else self._update.prepared.value
-        self._plan_training(batch, self.config.critic.ppo_epochs, None if value is None else value.weights_R)
+        prepared = self._update.prepared
+        assert prepared is not None
+        assert prepared.value is not None
+        self._plan_training(batch, prepared, prepared.value.weights_R, self.config.critic.ppo_epochs)
         output = self.critic_wg.train_mini_batch(batch).get()
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "critic/")))
         return batch
@@ -216,7 +210,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.3)
         actor, prepared = self.config.actor_rollout_ref.actor, self._update.prepared
-        self._plan_training(batch, actor.ppo_epochs, None if prepared is None else prepared.weights_R)
+        assert prepared is not None
+        self._plan_training(batch, prepared, prepared.weights_R, actor.ppo_epochs)
         # The metric comes with the old log-probabilities; here it would cost a buffer of tokens x vocabulary.
         batch.extra_info["calculate_entropy"] = actor.entropy_coeff != 0
         output = self.actor_rollout_wg.update_actor(batch)
@@ -236,9 +231,10 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         with open_dict(self.config):
             self.config.actor_rollout_ref.rollout.temperature = float(temperatures[0])
 
-    def _plan_training(self, batch: KVBatchMeta, epochs: int, weights_R: Tensor | None) -> None:
-        """Tell the workers about optimizer steps; `weights_R`: the algorithm's token weights, None for veRL's own."""
+    def _plan_training(self, batch: KVBatchMeta, prepared: Prepared, weights_R: Tensor, epochs: int) -> None:
+        """Tell the workers about optimizer steps; `weights_R`: the algorithm's token weights."""
         update = self._update
+        total = float(prepared.step_weights(weights_R, update.steps).sum())
         size = len(batch) // len(update.steps)
         batch.extra_info.update(
             global_batch_size=size,
@@ -248,10 +244,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             dataloader_kwargs={"shuffle": False},
             temperature=self.config.actor_rollout_ref.rollout.temperature,
             **{TRAINING_STEP: update.usable.batch.step},
+            **{STEP_WEIGHT: total / len(update.steps) or 1.0},  # Nothing may have a weight.
         )
-        if update.prepared is not None and weights_R is not None:
-            total = float(update.prepared.step_weights(weights_R, update.steps).sum())
-            batch.extra_info[STEP_WEIGHT] = total / len(update.steps) or 1.0  # Nothing may have a weight.
 
     def _workers(self) -> int:
         """How many workers the rows are dealt out to."""
@@ -266,22 +260,13 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         # Experts with a capacity (an override of Megatron's) serve the first tokens of a row, whatever comes after.
         bounded = "capacity_factor" in str(self.config.actor_rollout_ref.actor)
-        native = isinstance(self._algorithm, NativeOptions)  # veRL's rules are about rows.
-        return not native and not bounded and rows.sees_its_own_past_alone(config)
+        return not bounded and rows.sees_its_own_past_alone(config)
 
     def _gather(self, batch: KVBatchMeta, field: str) -> Tensor:
         """[R] a field that veRL computed."""
         fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
         update = self._update
         return rows.gather(update.usable.batch, fields[field].unbind(), update.of_rows(batch.keys))
-
-    def _read_back(self, batch: KVBatchMeta) -> Prepared:
-        """The advantages of veRL's own algorithm; a token's weight is its share of all tokens."""
-        update = self._update
-        usable, samples = update.usable, update.samples
-        advantages_R = self._gather(batch, "advantages")
-        weights_R = samples.mask_R / samples.mask_R.sum().clamp(min=1)
-        return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, update.sent, usable.dropped)
 
 
 @register_trainer(SHARED)

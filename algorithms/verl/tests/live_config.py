@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import check_versions, variables
+from agl_verl.plugin import VerlOptions
+
+from . import verl_bench
 
 TRAINER, SERVER = "verl.trainer.ppo.v1", "verl.workers.rollout.vllm_rollout.vllm_async_server"
 OVERRIDDEN = {
@@ -44,17 +49,15 @@ def dry_run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_dry_run_shows_the_configuration_and_the_resources_and_starts_nothing(tmp_path: Path) -> None:
-    done = dry_run(
-        tmp_path,
-        "algorithm.name=ppo",
-        'engine.verl.overrides=["actor_rollout_ref.actor.optim.num_cycles=0.25", "+actor_rollout_ref.model.mine=1"]',
-    )
+    sharding = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False"
+    overrides = f'engine.verl.overrides=["{sharding}", "+actor_rollout_ref.model.mine=1"]'
+    done = dry_run(tmp_path, "algorithm.name=ppo", overrides)
     assert done.returncode == 0, done.stderr
     shown = done.stdout.splitlines()
     assert {
         "critic.enable=true",
         "critic.optim.lr=0.001",
-        "actor_rollout_ref.actor.optim.num_cycles=0.25",
+        sharding,
         "+actor_rollout_ref.model.mine=1",
         f'actor_rollout_ref.model.path="{CALC.parent / "policy"}"',
     } <= set(shown)
@@ -79,6 +82,24 @@ def test_every_place_that_reaches_into_verl_is_there() -> None:
     command = [sys.executable, "-c", code, json.dumps(OVERRIDDEN)]
     done = subprocess.run(command, env={**os.environ, **of_engine}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "place"), [("dp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
+def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, place: str) -> None:
+    verl_bench.one_process()
+    from verl.utils.config import omega_conf_to_dataclass
+
+    policy = PolicySpec(str(CALC.parent / "policy"), "bfloat16", optimizer={"learning_rate": 1e-4})
+    context = EngineContext(Path("unused"), 3, {"default": policy}, False, (), "key", 10)
+    offload = [f"{role}.{place}.param_offload=True" for role in ("actor_rollout_ref.actor", "critic")]
+    overrides = {"dp": [], "megatron": ["model_engine=megatron", *offload], "veomni": ["model_engine=veomni", *offload]}
+    options = VerlOptions(device="cuda", gpus_per_node=4, overrides=overrides[name])
+    algorithm = ChosenAlgorithm.of("grpo", {"beta": 0.1}).build()
+    config = compose(options, context, algorithm=algorithm, cpu=False)
+    actor, critic = map(omega_conf_to_dataclass, (config.actor_rollout_ref.actor, config.critic))
+    assert actor.engine.param_offload is critic.engine.param_offload is (name != "dp")
+    assert actor.optim.lr == 1e-4
+    assert type(actor.engine) is type(critic.engine)
 
 
 def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs of `agl train` under veRL: agl's GRPO, veRL's own algorithms, an adapter, and a kill in the middle."""
+"""Whole runs of `agl train` under veRL: GRPO, an adapter, and a kill in the middle."""
 
 from __future__ import annotations
 
@@ -58,22 +58,6 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
-def test_real_steps_of_verls_own_algorithms(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, **{"algorithm.name": "verl", "algorithm.verl.loss": "gspo"}), capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    steps = steps_of(tmp_path / "calc")
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    trained = [line for line in steps if line["update/transitions_trained"]]
-    assert trained
-    assert all("update/pg_loss" in line for line in trained)
-    rewarded = [line for line in trained if line["reward/mean"]]
-    assert rewarded
-    assert all(line["update/grad_norm"] > 0 for line in rewarded), "there is something to learn from"
-    assert max(line["update/rollout_probs_diff_max"] for line in trained) < 1e-3, "serving and training agree"
-
-
 def test_the_reward_of_a_real_agent_rises(tmp_path: Path) -> None:
     """The same settings bring the torch engine from 0.05 to 0.75 in as many steps."""
     settings = {"algorithm.name": "grpo", "train.steps": 10, "train.groups_per_step": 8, "train.group_size": 8}
@@ -87,29 +71,29 @@ def test_the_reward_of_a_real_agent_rises(tmp_path: Path) -> None:
     assert all(line["update/grad_norm"] > 0 for line in steps if line["update/transitions_trained"])
 
 
-OWN_ESTIMATOR = """
-from verl.trainer.ppo.core_algos import register_adv_est
-@register_adv_est("mine")
-def mine(token_level_rewards, response_mask, **unused):
-    advantages = 0.25 * response_mask.float()
-    return advantages, advantages
+OWN_ALGORITHM = """
+import agl_core
+import torch
+from agl_algorithms import PolicyGradient, PolicyGradientOptions
+
+@agl_core.algorithm(name="mine", options=PolicyGradientOptions, needs=PolicyGradientOptions.needs)
+class Mine(PolicyGradient):
+    def advantages(self, samples, values_R=None):
+        return samples.at_tokens(torch.full_like(samples.values_N, 0.25))
 """
 
 
 def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """In the second step the servers have the weights of the first update: the base alone would differ by 0.99.
 
-    An estimator of the user's, registered with veRL, makes the advantages the same for all, so that every step has a
-    gradient.
+    An algorithm of the user's makes the advantages the same for all, so that every step has a gradient.
     """
-    (tmp_path / "my_estimators.py").write_text(OWN_ESTIMATOR)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "mine.py").write_text(OWN_ALGORITHM)
     adapter = {
-        "algorithm.name": "verl",
-        "algorithm.verl.estimator": "mine",
-        "algorithm.verl.modules": '["my_estimators"]',
+        "algorithm.name": "mine",
+        "plugins": json.dumps([str(CALC.parent / "tasks.py"), str(tmp_path / "mine.py")]),
         "train.steps": 2,
         "policies.default.model.lora.rank": 8,
         "policies.default.optimizer.learning_rate": 4e-3,

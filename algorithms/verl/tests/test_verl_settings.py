@@ -15,18 +15,16 @@ from pydantic import ValidationError
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
-from agl_core import Capability, CreditKind, kinds
 from agl_core.config import load
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import ConfigError
-from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import engine_context
 from agl_torch.trainer import PolicyOptimizer
 from agl_verl import plugin
 from agl_verl.config import ChosenAlgorithm, lacking, mapped, refuse_decided
-from agl_verl.environment import MODULES_VARIABLE, variables
-from agl_verl.plugin import UNUSABLE, NativeOptions, VerlOptions, needs
+from agl_verl.environment import variables
+from agl_verl.plugin import VerlOptions
 from agl_verl.verl_plugin import StepSizes
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}
@@ -221,7 +219,7 @@ def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
 )
 def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
-        refuse_decided(override, native=False)
+        refuse_decided(override)
 
 
 def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
@@ -233,38 +231,6 @@ def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
         assert found["critic.model.target_modules"] == ["q_proj", "score"], "a frozen last layer would stay at zero"
         assert found["actor_rollout_ref.model.lora.merge"] is True
     assert "actor_rollout_ref.model.lora.merge" not in mapping_of()
-
-
-def test_verls_own_algorithms_are_there_by_their_names_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins = Plugins()
-    plugins.register(plugin, "agl-verl")
-    verl = plugins.components(kinds.ALGORITHM)["verl"]
-    gspo = NativeOptions(loss="gspo")
-    assert needs(gspo) == {Capability.OWN_ALGORITHMS, Capability.GROUPS, Capability.TOKEN_IDS}
-    assert verl.takes(gspo) is CreditKind.RETURN
-    found = mapping_of(gspo)
-    assert found["algorithm.adv_estimator"] == "grpo"
-    assert found["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gspo"
-    for override in ("algorithm.gamma=0.9", "actor_rollout_ref.actor.use_kl_loss=True"):
-        refuse_decided(override, native=True)
-    for override in ("algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.ppo_epochs=2"):
-        with pytest.raises(ConfigError, match=r"\[algorithm"):
-            refuse_decided(override, native=True)
-    gae = NativeOptions(estimator="gae")
-    assert Capability.CRITIC in needs(gae)
-    assert mapping_of(gae)["critic.enable"] is True
-    refuse_decided("critic.optim.lr=1e-3", native=True)
-    assert verl.build(gspo) is gspo
-    for name in UNUSABLE:
-        with pytest.raises(ValidationError, match=f"'{name}' cannot be used here: it"):
-            NativeOptions(**{"loss" if name == "bypass_mode" else "estimator": name})
-
-    own = NativeOptions(estimator="mine", modules=("my_estimators",))
-    monkeypatch.setenv(MODULES_VARIABLE, "theirs")
-    found = variables(cpu=False, api_key="k", deterministic=False, cache_mib=1, modules=own.modules)
-    assert found[MODULES_VARIABLE] == "theirs,my_estimators", "every process of the engine imports them"
-    monkeypatch.delenv(MODULES_VARIABLE)
-    assert MODULES_VARIABLE not in variables(cpu=False, api_key="k", deterministic=False, cache_mib=1)
 
 
 # veRL's model engines: FSDP2 gets agl's settings, any other is the user's by `overrides`.
@@ -298,11 +264,10 @@ def test_tokens_of_a_transition_are_spread_over_whole_shares_of_the_gpus_by_flas
 
 
 def test_another_engine_gets_none_of_fsdps_keys_and_the_schedule_by_its_own_name() -> None:
-    found = mapping_of(NativeOptions(estimator="gae"), spec={"optimizer": {"schedule": "cosine"}}, **MEGATRON)
+    found = mapping_of(spec={"optimizer": {"schedule": "cosine"}}, **MEGATRON)
     assert not [key for key in found if "fsdp" in key or key.endswith(".strategy")]
     assert found[f"{ACTOR}.optim.lr_decay_style"] == "cosine"
     assert f"{ACTOR}.optim.lr_scheduler_type" not in found
-    assert found["critic.enable"] is True
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ LEARNING_RATE = 3e-5
 """With random tokens a larger one makes ratios that overflow any clipping."""
 TRAINING_STEPS = 4
 """Of the run: what the schedule of the step size goes by."""
-RESPONSE_FIELDS = ("response_mask", "loss_mask", "rm_scores", "rollout_log_probs")
+RESPONSE_FIELDS = ("response_mask", "loss_mask", "rollout_log_probs")
 TIED = "lm_head.weight"
 """Of a model with tied embeddings veRL tells them twice."""
 

@@ -26,7 +26,6 @@ _OF_THE_ENGINE = {
     Capability.REFERENCE: "a reference model",
     Capability.CRITIC: "a critic",
     Capability.TOKEN_IDS: "token ids",
-    Capability.OWN_ALGORITHMS: "an engine with algorithms of its own",
     Capability.RECORDED_TEXTS: "an engine that trains on recorded texts",
 }
 
@@ -153,9 +152,6 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     if not loaded.is_whole:
         return
     engine = loaded.engine
-    if loaded.config.train.truncated == "mask":
-        for chosen in needing(loaded, plan, Capability.OWN_ALGORITHMS):
-            yield f"{chosen.label} knows no masked responses: set [train] truncated to 'keep' or 'drop'."
     for need, in_words in _OF_THE_ENGINE.items():
         for chosen in needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:

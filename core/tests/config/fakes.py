@@ -100,12 +100,10 @@ def register_components(register: Register) -> None:
     needs = {Capability.CRITIC, Capability.TOKEN_IDS}
     register(kinds.ALGORITHM, "judging", built, needs=needs, takes=CreditKind.REWARD)
     register(kinds.ALGORITHM, "easy", built)
-    register(kinds.ALGORITHM, "engines_own", built, needs={Capability.OWN_ALGORITHMS}, takes=CreditKind.RETURN)
     provides = {Capability.REFERENCE, Capability.TOKEN_IDS}
     register(kinds.ENGINE, "pretending", built, options=EngineOptions, provides=provides)
     register(kinds.ENGINE, "poor", built)
-    provides |= {Capability.CRITIC, Capability.OWN_ALGORITHMS}
-    register(kinds.ENGINE, "rich", built, provides=provides)
+    register(kinds.ENGINE, "rich", built, provides={*provides, Capability.CRITIC})
     register(kinds.CREDIT, "either", built, yields={CreditKind.REWARD, CreditKind.RETURN})
     register(kinds.CREDIT, "mixing", built, yields=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
     register(kinds.BUFFER, "hoarding", built)

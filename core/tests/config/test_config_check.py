@@ -75,10 +75,6 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("algorithm.name=judging", "credit.name=per_step", "engine.name=poor"),
             ("needs a critic", "needs token ids"),
         ),
-        (
-            ("algorithm.name=engines_own",),
-            ("needs an engine with algorithms of its own", "engine 'pretending'", "(rich"),
-        ),
         (("algorithm.name=judging", "engine.name=rich", "credit.name=mixing"), ("a return would be counted twice",)),
         (
             ("credit.name=mixing", "rewards.tools.rule=tool_counting"),
