@@ -254,10 +254,7 @@ class ServerFile(Body):
 
     def write(self, path: Path) -> None:
         """Replace the file; only its owner can read it."""
-        new = path.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        private.write(new, self.model_dump_json())
-        new.replace(path)
+        private.replace(path, self.model_dump_json())
 
 
 def take_keys() -> dict[str, str]:

@@ -27,7 +27,6 @@ from agl_chat.api import ModelServer, create_app
 from agl_chat.conversation import ChatText, tokenized
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
-from agl_core.memory import peak_rss_bytes
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, find_algorithm
@@ -259,14 +258,13 @@ class ServedPolicies:
         return self._policies.versions
 
     def stats(self) -> Mapping[str, float]:
-        """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; peak_rss_bytes, cache_bytes, and
-        peak_gpu_bytes (what torch took of the GPU) on a GPU."""
+        """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; cache_bytes, and peak_gpu_bytes
+        (what torch took of the GPU) on a GPU."""
         counters = self._loop.counters()
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         on_gpu = {"peak_gpu_bytes": float(torch.cuda.max_memory_reserved())} if uses_gpu else {}
         return {
             **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counters.items()},
-            "peak_rss_bytes": float(peak_rss_bytes()),
             "cache_bytes": float(self._loop.cache_nbytes),
             **on_gpu,
         }

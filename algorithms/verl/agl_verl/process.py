@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agl_core.errors import AglError, EngineError
-from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.training.child import Host, UpdateRequest, in_one_line
 from agl_verl import checkpoint
@@ -120,10 +119,9 @@ class Driver:
         return {self._policy: self._trainer.version}
 
     def stats(self) -> Mapping[str, float]:
-        """See `agl_verl.gate`. `peak_rss_bytes` is of all the engine's processes on this machine."""
+        """See `agl_verl.gate`."""
         try:
-            memory = float(peak_rss_bytes() + descendants_bytes())
-            return {**read_counters(self.urls), "peak_rss_bytes": memory}
+            return read_counters(self.urls)
         except EngineError:
             self._let_a_loss_be_told()
             raise

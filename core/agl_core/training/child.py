@@ -21,10 +21,12 @@ import logging
 import os
 import pickle
 import queue
+import re
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
@@ -84,7 +86,8 @@ class Served(Protocol):
 
     def versions(self) -> Mapping[str, int]: ...
 
-    def stats(self) -> Mapping[str, float]: ...
+    def stats(self) -> Mapping[str, float]:
+        """Its counters; the memory of its processes on this machine is added to them."""
 
 
 class Host(Generic[Options]):
@@ -160,7 +163,10 @@ class Host(Generic[Options]):
             if function is None:
                 raise EngineError(f"This engine does not support '{method}'.")
             progress = (self._reporter(number),) if method == "update" else ()
-            self._say(number, "value", function(*arguments, *progress))
+            value = function(*arguments, *progress)
+            if method == "stats":
+                value = {**value, "peak_rss_bytes": float(peak_rss_bytes() + descendants_bytes())}
+            self._say(number, "value", value)
         except Exception as error:
             if not isinstance(error, AglError):
                 _log.exception("The engine failed in '%s'.", method)
@@ -209,6 +215,42 @@ def in_one_line(error: Exception) -> str:
     """
     lines, code = str(error).strip().splitlines(), own_line(error, __file__)
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}{f' ({code})' if code else ''}"
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process ever had resident.
+
+    On Linux, `getrusage` counts what the parent had resident when it started this process; the kernel's own record
+    of this process's memory does not.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        if peak_kib:
+            return int(peak_kib[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def descendants_bytes() -> int:
+    """Bytes that the processes below this one have resident now; a page that some share counts once.
+
+    0 where there is no /proc.
+    """
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # A process may end meanwhile.
+            children[int(status.read_text().rpartition(")")[2].split()[1])].append(int(status.parent.name))
+    resident, below = 0, list(children[os.getpid()])
+    while below:
+        pid = below.pop()
+        below += children[pid]
+        with suppress(OSError):
+            pages = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+            resident += int(pages[1]) * 1024 if pages else 0
+    return resident
 
 
 def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:

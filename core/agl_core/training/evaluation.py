@@ -16,24 +16,6 @@ from agl_core.training.rollouts import Collector, group_of
 from agl_core.types import Episode, Mode, Rollout
 
 
-def plan_evaluation(
-    source: TaskSource, count: int, *, run: str, restart: int, step: int, mode: Mode, split: str, position: int,
-    repeat: int = 1,
-) -> list[list[Rollout]]:  # fmt: skip
-    """`repeat` rollouts of each of the first tasks, the first task at `position` of the evaluation.
-
-    Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each
-    rollout is scored by itself, as a group of one; those of a task differ in their sampling seeds.
-    """
-    groups = []
-    for n in range(count):
-        task, name = source.task(n), f"s{step}-{split}-{mode.value.removeprefix('eval-')}-g{n}"
-        task = replace(task, split=split) if task.split == "train" else task
-        first = Rollout("", run, restart, name, task, mode, step, 0, position=position + n)
-        groups += [[rollout] for rollout in group_of(first, repeat)]
-    return groups
-
-
 @dataclass(frozen=True, slots=True)
 class TaskScore:
     """The rewards of one held-out task in one mode, one for each of its rollouts."""
@@ -78,28 +60,31 @@ class Evaluator:
         The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
         """
         evaluated, position = Evaluated(), 0
-        for split, source in self.sets.items():
-            count = min(self.settings.tasks, source.size or self.settings.tasks)
+        for split in self.sets:
             for mode in self.settings.modes:
                 tries = 1 if mode is Mode.EVAL_GREEDY else repeat
-                groups = plan_evaluation(
-                    source,
-                    count,
-                    run=self.run,
-                    restart=self.restart,
-                    step=step,
-                    mode=mode,
-                    split=split,
-                    position=position,
-                    repeat=tries,
-                )
-                position += count
+                groups = self.planned(step, split, mode, position, tries)
+                position += len(groups) // tries
                 await self._evaluate(evaluated, step, split, mode.value.removeprefix("eval-"), groups, tries)
         episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
         if step == 0 or common_failure(episodes):
             alarm = await failures(self.collector.store, episodes)
             evaluated.alarms = [] if alarm is None else [alarm]
         return evaluated
+
+    def planned(self, step: int, split: str, mode: Mode, position: int = 0, repeat: int = 1) -> list[list[Rollout]]:
+        """`repeat` rollouts of each task of a set, the first task at `position` of the evaluation.
+
+        Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each
+        rollout is scored by itself, as a group of one; those of a task differ in their sampling seeds.
+        """
+        source, groups = self.sets[split], []
+        for n in range(min(self.settings.tasks, source.size or self.settings.tasks)):
+            task, name = source.task(n), f"s{step}-{split}-{mode.value.removeprefix('eval-')}-g{n}"
+            task = replace(task, split=split) if task.split == "train" else task
+            first = Rollout("", self.run, self.restart, name, task, mode, step, 0, position=position + n)
+            groups += [[rollout] for rollout in group_of(first, repeat)]
+        return groups
 
     async def _evaluate(
         self, evaluated: Evaluated, step: int, split: str, mode: str, groups: list[list[Rollout]], tries: int

@@ -14,11 +14,11 @@ from pydantic_core import to_jsonable_python
 from agl_core.config import LoadedConfig
 from agl_core.learning import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.learning.certificate import recomputed_in
-from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import ErasableStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
+from agl_core.training.child import peak_rss_bytes
 from agl_core.training.evaluation import Evaluated
 from agl_core.training.failures import Check, check_patience, check_serving, rollout_alarms
 from agl_core.training.metrics import (

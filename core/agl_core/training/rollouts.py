@@ -28,6 +28,7 @@ from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Phase
 from agl_core.types import (
     Annotation,
+    Attempt,
     AttemptKey,
     Call,
     DropReason,
@@ -140,18 +141,8 @@ def by_rollout(records: Sequence[Recorded]) -> dict[str, list[Recorded]]:
 
 
 def _lost(rollout: Rollout) -> Episode:
-    return Episode(
-        rollout=rollout.id,
-        attempt=0,
-        group=rollout.group,
-        member=rollout.member,
-        task=rollout.task,
-        mode=rollout.mode,
-        ending=rollout.ending or Ending.CANCELLED,
-        transitions=(),
-        dropped=DropReason.ENDING,
-        step=rollout.step,
-    )
+    attempt = Attempt(rollout.id, 0, "", started=0.0, ending=rollout.ending or Ending.CANCELLED)
+    return replace(build_episode(rollout, attempt, ()), dropped=DropReason.ENDING)
 
 
 def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
@@ -247,19 +238,15 @@ class Collector:
         stalled = await self.stall.kept_waiting(rollouts)
         episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
         scored = await score_all(episodes, self.rules, self.endings)
-        await self._put([reward for episode, _ in scored for reward in _rewards_of_rules(episode)])
+        await self.store.put(*(reward for episode, _ in scored for reward in _rewards_of_rules(episode)))
         return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 
     async def complete(self, group: Sequence[Scored]) -> list[Scored]:
         """A complete group with the rewards of the rules that compare its rollouts."""
         scored = await score_groups([(done.episode, done.reward_errors) for done in group], self.rules, self.endings)
         known = {reward for done in group for reward in _rewards_of_rules(done.episode)}
-        await self._put([r for episode, _ in scored for r in _rewards_of_rules(episode) if r not in known])
+        await self.store.put(*(r for episode, _ in scored for r in _rewards_of_rules(episode) if r not in known))
         return [Scored(done.rollout, *outcome) for done, outcome in zip(group, scored, strict=True)]
-
-    async def _put(self, rewards: Sequence[Reward]) -> None:
-        if rewards:
-            await self.store.put(*rewards)
 
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
         """Wait for the queue, and see meanwhile whether the run is well."""

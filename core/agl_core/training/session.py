@@ -1,35 +1,41 @@
-"""One run's parts, started in order and stopped in reverse; and what is checked before training."""
+"""One run's parts, started in order and stopped in reverse; and what is checked before training.
+
+Where training is on what another run recorded, its rollouts take the place of new ones (`RecordedQueue`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import orjson
 from pydantic_core import to_jsonable_python
 
 from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
-from agl_core.errors import AglError, ConfigError, EngineError, last_frames
+from agl_core.config.sections import policy_of
+from agl_core.errors import AglError, ConfigError, EngineError, last_frames, nearest
 from agl_core.learning import ScoringRule
 from agl_core.learning.health import health_of
-from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.rewards import AGENT_SOURCE, reported
+from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
 from agl_core.server import LightningServer
+from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.metrics import Observer
-from agl_core.training.recorded import RecordedQueue
-from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
+from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules, train_index
 from agl_core.training.server import begin_restart
-from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Workload
+from agl_core.types import AlarmName, Call, Ending, Episode, Mode, RecordedReply, Rollout, RolloutState, Workload
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.worker import Runner, WorkerThread, choose_runner
 
@@ -54,6 +60,121 @@ class Session:
     def versions(self) -> dict[str, int]:
         """The version being served of each policy; the gateway records them with the calls."""
         return self.server.versions
+
+
+class RecordedQueue:
+    """A `Queue` of a `Collector` in which each rollout is done as soon as it is added.
+
+    What was recorded of another rollout of its task becomes its own, in the run's store. Its calls have no version,
+    since the policy of this run did not answer them. They have log-probabilities only if the other rollout was one of
+    training: elsewhere nothing sees to it that tokens are drawn from the distribution that these are of.
+    """
+
+    def __init__(self, source: RecordedTasks, config: RunConfig, store: Store, engine: Engine) -> None:
+        self._source, self._config, self._store = source, config, store
+        self._agents = {name: policy.agents for name, policy in config.policies.items()}
+        self._engine = engine if engine.supports("tokenize") else None
+        self._has_own_ids: dict[str, bool] = {}
+        """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
+        self._done: dict[str, Rollout] = {}
+        self._terminal: dict[str, float | None] = {}
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        seed = self._config.seed
+        wanted = [(train_index(self._source, rollout.position, seed), rollout.member) for rollout in rollouts]
+        for rollout, recorded in zip(rollouts, await self._source.recorded(wanted), strict=True):
+            self._done[rollout.id] = replace(
+                rollout,
+                task=recorded.rollout.task,
+                state=RolloutState.DONE,
+                counted_attempt=recorded.attempt.attempt,
+                ending=recorded.rollout.ending,
+            )
+            self._terminal[rollout.id] = recorded.terminal
+            trained = recorded.rollout.mode.trains
+            calls = [await self._with_ids(self._own(c, rollout.id, keeps_logprobs=trained)) for c in recorded.calls]
+            await self._store.put(
+                self._done[rollout.id],
+                replace(recorded.attempt, rollout=rollout.id),
+                *calls,
+                *(replace(result, rollout=rollout.id) for result in recorded.tool_results),
+                *(replace(reward, rollout=rollout.id) for reward in recorded.rewards if reward.source == AGENT_SOURCE),
+            )
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        return [self._done[id] for id in ids]
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        """Nothing: they are done."""
+
+    def reward(self, episode: Episode) -> float | None:
+        """The reward rule of a run that names none: the terminal reward that was recorded."""
+        del self._done[episode.rollout]  # It is scored once, and then nothing asks for it.
+        terminal = self._terminal.pop(episode.rollout)
+        return reported(episode) if terminal is None else terminal
+
+    def _own(self, call: Call, rollout: str, *, keeps_logprobs: bool) -> Call:
+        """The call as one of this run: of its rollout, and of the policy that its agent has here."""
+        policy = policy_of(call.agent, call.policy, self._agents, self._agents)
+        if policy is None:
+            raise ConfigError(
+                f"[tasks.train]: no policy is chosen for the recorded calls of {call.agent or 'an unnamed agent'}, "
+                f"which '{call.policy}' answered. Name the agent in `agents` of a policy. "
+                f"{nearest(call.policy, self._agents)}"
+            )
+        own = replace(call, rollout=rollout, policy=policy, version=None)
+        if keeps_logprobs:
+            return own
+        return replace(
+            own,
+            choices=tuple(replace(choice, logprobs=None) for choice in call.choices),
+            # It is trained on as if this run had sampled it.
+            effective=replace(call.effective, temperature=self._config.sampling.temperature),
+        )
+
+    async def _with_ids(self, call: Call) -> Call:
+        """The call with token ids of its policy, made of its texts if they may be.
+
+        ConfigError if it has those of another model, and they may not.
+        """
+        if self._engine is None:
+            return call
+        has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
+        if has_ids and await self._are_own(self._engine, call):
+            return call
+        if not self._source.without_logprobs:
+            if has_ids:
+                raise ConfigError(
+                    f"[tasks.train]: the recorded token ids are not those that the tokenizer and the chat template of "
+                    f"the policy '{call.policy}' make of the same prompt: another model was recorded. To train on the "
+                    f"texts instead, set without_logprobs = true (docs/data.md, Training on recorded data)."
+                )
+            return call
+        messages, tools = messages_of(call), tools_of(call)
+        replies = [RecordedReply(messages, tools, c.message, not c.finish_reason.is_cut) for c in call.choices]
+        tokenized = await self._engine.tokenize(call.policy, replies)
+        return replace(
+            call,
+            prompt_ids=next((reply.prompt_ids for reply in tokenized if reply is not None), None),
+            choices=tuple(
+                replace(choice, response_ids=None if reply is None else reply.response_ids, logprobs=None, mask=None)
+                for choice, reply in zip(call.choices, tokenized, strict=True)
+            ),
+        )
+
+    async def _are_own(self, engine: Engine, call: Call) -> bool:
+        """True if the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
+        if call.policy not in self._has_own_ids:
+            messages, request = messages_of(call), call.request
+            replied = any(message.get("role") == "assistant" for message in messages)
+            if not messages or replied or "chat_template_kwargs" in request or request.get("tool_choice") == "none":
+                return True
+            reply = RecordedReply(messages, tools_of(call), call.choices[0].message if call.choices else {})
+            [tokenized] = await engine.tokenize(call.policy, [reply])
+            if tokenized is None or call.prompt_ids is None:
+                return True
+            self._has_own_ids[call.policy] = bool(np.array_equal(tokenized.prompt_ids, call.prompt_ids))
+        return self._has_own_ids[call.policy]
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ MIB = 2**20
 
 def run(code: str) -> list[int]:
     """The numbers that a process of its own prints."""
-    code = f"from agl_core.memory import descendants_bytes, peak_rss_bytes\n{code}"
+    code = f"from agl_core.training.child import descendants_bytes, peak_rss_bytes\n{code}"
     return [int(n) for n in subprocess.check_output([sys.executable, "-c", code], text=True).split()]
 
 

@@ -20,9 +20,8 @@ from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
-from agl_core.training.recorded import RecordedQueue
 from agl_core.training.rollouts import Collector, TrainingPlan
-from agl_core.training.session import check_agent
+from agl_core.training.session import RecordedQueue, check_agent
 from agl_core.types import (
     Batch,
     CreditKind,

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import MemoryStore
 
+from agl_core.config.models import EvalSection
 from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
-from agl_core.training.evaluation import plan_evaluation
+from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan, train_index
@@ -85,11 +86,12 @@ def plan(source: Numbers, restart: int = 0, groups: int = 3, size: int = 2, seed
     return TrainingPlan(source, "x", restart, seed, groups_per_step=groups, group_size=size)
 
 
-def evaluation(source: Numbers, count: int, restart: int = 0, step: int = 0, repeat: int = 1) -> list[list[Rollout]]:
+def evaluation(count: int, restart: int = 0, step: int = 0) -> list[list[Rollout]]:
     """Of two held-out sets in both modes."""
-    named = {"run": "x", "restart": restart, "step": step, "position": 0, "repeat": repeat}
-    modes = [(mode, split) for mode in (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED) for split in ("eval", "other")]
-    return [g for mode, split in modes for g in plan_evaluation(source, count, mode=mode, split=split, **named)]
+    sets = dict.fromkeys(("eval", "other"), Numbers(None))
+    evaluator = Evaluator(None, sets, EvalSection(tasks=count), "x", restart, Observer())  # type: ignore[arg-type]
+    modes = (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
+    return [group for split in sets for mode in modes for group in evaluator.planned(step, split, mode)]
 
 
 @given(size=st.integers(1, 30), epochs=st.integers(1, 10), seed=st.integers(0, 5))
@@ -110,19 +112,19 @@ def test_ids_and_seeds_of_rollouts_are_unique_and_a_resumed_run_repeats_the_seed
     again = plan(Numbers(None), restart=2).group(3)
     assert [rollout.id for rollout in again] == ["s2-g0-r2-m0", "s2-g0-r2-m1"]
 
-    every = [*groups, again, *evaluation(Numbers(None), 2, step=0), *evaluation(Numbers(None), 2, restart=1, step=1)]
+    every = [*groups, again, *evaluation(2, step=0), *evaluation(2, restart=1, step=1)]
     ids = [rollout.id for group in every for rollout in group]
     assert len(set(ids)) == len(ids) == 2 * 6 + 2 * 8
     assert all(len({rollout.task.id for rollout in group}) == 1 for group in every)
-    splits = {(rollout.task.id, rollout.task.split) for [rollout] in evaluation(Numbers(None), 2)}
+    splits = {(rollout.task.id, rollout.task.split) for [rollout] in evaluation(2)}
     assert splits == {("t0", "test"), ("t1", "eval"), ("t1", "other")}, "unless its source gives it one"
 
     def seeds(restart: int) -> list[int]:
         """Of the first calls of two steps of training, four groups of one single task, and of its evaluation."""
         trained = [plan(Numbers(1), restart, groups=4, size=3).group(position) for position in range(8)]
-        evaluated = plan_evaluation(
-            Numbers(1), 1, run="x", restart=restart, step=1, mode=Mode.EVAL_SAMPLED, split="eval", position=0, repeat=2
-        )
+        sets = {"eval": Numbers(1)}
+        evaluator = Evaluator(None, sets, EvalSection(), "x", restart, Observer())  # type: ignore[arg-type]
+        evaluated = evaluator.planned(1, "eval", Mode.EVAL_SAMPLED, repeat=2)
         return [call_seed(0, rollout, 0, 0) for group in (*trained, *evaluated) for rollout in group]
 
     assert len(set(seeds(0))) == 8 * 3 + 2
