@@ -153,7 +153,6 @@ def test_signals_are_passed_on_and_so_is_the_status(running: Bench, number: sign
         start_new_session=True,  # no terminal, whoever runs the tests
     )
     with process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
         assert process.wait(60) == code

@@ -190,7 +190,6 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
     command = [sys.executable, "-c", WRITER, str(run.store)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         assert server.stdout.readline() == "open\n"
         (run.store.parent / "summary.json").unlink()
         assert listed(run)[0]["state"] == "running"

@@ -41,7 +41,6 @@ class Road:
         self.port = self._listening.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        assert self._listening is not None
         self._listening.close()
         for connection in self._open:
             connection.close()

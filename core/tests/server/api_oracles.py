@@ -125,6 +125,12 @@ async def post_each(stack: Stack, url: str, bodies: Iterable[Mapping[str, Any]])
         return [await client.post(url, json=dict(body), headers=headers) for body in bodies]
 
 
+def forwarded(stack: Stack) -> list[dict[str, Any]]:
+    """The messages of the last request that the upstream got."""
+    messages: list[dict[str, Any]] = stack.upstream.received[-1].body["messages"]
+    return messages
+
+
 def client_of(stack: Stack, key: AttemptKey, **options: Any) -> anthropic.AsyncAnthropic:
     """The client with the attempt's base URL, which ends before /v1 here."""
     base_url = stack.url(key).removesuffix("/v1")

@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_core.server import RolloutQueue
 from agl_core.testing.scripts import Fail
 from agl_core.testing.server import Stack
-from agl_core.types import AttemptKey
+from agl_core.types import AttemptKey, Ending, Episode
+from agl_core.wire import CloseRequest
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -57,9 +59,21 @@ def log_of_agl(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(formatter.format(record) for record in caplog.records if record.name.startswith("agl_"))
 
 
+def open_attempt(queue: RolloutQueue, key: AttemptKey) -> Any:
+    """An attempt as the server keeps it while it runs."""
+    attempt = queue.attempts.get(key)
+    assert attempt is not None
+    return attempt
+
+
+async def closed(stack: Stack, key: AttemptKey) -> Episode:
+    """The episode of an attempt, which is closed as finished."""
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    return await stack.episode(key)
+
+
 def clients_waiting(stack: Stack, key: AttemptKey) -> int:
     """The most connections that asked for one and the same call of an attempt."""
-    attempt = stack.server.queue.attempts.get(key)
-    assert attempt is not None
+    attempt = open_attempt(stack.server.queue, key)
     exchanges = [exchange for same in attempt.answered._exchanges.values() for exchange in same]
     return max((len(exchange.waiting) for exchange in exchanges), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from agl_core.testing.upstream import served
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
 
-from .posting import GOOD, HELLO, OVERFLOW, SMALLEST, log_of_agl, post
+from .posting import GOOD, HELLO, OVERFLOW, SMALLEST, closed, log_of_agl, open_attempt, post
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -76,6 +77,8 @@ async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
     key = await stack.lease()
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
         await stack.client(key).files.list()
+    with pytest.raises(openai.NotFoundError, match=r"POST /v1/chat/completions, /v1/responses"):
+        await stack.client(key).responses.compact(model="default", input="x")
     response = await post(stack, f"{stack.url()}/models", b"")
     assert response.status_code == 405
     assert "does not serve POST" in error_of(response)["message"]
@@ -108,9 +111,9 @@ FAILURES: list[tuple[Any, int, str]] = [
 
 async def test_upstream_failures_become_clear_errors(stack: Stack) -> None:
     key = await stack.lease()
-    for step, status, says in FAILURES:
+    for (step, status, says), route in itertools.product(FAILURES, ("chat/completions", "responses")):
         stack.upstream.script(step)
-        response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+        response = await post(stack, f"{stack.url(key)}/{route}", json.dumps(SMALLEST[route]).encode())
         assert response.status_code == status, step
         assert says in error_of(response)["message"], step
         assert "Traceback" not in response.text
@@ -133,9 +136,7 @@ async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
         with pytest.raises(openai.BadRequestError) as raised:
             await stack.client(key).chat.completions.create(**GOOD)
         assert raised.value.code == "context_length_exceeded"
-    attempt = stack.server.queue.attempts.get(key)
-    assert attempt is not None
-    assert attempt.context_overflows == 2
+    assert open_attempt(stack.server.queue, key).context_overflows == 2
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))
     assert (await stack.server.queue.done([key.rollout]))[0].ending is Ending.CONTEXT_OVERFLOW
 
@@ -313,8 +314,7 @@ async def test_embeddings_are_passed_on_with_a_key_of_their_own_and_not_recorded
     assert await stack.calls(key) == []
     assert stack.upstream.received == []
     await stack.client(key).chat.completions.create(model="default", messages=[{"role": "user", "content": "x"}])
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    assert (await stack.episode(key)).passed_through == {"embeddings": 1}
+    assert (await closed(stack, key)).passed_through == {"embeddings": 1}
 
 
 async def test_speech_is_streamed_and_transcriptions_are_uploaded(stack: Stack, other: OtherServer) -> None:

@@ -32,7 +32,7 @@ from agl_core.wire import (
 )
 from agl_core.worker.client import LightningClient
 
-from .posting import GOOD, SMALLEST
+from .posting import GOOD, SMALLEST, open_attempt
 
 
 @pytest.fixture
@@ -54,8 +54,7 @@ def test_an_attempts_key_is_made_of_the_secret() -> None:
 async def test_only_the_secret_of_its_lease_keeps_an_attempt(stack: Stack) -> None:
     keys = stack.server.keys
     own, other = await stack.lease(), await stack.lease()
-    active = stack.server.queue.attempts.get(own)
-    assert active is not None
+    active = open_attempt(stack.server.queue, own)
     held_own, held_other = (HeldAttempt(**key._asdict(), secret=keys.of_lease(key)) for key in (own, other))
     async with LightningClient(stack.server.base_url, keys.worker) as worker:
         for secret in (keys.of_attempt(own), keys.of_lease(other), keys.worker, ""):

@@ -26,7 +26,7 @@ from agl_core.wire import (
 )
 
 from .clock import Clock
-from .posting import log_of_agl
+from .posting import log_of_agl, open_attempt
 
 FINISHED, CRASHED = CloseRequest(ending=Ending.FINISHED, result="4"), CloseRequest(ending=Ending.CRASHED, error="Boom")
 KEYS = Keys()
@@ -57,8 +57,7 @@ async def lent(queue: RolloutQueue, worker: str = "w", capacity: int = 1) -> lis
 async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
     """Lease one and let it have made some calls."""
     (key,) = await lent(queue)
-    attempt = queue.attempts.get(key)
-    assert attempt is not None
+    attempt = open_attempt(queue, key)
     attempt.started_calls, attempt.completed_calls, attempt.context_overflows = calls + overflows, calls, overflows
     return key
 
@@ -143,7 +142,6 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     assert await store.rollout("a") == done
     (attempt,) = await store.attempts("a")
     assert (attempt.ending, attempt.result) == (Ending.FINISHED, {"x": 1})
-    assert attempt.ended is not None
     assert attempt.ended >= attempt.started
     (stored,) = await store.tool_results([key])
     assert (stored.id, stored.tool, stored.tool_call_id, stored.arguments) == ("o", "add", "c1", {"a": 1})
@@ -192,9 +190,7 @@ async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -
     with pytest.raises(ServerError, match="stopping"):
         await asking
     assert await leasing == LeaseReply(leases=[], closed=False), "the run is not over"
-    active = queue.attempts.get(key)
-    assert active is not None
-    assert not active.closed
+    assert not open_attempt(queue, key).closed
 
 
 @pytest.mark.parametrize("by", ["the same server", "the next server"])
@@ -254,10 +250,8 @@ async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
 ) -> None:
     await queue.enqueue([make.rollout("a"), make.rollout("b")])
     key = await leased(queue, calls=calls, overflows=overflows)
-    active = queue.attempts.get(key)
-    assert active is not None
     if was_away:
-        active.count_failure(no_upstream())
+        open_attempt(queue, key).count_failure(no_upstream())
     report = CloseRequest(ending=reported, error="Boom")
     assert (await queue.close_attempt(key, report)).counted is not again
     [attempt] = await store.attempts("a")
@@ -279,7 +273,6 @@ async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, 
     await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue), FINISHED)
     (attempt,) = await store.attempts("a")
-    assert attempt.error is not None
     assert "OPENAI_BASE_URL" in attempt.error
     assert "context.base_url" in attempt.error
 
@@ -294,9 +287,7 @@ async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, stor
         "b": (Ending.CANCELLED, None),
     }
     assert (await store.rollout("b")).state is RolloutState.DONE
-    attempt = queue.attempts.get(key)
-    assert attempt is not None
-    assert attempt.closed
+    assert open_attempt(queue, key).closed
     assert not (await queue.close_attempt(key, FINISHED)).counted
     assert (await lease(queue, capacity=9)).leases[0].rollout == "c"
 

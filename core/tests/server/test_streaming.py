@@ -26,7 +26,7 @@ from agl_core.types import AttemptKey, Ending, FinishReason
 from agl_core.wire import CloseRequest
 
 from .api_oracles import OWN, chunks_of, client_of, reply
-from .posting import GOOD, SMALLEST, clients_waiting, post
+from .posting import GOOD, SMALLEST, clients_waiting, closed, open_attempt, post
 
 LONG = Say("A long text that goes out in many pieces, one after the other.")
 REQUESTS = {**SMALLEST, "messages": {**GOOD, "max_tokens": 999}}
@@ -62,17 +62,12 @@ async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, rout
         assert stack.upstream.received[-1].body["stream"] is True
         for field in ("version", "prefilled", "reused", "prefix_broken", "api", "undelivered"):
             assert getattr(added_up, field) == getattr(whole, field)
-        assert added_up.prompt_ids is not None
-        assert whole.prompt_ids is not None
         assert added_up.prompt_ids.tolist() == whole.prompt_ids.tolist()
         for ours, theirs in zip(added_up.choices, whole.choices, strict=True):
             assert (ours.finish_reason, ours.parse_error) == (theirs.finish_reason, theirs.parse_error)
             expected = {name: value for name, value in theirs.message.items() if value not in (None, "", [])}
             assert {name: value for name, value in ours.message.items() if value not in (None, "", [])} == expected
-            for arrays in ((ours.response_ids, theirs.response_ids), (ours.logprobs, theirs.logprobs)):
-                mine, other = arrays
-                assert mine is not None
-                assert other is not None
+            for mine, other in ((ours.response_ids, theirs.response_ids), (ours.logprobs, theirs.logprobs)):
                 assert mine.tolist() == other.tolist()
 
 
@@ -111,16 +106,13 @@ async def test_a_client_that_leaves_early_ends_the_sampling(stack: Stack, route:
     (choice,) = call.choices
     assert (call.undelivered, call.late, choice.finish_reason) == (True, False, FinishReason.ABORTED)
     whole = [*LONG.text.encode(), END_TOKEN]
-    assert choice.response_ids is not None
-    assert choice.logprobs is not None
     assert 0 < len(choice.response_ids) < len(whole)
     assert choice.response_ids.tolist() == whole[: len(choice.response_ids)]
     assert len(choice.logprobs) == len(choice.response_ids)
     assert LONG.text.startswith(str(choice.message["content"]))
     await streamed(stack, key, route)
     assert [call.undelivered for call in await stack.calls(key)] == [True, False]
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    episode = await stack.episode(key)
+    episode = await closed(stack, key)
     assert (len(episode.transitions), len(episode.undelivered)) == (1, 1)
 
 
@@ -160,8 +152,7 @@ async def test_what_fails_after_the_first_event_ends_in_the_apis_own_error(
     assert says in await error_of(stack, key)
     stack.store.failing = False
     assert await stack.calls(key) == []
-    attempt = stack.server.queue.attempts.get(key)
-    assert attempt is not None
+    attempt = open_attempt(stack.server.queue, key)
     assert says in str(attempt.last_failure)
     assert attempt.interrupted is (failure is None)
     assert (attempt.gone_after == 0) is isinstance(failure, Drop)
@@ -367,9 +358,6 @@ def test_chunks_add_up_to_what_openais_client_makes_of_them(data: st.DataObject)
     assert [call["function"]["arguments"] for call in ours.message.get("tool_calls", ())] == [
         call.function.arguments for call in theirs.message.tool_calls or () if call.type == "function"
     ]
-    assert ours.response_ids is not None
-    assert ours.logprobs is not None
-    assert whole.response_ids is not None
     assert ours.response_ids.tolist() == whole.response_ids.tolist()
     assert len(ours.logprobs) == len(ids)
 

@@ -10,15 +10,15 @@ import anthropic
 import pytest
 from openai.types.chat import ChatCompletion
 
-from agl_core.learning import build_episode
 from agl_core.learning.batch import left_out
 from agl_core.learning.health import health_of
 from agl_core.testing.scripts import Raw
 from agl_core.testing.server import Stack
-from agl_core.types import AttemptKey, Call, DropReason, Ending, FinishReason, Symptom
-from agl_core.wire import CloseRequest
+from agl_core.types import AttemptKey, Call, DropReason, FinishReason, Symptom
 
-HELLO: Any = [{"role": "user", "content": "hello"}]
+from .api_oracles import HELLO, client_of
+from .posting import closed
+
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 IDS = [7, 8, 9]
 ABSENT: Any = object()
@@ -61,7 +61,6 @@ async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any
         content += choice.delta.content or choice.delta.refusal or ""
         reasoning += reasoning_of(choice.delta)
         for call in choice.delta.tool_calls or ():
-            assert call.function is not None
             arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
         finished = choice.finish_reason
     assert finished in ("stop", "length", "tool_calls", "function_call", "content_filter")
@@ -81,13 +80,13 @@ async def responses_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, lis
 
 
 async def messages(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    async with anthropic_client(stack, key) as client:
+    async with client_of(stack, key) as client:
         return of_blocks(await client.messages.create(model="m", max_tokens=9, messages=HELLO))
 
 
 async def messages_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
     async with (
-        anthropic_client(stack, key) as client,
+        client_of(stack, key) as client,
         client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
     ):
         return of_blocks(await stream.get_final_message())
@@ -106,11 +105,6 @@ def of_response(response: Any) -> tuple[str, str, list[Any]]:
     return response.output_text + refusal, reasoning, calls
 
 
-def anthropic_client(stack: Stack, key: AttemptKey) -> anthropic.AsyncAnthropic:
-    base_url = stack.url(key).removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=stack.key(key), max_retries=0)
-
-
 def of_blocks(message: anthropic.types.Message) -> tuple[str, str, list[Any]]:
     content, reasoning, calls = "", "", list[Any]()
     for block in message.content:
@@ -127,9 +121,6 @@ def of_blocks(message: anthropic.types.Message) -> tuple[str, str, list[Any]]:
 async def recorded(stack: Stack, key: AttemptKey) -> Call:
     (call,) = await stack.calls(key)
     (choice,) = call.choices
-    assert call.prompt_ids is not None
-    assert choice.response_ids is not None
-    assert choice.logprobs is not None
     assert (call.prompt_ids.tolist(), choice.response_ids.tolist()) == ([1, 2], IDS)
     assert choice.logprobs.tolist() == [-0.5] * len(IDS)
     return call
@@ -213,9 +204,7 @@ async def test_whatever_a_response_ended_by(
     assert (await ask(stack, key))[0] == "Hello"
     call = await recorded(stack, key)
     assert call.choices[0].finish_reason is reason
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    [rollout], [attempt] = await stack.server.queue.done([key.rollout]), await stack.store.attempts(key.rollout)
-    (transition,) = build_episode(rollout, attempt, [call]).transitions
+    (transition,) = (await closed(stack, key)).transitions
     assert left_out(transition, ["*"]) is dropped
 
 
@@ -226,10 +215,8 @@ async def test_a_prompt_that_was_cut_is_marked(stack: Stack, words: int, is_cut:
     stack.upstream.script(reply({"content": "Hello"}))
     prompt: Any = [{"role": "user", "content": [{"type": "text", "text": "word " * words}]}]
     await stack.client(key).chat.completions.create(model="m", messages=prompt)
-    call = await recorded(stack, key)
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    [rollout], [attempt] = await stack.server.queue.done([key.rollout]), await stack.store.attempts(key.rollout)
-    assert (Symptom.PROMPT_CUT in health_of(build_episode(rollout, attempt, [call])).symptoms) is is_cut
+    await recorded(stack, key)
+    assert (Symptom.PROMPT_CUT in health_of(await closed(stack, key)).symptoms) is is_cut
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
@@ -253,5 +240,5 @@ async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:
     client = stack.client(key)
     assert (await client.chat.completions.create(model="m", messages=HELLO)).choices[0].finish_reason == "length"
     assert (await client.responses.create(model="m", input="hello")).status == "incomplete"
-    async with anthropic_client(stack, key) as other:
+    async with client_of(stack, key) as other:
         assert (await other.messages.create(model="m", max_tokens=9, messages=HELLO)).stop_reason == "max_tokens"

@@ -56,13 +56,11 @@ def start_writer(path: Path) -> Iterator[Start]:
     for child in children:
         child.kill()
         child.wait()
-        assert child.stdout is not None
         child.stdout.close()
 
 
 def acknowledged(child: subprocess.Popen[str], count: int) -> dict[str, str]:
     """Call ids and checksums of the next `count` calls that the child was told are stored."""
-    assert child.stdout is not None
     lines = (child.stdout.readline() for _ in range(count))
     return dict(line.split() for line in lines)
 

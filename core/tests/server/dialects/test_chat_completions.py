@@ -13,13 +13,11 @@ from agl_core.capture.requests import HEADER_POLICY
 from agl_core.testing.scripts import Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
-from agl_core.types import AttemptKey, Ending
-from agl_core.wire import CloseRequest
+from agl_core.types import AttemptKey
 
 from ..api_oracles import call, chunks_of, post_each, reply
-from ..posting import post
+from ..posting import HELLO, closed, post
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -38,7 +36,6 @@ async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
     stack.upstream.script(*[Say("ab" * 100)] * 2)
     request: dict[str, Any] = {"model": "default", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
     reply = await stack.client(key).chat.completions.create(**request)
-    assert reply.choices[0].logprobs is not None
     content = reply.choices[0].logprobs.content or []
     assert [token.logprob for token in content] == [logprob(token) for token in as_ids("ab" * 100)]
     assert len(content[0].top_logprobs) == 2
@@ -129,7 +126,6 @@ async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
     await stack.client(key).chat.completions.create(model="default", messages=HELLO)
     (call,) = await stack.calls(key)
     assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, "edited")
-    assert call.choices[0].mask is not None
     assert call.choices[0].mask.tolist() == [True, False, True]
     assert call.choices[0].parse_error == "no closing brace"
 
@@ -210,10 +206,8 @@ async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_as
         ],
     )
     first, second = await stack.calls(key)
-    assert first.prompt_ids is not None
     body = whole.json()
     for choice, recorded in zip(body["choices"], first.choices, strict=True):
-        assert recorded.response_ids is not None
         of_prompt = body if chat else choice
         assert choice["token_ids"] == recorded.response_ids.tolist()
         assert of_prompt["prompt_token_ids"] == first.prompt_ids.tolist()
@@ -222,7 +216,6 @@ async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_as
     chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.text.strip().split("\n\n")[:-1]]
     for index, recorded in enumerate(second.choices):
         of_choice = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-        assert recorded.response_ids is not None
         assert [token for part in of_choice for token in part.get("token_ids", ())] == recorded.response_ids.tolist()
     assert (chunks[0] if chat else chunks[0]["choices"][0])["prompt_token_ids"] == first.prompt_ids.tolist()
     assert (stream_of_prompt.status_code, stream_of_prompt.json()["error"]["param"]) == (400, "prompt_logprobs")
@@ -240,8 +233,7 @@ async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
     results: Any = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in ((second, "2"), (first, "1"))]
     echo: Any = message.model_dump(exclude_none=True)
     await client.chat.completions.create(model="default", messages=[*HELLO, echo, *results])
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    (transition, _) = (await stack.episode(key)).transitions
+    (transition, _) = (await closed(stack, key)).transitions
     assert [(result.arguments, result.result) for result in transition.tool_results] == [
         ({"a": 1}, "1"),
         ({"a": 2}, "2"),
@@ -257,8 +249,7 @@ async def test_half_a_surrogate_pair_in_what_the_model_wrote_is_none_in_the_tool
     again: Any = [*HELLO, own, {"role": "tool", "tool_call_id": "c", "content": "2"}]
     await client.chat.completions.create(model="default", messages=again)
     assert stack.upstream.received[1].body["messages"][1] == own
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    (transition, _) = (await stack.episode(key)).transitions
+    (transition, _) = (await closed(stack, key)).transitions
     assert [result.arguments for result in transition.tool_results] == [{"a": "\ufffd"}]
 
 

@@ -16,11 +16,10 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.testing.scripts import CallTools, Fail, Raw, Say
 from agl_core.testing.server import Stack, running_stack
-from agl_core.types import AttemptKey, Ending, Episode, Mode
-from agl_core.wire import CloseRequest
+from agl_core.types import Mode
 
 from ..api_oracles import client_of, post_each
-from ..posting import SMALLEST
+from ..posting import SMALLEST, closed
 
 HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -88,7 +87,7 @@ async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> N
     again: Any = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [CALLED]}, answer]
     await client.chat.completions.create(model="default", messages=again, tools=tools)
     assert stack.upstream.received[0].body["tools"] == tools
-    episode = await _closed(stack, key)
+    episode = await closed(stack, key)
     (result,) = episode.transitions[0].tool_results
     assert (result.tool, result.arguments, result.result) == ("shell", "ls -l", "total 0")
 
@@ -120,7 +119,7 @@ async def test_custom_tools_of_the_responses_api(stack: Stack, stream: bool) -> 
         model="default", input=[{"role": "user", "content": "hello"}, item.model_dump(), output], tools=tools
     )
     assert stack.upstream.received[1].body["messages"][1]["tool_calls"] == [CALLED]
-    episode = await _closed(stack, key)
+    episode = await closed(stack, key)
     assert [result.tool for result in episode.transitions[0].tool_results] == ["shell"]
 
 
@@ -262,8 +261,3 @@ async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack) -> Non
         for route, body in bodies.items():
             (response,) = await post_each(several, f"{url}/{route}", [body])
             assert (response.status_code, "'model' is missing" in response.text) == (400, True), route
-
-
-async def _closed(stack: Stack, key: AttemptKey) -> Episode:
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    return await stack.episode(key)
