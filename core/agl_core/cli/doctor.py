@@ -21,7 +21,6 @@ from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
 from agl_core.config import LoadedConfig, check, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
-from agl_core.protocols import Upstream
 from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import find_run, read_entry, read_run
 from agl_core.reading.words import harmless
@@ -145,11 +144,6 @@ def _start(loaded: LoadedConfig) -> Findings:
     shutil.rmtree(folder)
 
 
-class _UpstreamObserver(Observer):
-    def serving(self, upstream: Upstream) -> None:
-        self.upstream = upstream
-
-
 async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[Finding]:
     """The engine's token ids and needs and, if agents are run, one rollout."""
     from agl_core.training.server import local_server
@@ -157,10 +151,10 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
 
     workers = loaded.config.workers.model_copy(update={"embedded": True})
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))
-    observer = _UpstreamObserver()
+    observer = Observer()
     findings: list[Finding] = []
     async with local_server(loaded, folder) as server, open_session(here, folder, server, observer) as session:
-        served = observer.upstream
+        served = session.upstream
         for policy, name in served.models.items():
             _, missing = await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name)
             findings.append(_ids(f"engine, policy '{policy}'", missing, "FAIL"))

@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from agl_core.capture import attach, installed_adapters
 from agl_core.cli.screen import Screen, Set
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.config.models import AgentSection, RunConfig, UntrainedConfig
@@ -126,8 +125,6 @@ async def _work(
     console: Screen,
 ) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
-    assert config.agent is not None
-    assert config.folder is not None
     plugins, server = Plugins.load(config.plugin_files), find()
     if server is None:
         console.print("waiting for `agl train` to start the run")
@@ -142,15 +139,7 @@ async def _work(
         return elsewhere or over
 
     with agent_environment(client_variables(server.base_url)):
-        if config.agent.attach:
-            attach(installed_adapters(plugins))
-        runner = choose_runner(
-            config.agent,
-            config.workers,
-            folder=config.folder,
-            plugins=config.plugin_files,
-            base_url=server.base_url,
-        )
+        runner = choose_runner(config, plugins, server.base_url)
         async with LightningClient(server.base_url, server.key) as client:
             worker = Worker(client, runner, concurrency=concurrency, moved=gone)
             console.print(f"working for {server.base_url}")

@@ -181,6 +181,9 @@ def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0)
         turn_N=np.zeros(count, dtype=np.int64),
         version_N=np.full(count, version, dtype=np.int64),
         keys=tuple(TransitionKey(f"rollout-{i}", 0, f"call-{i}", 0) for i in range(count)),
+        weight_N=np.ones(count),
+        sampled_N=np.ones(count, np.bool_),
+        grammar_N=np.full(count, None),
     )
 
 

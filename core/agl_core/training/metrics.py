@@ -23,7 +23,7 @@ from agl_core.learning import health_of, staleness
 from agl_core.learning.certificate import Proof, certify
 from agl_core.learning.health import answer, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.learning.tool_results import has_failed
-from agl_core.protocols import KeepingTracker, Tracker, Upstream
+from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
 from agl_core.types import Ending, Episode, FinishReason, Json, Mode, TrainingRecord, are_equal, episode_return
@@ -52,9 +52,6 @@ class Observer:
 
     def say(self, text: str) -> None:
         """Print one line that stays on the screen."""
-
-    def serving(self, upstream: Upstream) -> None:
-        """The engine serves the policies here from now on."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:

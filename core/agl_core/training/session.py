@@ -17,7 +17,6 @@ import numpy as np
 import orjson
 from pydantic_core import to_jsonable_python
 
-from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import policy_of
@@ -26,7 +25,7 @@ from agl_core.learning import ScoringRule
 from agl_core.learning.health import health_of
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.learning.tool_results import messages_of, tools_of
-from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource
+from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
@@ -37,7 +36,7 @@ from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
 from agl_core.training.server import begin_restart
 from agl_core.types import AlarmName, Call, Ending, Episode, Mode, RecordedReply, Rollout, RolloutState, Workload
 from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.worker import Runner, WorkerThread, choose_runner
+from agl_core.worker.worker import WorkerThread, choose_runner
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class Session:
     """The run's name in its store."""
     restart: int
     engine: Engine
+    upstream: Upstream
+    """Where the engine serves the policies."""
     worker: WorkerThread | None
     """None: the rollouts are left to workers elsewhere."""
     collector: Collector
@@ -197,11 +198,13 @@ async def open_session(
     rules = scoring_rules(loaded)
     source = tasks["train"]
     check_agent(config, source)
-    has_worker = config.workers.embedded and config.agent is not None
-    runner = await choose_own_runner(loaded, server.base_url) if has_worker else None
+    runner = None
+    if config.workers.embedded and config.agent is not None:
+        with agent_environment(client_variables(server.base_url)):
+            runner = await asyncio.to_thread(choose_runner, config, loaded.plugins, server.base_url)
     run = await begin_restart(server, config, run_dir, resumed_step)
     async with AsyncExitStack() as stack:
-        engine = await _started_engine(loaded, run_dir, server, observer, stack, weights)
+        engine, upstream = await _started_engine(loaded, run_dir, server, observer, stack, weights)
         worker = None
         if runner is not None:
             # Until the stack is closed, clients that agents make find the server.
@@ -231,7 +234,7 @@ async def open_session(
         if isinstance(source, RecordedTasks):
             queue = RecordedQueue(source, config, server.store, engine)
             of_training = collector(queue, rules if config.rewards else [ScoringRule("recorded", queue.reward)])
-        yield Session(server, run.id, run.restart, engine, worker, of_training, evaluator, tasks, stall)
+        yield Session(server, run.id, run.restart, engine, upstream, worker, of_training, evaluator, tasks, stall)
 
 
 async def _started_engine(
@@ -241,19 +244,18 @@ async def _started_engine(
     observer: Observer,
     stack: AsyncExitStack,
     weights: Path | None,
-) -> Engine:
+) -> tuple[Engine, Upstream]:
     """The engine, serving the policies through the server until the stack is closed."""
     observer.say("starting the engine")
     engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
     stack.push_async_callback(engine.stop)
     engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
     upstream = await engine.start()
-    observer.serving(upstream)
     if weights is not None:
         await engine.load(weights)
     server.serve(upstream, await engine.versions())
     stack.callback(server.relay.withdraw)
-    return engine
+    return engine, upstream
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
@@ -280,23 +282,6 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
         plugin_files=config.plugin_files,
         api_key=os.urandom(16).hex(),
     )
-
-
-async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
-    """The runner of the agent in this process, imported; clients that its import makes find the server."""
-    config = loaded.config
-    assert config.agent is not None
-    with agent_environment(client_variables(base_url)):
-        if config.agent.attach:
-            attach(installed_adapters(loaded.plugins))
-        return await asyncio.to_thread(
-            choose_runner,
-            config.agent,
-            config.workers,
-            folder=loaded.folder,
-            plugins=config.plugin_files,
-            base_url=base_url,
-        )
 
 
 CHARACTERS_PER_TOKEN = 3

@@ -6,7 +6,7 @@ A batch is ragged from the store to the loss: flat arrays and offsets, no pads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,24 +44,16 @@ class Batch:
     version_N: NDArray[np.int64]
     """The policy version that sampled each transition; -1 if unknown."""
     keys: tuple[TransitionKey, ...]
-    weight_N: NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
-    """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`); by default 1."""
-    sampled_N: NDArray[np.bool_] = field(default_factory=lambda: np.ones(0, np.bool_))
-    """True if the log-probabilities are known; by default of all. Where not, an engine takes the policy's own from
+    weight_N: NDArray[np.float64]
+    """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`)."""
+    sampled_N: NDArray[np.bool_]
+    """True if the log-probabilities are known. Where not, an engine takes the policy's own from
     before the update for them, so that importance weights are 1."""
-    grammar_N: NDArray[np.object_] = field(default_factory=lambda: np.ones(0, np.object_))
-    """The form that each response had to have (`agl_core.learning.transitions.grammar_of`), or None; by default none
-    had to. Log-probabilities are then those among the tokens that this form allows."""
+    grammar_N: NDArray[np.object_]
+    """The form that each response had to have (`agl_core.learning.transitions.grammar_of`), or None.
+    Log-probabilities are then those among the tokens that this form allows."""
     step: int = 0
     """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
-
-    def __post_init__(self) -> None:
-        if not len(self.weight_N):
-            object.__setattr__(self, "weight_N", np.ones(len(self)))
-        if not len(self.sampled_N):
-            object.__setattr__(self, "sampled_N", np.ones(len(self), np.bool_))
-        if not len(self.grammar_N):
-            object.__setattr__(self, "grammar_N", np.full(len(self), None))
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -11,15 +11,16 @@ import shlex
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agl_core.capture import Recording
+from agl_core.capture import Recording, attach, installed_adapters
 from agl_core.capture.recording import MAX_PROBLEMS
-from agl_core.config.models import AgentSection, WorkerSection
+from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ServerError
+from agl_core.plugins import Plugins
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import (
     HEARTBEAT,
@@ -73,25 +74,26 @@ class Runner(Protocol):
         """Release what `start` took; no attempt is running any more."""
 
 
-def choose_runner(
-    agent: AgentSection, workers: WorkerSection, *, folder: Path, plugins: Sequence[Path], base_url: str
-) -> Runner:
-    """The runner of this agent's attempts, for the server at `base_url`.
+def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
+    """The runner of a configuration's agent, for the server at `base_url`.
 
-    Its module, and files that its command names, are also looked for in `folder`; `plugins` are files whose adapters
-    are to be attached. A Python agent is imported, so attach adapters in this process before. AgentError if the import
-    fails, or if there is no such command.
+    A Python agent is imported, with the adapters of `plugins` attached in this process; clients that its import makes
+    find the server inside `agent_environment`. AgentError if the import fails, or if there is no such command.
     """
-    attached = plugins if agent.attach else None
+    agent, workers, folder = config.agent, config.workers, config.folder or Path()
+    assert agent is not None
+    files = config.plugin_files if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
     if agent.command is not None:
         command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
-        return CommandPerAttempt(command, folder, plugins=attached, memory=memory)
+        return CommandPerAttempt(command, folder, plugins=files, memory=memory)
     assert agent.entry is not None
+    if agent.attach:
+        attach(installed_adapters(plugins))
     imported = load_agent(agent.entry, folder)
     if imported.is_async and workers.isolation == "auto" and memory is None:
         return TaskPerAttempt(imported)
-    return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=attached, memory=memory)
+    return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory)
 
 
 class Worker:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.config.models import AgentSection, WorkerSection
+from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
+from agl_core.plugins import Plugins
 from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.worker.agent import TaskPerAttempt
@@ -45,8 +46,8 @@ async def test_an_agent_that_blocks_the_event_loop_is_told_once_with_what_to_set
     workplace: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flag = folder / "go on"
-    sections, url = (AgentSection(entry="some_agents:solve"), WorkerSection()), workplace.stack.server.base_url
-    runner = choose_runner(*sections, folder=folder, plugins=[], base_url=url)
+    config = UntrainedConfig(config_version=1, folder=folder, agent=AgentSection(entry="some_agents:solve"))
+    runner = choose_runner(config, Plugins(), workplace.stack.server.base_url)
     with caplog.at_level(logging.WARNING):
         worker = workplace.start_runner(runner, concurrency=1)
         finishing = asyncio.create_task(workplace.finish(worker, [str(flag), ""]))
@@ -74,5 +75,6 @@ async def test_an_agent_that_blocks_the_event_loop_is_told_once_with_what_to_set
 def test_only_async_agents_without_a_limit_of_memory_are_tasks(
     folder: Path, agent: Any, workers: Any, runner: type[Runner]
 ) -> None:
-    sections = AgentSection(**agent), WorkerSection(**workers)
-    assert type(choose_runner(*sections, folder=folder, plugins=[], base_url="http://127.0.0.1:9")) is runner
+    sections = {"agent": AgentSection(**agent), "workers": WorkerSection(**workers)}
+    config = UntrainedConfig(config_version=1, folder=folder, **sections)
+    assert type(choose_runner(config, Plugins(), "http://127.0.0.1:9")) is runner
