@@ -172,7 +172,7 @@ comparison: install ## Train the examples with every algorithm and credit rule (
 experiments: install ## Measure what each contribution is worth (three hours; it can be interrupted)
 	@$(BIN)/python docs/make_measured.py experiments
 
-docs: install ## Write the generated pages of docs/ anew
+docs: install ## Write the generated pages of docs/ anew, and README's blocks of output
 	@$(BIN)/python docs/make_reference.py
 	@$(BIN)/python -m tests.conformance.make_page
 

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md and docs/cli.md from the configuration's types, the installed plugins and the commands.
+"""Writes docs/configuration.md and docs/cli.md from the configuration's types, the installed plugins and the commands,
+and README's blocks of output (see make_readme.py).
 
 `python docs/make_reference.py` writes them, `--check` fails if one is not up to date.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from make_readme import ROOT, readme
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -152,11 +154,13 @@ def main() -> None:
             version(f"agl-{folder.name}")
         except PackageNotFoundError:  # The pages would be made without its commands and settings.
             sys.exit(f"agl-{folder.name} is not installed: {sys.executable} -m pip install --no-deps -e {folder}")
-    for name, text in (("configuration.md", configuration()), ("cli.md", cli())):
+    front = ROOT / "README.md"
+    pages = {DOCS / "configuration.md": configuration(), DOCS / "cli.md": cli(), front: readme(front.read_text())}
+    for page, text in pages.items():
         if "--check" not in sys.argv[1:]:
-            (DOCS / name).write_text(text)
-        elif (DOCS / name).read_text() != text:
-            sys.exit(f"{name} is not up to date: make docs")
+            page.write_text(text)
+        elif page.read_text() != text:
+            sys.exit(f"{page.name} is not up to date: make docs")
 
 
 if __name__ == "__main__":

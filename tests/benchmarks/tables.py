@@ -17,12 +17,18 @@ def table(head: str, rows: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+def replaced(page: str, script: str, text: str) -> str:
+    """The page with this text in the place of what the script wrote before."""
+    pattern = f"(?<={re.escape(f'<!-- written by {script} -->')}\n).*?(?=<!-- to here -->)"
+    page, count = re.subn(pattern, lambda _: f"{text}\n", page, count=1, flags=re.DOTALL)
+    assert count, f"no section is written by {script}"
+    return page
+
+
 def write(page: str, script: str, text: str) -> None:
     """Replace what this script wrote to a page of the documentation before."""
-    begin, end = f"<!-- written by tests/benchmarks/{script} -->", "<!-- to here -->"
     file = DOCS / page
-    pattern = f"(?<={re.escape(begin)}\n).*?(?=\n{end})"
-    file.write_text(re.sub(pattern, lambda _: f"\n{text}\n", file.read_text(), count=1, flags=re.DOTALL))
+    file.write_text(replaced(file.read_text(), f"tests/benchmarks/{script}", f"\n{text}\n"))
 
 
 def machine() -> str:

@@ -1,4 +1,4 @@
-"""The server's benchmark runs."""
+"""The server's benchmark runs, and tables are written where they belong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from .tables import replaced
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -31,6 +33,12 @@ def run(*options: str) -> list[list[list[str]]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return tables(done.stdout)
+
+
+def test_a_script_replaces_its_own_section_of_a_page_even_if_it_is_empty() -> None:
+    page = "<!-- written by {} -->\n{}<!-- to here -->\n"
+    empty, other = page.format("a", ""), page.format("b", "old\n")
+    assert replaced(empty + other, "a", "new") == page.format("a", "new\n") + other
 
 
 @pytest.mark.storm
