@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -181,14 +182,19 @@ def common_failure(episodes: Sequence[Episode]) -> Ending | None:
 def why_nothing(numbers: Mapping[str, float]) -> Ending | DropReason | None:
     """The only reason for which a step with these numbers had nothing to train on.
 
-    None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others.
+    None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others. A loss
+    that is not a number moves no weight, whatever else was dropped.
     """
+    if any(math.isnan(value) for key, value in numbers.items() if re.fullmatch(r"update/(.+/)?loss", key)):
+        return DropReason.NON_FINITE
     if numbers["transitions/kept"]:
         return None
     endings = counts([numbers], "ending/")
     if len(endings) == 1 and Ending.FINISHED not in endings:
         return Ending(*endings)
     dropped = {*counts([numbers], "dropped/"), *counts([numbers], "episodes_dropped/")} - {DropReason.GROUP_TOO_SMALL}
+    if DropReason.NON_FINITE in dropped:
+        dropped -= _PASSING
     return DropReason(*dropped) if len(dropped) == 1 and not dropped & _PASSING else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from agl_core.errors import TrainingError
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack
-from agl_core.training.failures import asserted_rewards, asserted_tool_results, who_waits
+from agl_core.training.failures import asserted_rewards, asserted_tool_results, check_patience, who_waits
 from agl_core.types import (
     AlarmName,
     DropReason,
@@ -97,6 +98,20 @@ async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: D
     # What the engine could not take was in no group's mean; `agl show` explains the group by what has an advantage.
     advantages = {record.advantage for record in bench.store.written if isinstance(record, TrainingRecord)}
     assert advantages == {0.0 if dropped is DropReason.NO_ADVANTAGE else None}
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"transitions/kept": 0.0, "dropped/non_finite": 3.0, "dropped/no_advantage": 5.0},
+        {"transitions/kept": 8.0, "update/writer/loss": math.nan},
+    ],
+)
+def test_a_loss_that_is_nan_in_every_step_ends_the_run(numbers: dict[str, float]) -> None:
+    well = {"transitions/kept": 8.0, "update/writer/loss": 0.5}
+    check_patience(2, [well, numbers], 2)
+    with pytest.raises(TrainingError, match=r"steps 2 to 3: .* one reason: non_finite. Look for NaN"):
+        check_patience(3, [well, numbers, numbers], 2)
 
 
 async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
