@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
-from agl_core.config import CONFIG_FILE
-from agl_core.config.load import load
+from agl_core.config.load import CONFIG_FILE, load
 from agl_core.reading.metrics import read_metrics, series
 from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Episode, Mode, Reward

@@ -123,7 +123,7 @@ class DrawContext:
     versions: Mapping[str, int]
     """Those that the update begins with, by policy."""
     max_staleness: int
-    """Episodes older than that would be dropped (`agl_core.learning.without_stale`)."""
+    """Episodes older than that would be dropped (`agl_core.learning.batch.without_stale`)."""
     min_group_size: int
     """Groups with fewer episodes left would be dropped."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from agl_core.config.check import cautions, check
 from agl_core.config.load import LoadedConfig, load
-from agl_core.learning import ScoringRule, score
+from agl_core.learning.rewards import ScoringRule, score
 from agl_core.testing import episodes
 from agl_core.types import Ending, Episode, Mode, Task
 

@@ -20,7 +20,7 @@ from agl_core import kinds
 from agl_core.capture import message_status
 from agl_core.errors import ConfigError
 from agl_core.kinds import Capability
-from agl_core.learning import ScoringRule, score
+from agl_core.learning.rewards import ScoringRule, score
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, Ending, Episode, Mode, Reward, Task, ToolStatus, Transition

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_core.errors import ConfigError
-from agl_core.learning import ScoringRule, score
+from agl_core.learning.rewards import ScoringRule, score
 from agl_core.types import DropReason, Ending
 from agl_rewards import JudgeError, score_in
 

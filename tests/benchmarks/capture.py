@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.types import ToolResult, Transition
 
 from ..conformance.driver import CHAT, Cell, Driver, Turn

@@ -19,9 +19,8 @@ from agl_algorithms.ppo import gae_across_calls
 from agl_algorithms.prepared import samples_of
 from agl_core import kinds
 from agl_core.config.sections import OptimizerSection
-from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, StepBatches, make_batches, score
-from agl_core.learning.batch import filter_trainable
-from agl_core.learning.rewards import reported
+from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, filter_trainable, make_batches
+from agl_core.learning.rewards import ScoringRule, reported, score
 from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteStore

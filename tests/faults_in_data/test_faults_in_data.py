@@ -14,7 +14,7 @@ import torch
 
 from agl_core import kinds
 from agl_core.errors import StoreError
-from agl_core.learning import ScoringRule
+from agl_core.learning.rewards import ScoringRule
 from agl_core.training.metrics import episode_metrics
 from agl_core.types import (
     Call,

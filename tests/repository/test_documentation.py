@@ -19,9 +19,10 @@ from agl_core import kinds
 from agl_core.capture import StatusRule, message_status
 from agl_core.capture import status as capture_status
 from agl_core.capture.status import REPORTED, WORDS
-from agl_core.config import check, load
+from agl_core.config.check import check
+from agl_core.config.load import load
 from agl_core.kinds import Component
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_verl.plugin import VerlOptions

@@ -19,7 +19,8 @@ import pytest
 
 from agl_core import hooks, kinds
 from agl_core.capture import AttemptContext, Identity, Recording, current_identity, running
-from agl_core.config import check, load
+from agl_core.config.check import check
+from agl_core.config.load import load
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make

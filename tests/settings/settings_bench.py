@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import tomli_w
 
-from agl_core.config import LoadedConfig, load
+from agl_core.config.load import LoadedConfig, load
 from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import train
 from agl_core.training.server import new_run_dir

@@ -22,7 +22,7 @@ from agl_core import kinds
 from agl_core.capture import attach
 from agl_core.cli.screen import Screen, show_in_browser
 from agl_core.errors import ConfigError, TrainingError
-from agl_core.learning import score
+from agl_core.learning.rewards import score
 from agl_core.plugins import Plugins
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make

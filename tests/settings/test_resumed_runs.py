@@ -14,7 +14,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from agl_core.cli import app
-from agl_core.config import load
+from agl_core.config.load import load
 from agl_core.errors import ConfigError, PluginError
 from agl_core.reading.explained import is_superseded
 from agl_core.store.sqlite import SqliteStore

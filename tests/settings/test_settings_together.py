@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.config import check
+from agl_core.config.check import check
 from agl_core.errors import CapabilityError
 from agl_core.training.failures import asserted_rewards, asserted_tool_results, assertions_in
 

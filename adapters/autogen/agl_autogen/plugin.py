@@ -44,7 +44,7 @@ class Recorded:
 
     def episode(self) -> Episode | None:
         """The block's calls as an episode; None before its end, and in a rollout of agl."""
-        from agl_core.learning import build_episode
+        from agl_core.learning.transitions import build_episode
 
         return build_episode(*self._rollout.records()) if self._rollout.is_finished else None
 

@@ -16,8 +16,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
 from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
-from agl_core.learning import build_episode
-from agl_core.learning.transitions import Alone
+from agl_core.learning.transitions import Alone, build_episode
 from agl_core.types import Choice, Episode, FinishReason, Json, Tokens, Transition
 from agl_core.types.forms import parse_if_json
 from agl_otel.plugin import otel

@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 
 from agl_core.builtin.credit import identical, immediate
-from agl_core.learning import BatchPlan, PolicyCredit, make_batches, without_stale
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches, without_stale
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, CreditKind, Episode, Reward
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
-from agl_core.config import load
+from agl_core.config.load import load
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext, PolicySpec

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agl_core.cli.screen import AsJson, Screen, Set, print_json, show_in_browser
-from agl_core.config import CONFIG_FILE, check, load
+from agl_core.config.check import check
+from agl_core.config.load import CONFIG_FILE, load
 from agl_core.reading.words import number, one_line
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agl_core.learning import staleness
-from agl_core.learning.batch import left_out
+from agl_core.learning.batch import left_out, staleness
 from agl_core.protocols import DrawContext
 from agl_core.store.interface import ErasableStore, Wanted
 from agl_core.training.metrics import Phase

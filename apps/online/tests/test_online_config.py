@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from agl_core.config import load
+from agl_core.config.load import load
 from agl_core.errors import CapabilityError, ConfigError
 from agl_online.config import check_learning, online_section
 

@@ -47,6 +47,6 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
 
 
 def _has_runs(folder: Path) -> bool:
-    from agl_core.config import CONFIG_FILE
+    from agl_core.config.load import CONFIG_FILE
 
     return not (folder / CONFIG_FILE).is_file() and any(folder.glob(f"*/{CONFIG_FILE}"))

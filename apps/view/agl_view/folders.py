@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from agl_core.config import CONFIG_FILE
+from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import ConfigError, nearest
 from agl_core.reading.runs import find_store
 from agl_core.store.interface import Store

@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core.kinds import Capability
-from agl_core.learning import staleness
+from agl_core.learning.batch import staleness
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.types import Episode, are_equal, episode_return
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agl_core.config import CONFIG_FILE
+from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import ConfigError
 from agl_core.kinds import Capability
 from agl_core.store.interface import Store

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import private
-from agl_core.config import CONFIG_FILE
+from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
 from agl_core.types import Json

@@ -37,7 +37,7 @@ from agl_core.types import (
 from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 Records: TypeAlias = tuple[Rollout, Attempt, list[Call], list[ToolResult]]
-"""`agl_core.learning.build_episode` makes an episode of these."""
+"""`agl_core.learning.transitions.build_episode` makes an episode of these."""
 
 
 class CapturedRollout:

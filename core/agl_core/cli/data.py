@@ -26,7 +26,7 @@ from agl_core.cli.screen import (
     print_json,
     table,
 )
-from agl_core.config import check
+from agl_core.config.check import check
 from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, PluginError

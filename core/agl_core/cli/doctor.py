@@ -18,7 +18,8 @@ from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
 from agl_core.cli.screen import AsJson, KeyVariable, Model, UpstreamUrl, print_json
 from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
-from agl_core.config import LoadedConfig, check, load
+from agl_core.config.check import check
+from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import read_health

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from agl_core.cli.screen import AsJson, ConsoleObserver, Screen, Seed, Set, print_json, table
-from agl_core.config import CONFIG_FILE, check, load
+from agl_core.config.check import check
+from agl_core.config.load import CONFIG_FILE, load
 from agl_core.errors import ConfigError
 from agl_core.reading.evaluations import Comparison, Estimate, compare, passes
 from agl_core.reading.runs import find_checkpoint

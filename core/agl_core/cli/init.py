@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from agl_core.capture import installed_adapters
-from agl_core.config import check, load
+from agl_core.config.check import check
+from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
 from agl_core.worker.agent import agent_environment, client_variables, load_agent
 

@@ -21,7 +21,7 @@ from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
-from agl_core.config import LoadedConfig, load
+from agl_core.config.load import LoadedConfig, load
 from agl_core.config.models import GatewaySection
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins

@@ -25,9 +25,8 @@ from agl_core.cli.screen import (
     print_json,
     table,
 )
-from agl_core.learning import RolloutHealth
 from agl_core.learning.certificate import certify
-from agl_core.learning.health import has_cut_prompt
+from agl_core.learning.health import RolloutHealth, has_cut_prompt
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, RolloutReport, TerminalReward, Turn, healths_of, read_rollout
 from agl_core.reading.rollouts import Query, RolloutList, list_rollouts

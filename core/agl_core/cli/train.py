@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from agl_core.cli.screen import ConsoleObserver, Screen, Seed, Set, show_in_browser, table
-from agl_core.config import CONFIG_FILE, LoadedConfig, check, load
+from agl_core.config.check import check
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.protocols import Engine
 from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of

@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.config import LoadedConfig, PolicyPlan
+from agl_core.config.load import LoadedConfig
+from agl_core.config.resolve import PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
 from agl_core.protocols import CreditRule

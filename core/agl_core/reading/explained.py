@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agl_core.errors import StoreRefusedError
-from agl_core.learning import RolloutHealth, build_episode, health_of
+from agl_core.learning.health import RolloutHealth, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.transitions import build_episode
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import Recorded, by_rollout, counted_attempts
 from agl_core.types import (

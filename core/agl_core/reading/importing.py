@@ -209,7 +209,7 @@ def _transition(
 
 
 def episode_records(episode: Episode, run: str) -> list[Record]:
-    """The records of an episode, from which `agl_core.learning.build_episode` makes the same one.
+    """The records of an episode, from which `agl_core.learning.transitions.build_episode` makes the same one.
 
     The weights of the rules are not those of this run. Where the terminal reward is not the plain sum of theirs, a
     reward `rest` makes up the difference.

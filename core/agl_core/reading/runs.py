@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_che
 import tomli_w
 
 from agl_core import private
-from agl_core.config import CONFIG_FILE
-from agl_core.config.load import STORED, load
+from agl_core.config.load import CONFIG_FILE, STORED, load
 from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, StoreError
 from agl_core.plugins import Plugins

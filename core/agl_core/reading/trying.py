@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
-from agl_core.config import CONFIG_FILE, LoadedConfig
+from agl_core.config.load import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
-from agl_core.learning import BatchPlan, make_batches, score_all, score_groups
-from agl_core.learning.rewards import AGENT_SOURCE, failure_text
+from agl_core.learning.batch import BatchPlan, make_batches
+from agl_core.learning.rewards import AGENT_SOURCE, failure_text, score_all, score_groups
 from agl_core.reading.explained import is_superseded
 from agl_core.reading.importing import import_file
 from agl_core.reading.rollouts import RolloutEntry, entries_of

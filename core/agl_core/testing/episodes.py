@@ -2,7 +2,7 @@
 
 Each function makes one sound record; keyword arguments change its fields.
 
->>> from agl_core.learning import build_episode
+>>> from agl_core.learning.transitions import build_episode
 >>> from agl_core.testing import episodes as make
 >>> calls = [make.call(0, make.choice(tool_calls=["c1"])), make.call(1)]
 >>> episode = build_episode(make.rollout(), make.attempt(), calls, [make.tool_result("o1", "c1")])

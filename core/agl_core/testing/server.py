@@ -25,7 +25,7 @@ import pytest
 from agl_core.capture import AttemptContext, Recording, attach, reports, running
 from agl_core.capture.requests import rollout_path
 from agl_core.config.models import SamplingSection, ServerSection
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter, Upstream
 from agl_core.server import LightningServer

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from agl_core.config import LoadedConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.errors import TrainingError
 from agl_core.kinds import Capability
-from agl_core.learning import was_rewarded
-from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.rewards import AGENT_SOURCE, was_rewarded
 from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm

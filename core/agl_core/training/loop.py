@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
 
-from agl_core.config import LoadedConfig
-from agl_core.learning import BatchPlan, StepBatches, make_batches, without_stale
+from agl_core.config.load import LoadedConfig
+from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.learning.certificate import recomputed_in
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import ErasableStore

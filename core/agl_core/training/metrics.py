@@ -19,9 +19,9 @@ import orjson
 from agl_core import private
 from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
-from agl_core.learning import health_of, staleness
+from agl_core.learning.batch import staleness
 from agl_core.learning.certificate import Proof, certify
-from agl_core.learning.health import answer, is_gibberish, is_refusal, is_repetitive, response_text
+from agl_core.learning.health import answer, health_of, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.training.alarms import Alarm

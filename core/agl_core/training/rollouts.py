@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from agl_core.config import LoadedConfig
+from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError, StoreRefusedError
-from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
-from agl_core.learning.rewards import AGENT_SOURCE, failure_text, reported
+from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
+from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
 from agl_core.store.interface import ErasableStore, Store

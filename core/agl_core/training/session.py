@@ -21,9 +21,8 @@ from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import policy_of
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames, nearest
-from agl_core.learning import ScoringRule
 from agl_core.learning.health import health_of
-from agl_core.learning.rewards import AGENT_SOURCE, reported
+from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer

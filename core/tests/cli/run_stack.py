@@ -10,7 +10,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Step
 from agl_core.testing.upstream import ScriptedUpstream

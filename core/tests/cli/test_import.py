@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import agl_core
 from agl_core.errors import EpisodesError
+from agl_core.learning.transitions import build_episode
 from agl_core.reading.export import Format, export_run
 from agl_core.reading.importing import import_file
 from agl_core.testing import episodes as make
@@ -170,7 +171,7 @@ def any_episodes(draw: st.DrawFn) -> Episode:
                 prefix_broken=draw(st.none() | st.sampled_from(PrefixBreak)),
             )
         )
-    built = agl_core.learning.build_episode(
+    built = build_episode(
         make.rollout(rollout, step=draw(st.integers(0, 3)), group=draw(st.sampled_from(["g1", "g2"]))),
         make.attempt(rollout, result=draw(st.none() | text)),
         calls,

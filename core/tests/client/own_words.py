@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import agl_core
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import running_stack
 from agl_core.types import Episode

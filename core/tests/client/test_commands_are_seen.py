@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agl_core.capture import Recording
-from agl_core.learning import build_episode, health_of
+from agl_core.learning.health import health_of
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source

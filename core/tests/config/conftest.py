@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from agl_core.config import LoadedConfig, load
+from agl_core.config.load import LoadedConfig, load
 
 PLUGIN_FILE = Path(__file__).with_name("fakes.py")
 

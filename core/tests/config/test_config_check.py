@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.config import LoadedConfig, check
-from agl_core.config.check import cautions
+from agl_core.config.check import cautions, check
+from agl_core.config.load import LoadedConfig
 from agl_core.errors import CapabilityError
 from agl_core.types import CreditKind
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
-from agl_core.config.load import apply_overrides
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, apply_overrides, load, store_config
 from agl_core.config.sections import LARGEST, SMALLEST, usual_learning_rate
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins

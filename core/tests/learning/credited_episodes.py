@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, Reward, ToolStatus, Transition
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
-from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
-from agl_core.learning.batch import filter_trainable, subset, unusable
+from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches, subset, unusable
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import engines
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, episode_return
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.learning import BatchPlan, PolicyCredit, build_episode, make_batches
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
+from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
 from agl_core.protocols import CreditRule
 from agl_core.testing import episodes as make

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import Call, Episode, ToolResult
 

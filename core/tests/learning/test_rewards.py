@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agl_core.builtin.credit import identical
-from agl_core.learning import ScoringRule, build_episode, score, score_all, score_groups
-from agl_core.learning.rewards import reported
+from agl_core.learning.rewards import ScoringRule, reported, score, score_all, score_groups
+from agl_core.learning.transitions import build_episode
 from agl_core.protocols import GroupRewardRule, RewardValue
 from agl_core.testing import episodes as make
 from agl_core.types import DropReason, Ending, Episode, Reward, TransitionKey

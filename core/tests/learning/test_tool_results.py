@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.learning import build_episode
 from agl_core.learning.tool_results import function_of
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Episode, Json, Source, ToolResult, ToolStatus

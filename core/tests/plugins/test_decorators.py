@@ -16,7 +16,7 @@ import agl_core
 from agl_core import Capability, CreditKind, Task, kinds
 from agl_core.errors import PluginError
 from agl_core.kinds import Component, Kind
-from agl_core.learning import ScoringRule, score
+from agl_core.learning.rewards import ScoringRule, score
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import DropReason, Ending, Episode, Reward

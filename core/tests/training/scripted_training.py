@@ -14,8 +14,8 @@ from memory_store import MemoryStore
 from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
-from agl_core.config import PolicyPlan, RunConfig
-from agl_core.config.resolve import Chosen
+from agl_core.config.models import RunConfig
+from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
 from agl_core.protocols import Buffer, DrawContext, Engine, Progress, UpdateResult

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from agl_core.config import RunConfig
+from agl_core.config.models import RunConfig
 from agl_core.training.alarms import CHECKS, Numbers, Watch
 from agl_core.training.metrics import MetricsLog
 from agl_core.types import AlarmName

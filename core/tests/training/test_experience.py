@@ -17,7 +17,7 @@ from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
-from agl_core.learning import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness, without_stale
+from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness, without_stale
 from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record

@@ -14,9 +14,10 @@ from memory_store import MemoryStore
 
 from agl_core.builtin.credit import identical
 from agl_core.builtin.recorded import RecordedOptions, recorded
-from agl_core.config import RunConfig
+from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError
-from agl_core.learning import BatchPlan, PolicyCredit, ScoringRule, make_batches
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
+from agl_core.learning.rewards import ScoringRule
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer

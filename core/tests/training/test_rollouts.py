@@ -14,7 +14,7 @@ from memory_store import MemoryStore
 
 from agl_core.config.models import EvalSection
 from agl_core.errors import EngineError, PluginError
-from agl_core.learning import ScoringRule
+from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.learning import ScoringRule, score
+from agl_core.learning.rewards import ScoringRule, score
 from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
 from agl_core.types import DropReason, Episode, Mode, Sampling

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agl_core.errors import StoreError
-from agl_core.learning import build_episode
+from agl_core.learning.transitions import build_episode
 from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.server import until
 from agl_core.types import AttemptKey, Ending, Mode, RolloutState

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
-from agl_core.config import PolicyPlan, RunConfig
-from agl_core.config.resolve import Chosen
+from agl_core.config.models import RunConfig
+from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.kinds import Component, NoOptions
-from agl_core.learning import ScoringRule
+from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from agl_core.learning import ScoringRule
+from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext
 from agl_core.store.sqlite import SqliteStore

@@ -10,7 +10,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.config import CONFIG_FILE
+from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
 from agl_core.reading.metrics import MetricsLine, held_out, keys_below, series
 from agl_core.reading.runs import read_settings
