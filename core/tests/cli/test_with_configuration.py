@@ -296,10 +296,7 @@ def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Ag
         f'{{"step": 1, "kind": "train", "alarm/truncated": 1.0, "alarms": [{alarm}]}}\n'
     )
     status, output = doctor()
-    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → Raise it.\n" in output) == (
-        0,
-        True,
-    )
+    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → Raise it.\n" in output) == (0, True)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
     status, output = doctor()

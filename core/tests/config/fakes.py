@@ -91,10 +91,7 @@ def register_components(register: Register) -> None:
         "comparing",
         built,
         options=ComparingOptions,
-        needs=lambda options: {
-            Capability.GROUPS,
-            *([Capability.REFERENCE] if options.beta else []),
-        },
+        needs=lambda options: {Capability.GROUPS, *([Capability.REFERENCE] if options.beta else [])},
         takes=CreditKind.RETURN,
     )
     needs = {Capability.CRITIC, Capability.TOKEN_IDS}

@@ -63,10 +63,7 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(data: st.Data
 
 
 def test_rollouts_and_groups_are_numbered_for_the_statistics() -> None:
-    groups = [
-        [episode("a", [2, 2, 2], 1.0), episode("b", [2], 0.0)],
-        [episode("c", [1], 1.0), episode("d", [1], 0.0)],
-    ]
+    groups = [[episode("a", [2, 2, 2], 1.0), episode("b", [2], 0.0)], [episode("c", [1], 1.0), episode("d", [1], 0.0)]]
     batch = make_batches(groups, BatchPlan(IDENTICAL), step=7).batches["default"]
     assert batch.step == 7
     assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
@@ -176,20 +173,14 @@ def test_a_policy_may_take_rewards_and_another_returns() -> None:
         "author": PolicyCredit("numbered", numbered, CreditKind.REWARD),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    prepared = make_batches([[conversation("a", 1.0)]], BatchPlan(credit))
-    author, judge = prepared.batches["author"], prepared.batches["judge"]
+    groups = [[conversation("a", 1.0)]]
+    batches = make_batches(groups, BatchPlan(credit)).batches
+    author, judge = batches["author"], batches["judge"]
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
     # What the judge earns comes to the author's call before it, and not the other way round.
     assert author.values_N.tolist() == [400.0 + 401.0, 402.0 + 403.0]
     assert judge.values_N.tolist() == [401.0, 403.0]
-
-
-def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_recorded() -> None:
-    groups = [[conversation("a", 1.0)]]
-    credit = {
-        "author": PolicyCredit("identical", identical, CreditKind.RETURN),
-        "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
-    }
+    # A policy whose agents are not trained has no batch, and its credit is recorded.
     prepared = make_batches(groups, BatchPlan(credit, ["writer", "ed*"]))
     assert list(prepared.batches) == ["author"]
     assert [(record.call, record.credit, record.dropped) for record in prepared.dropped] == [

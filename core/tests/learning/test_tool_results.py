@@ -27,6 +27,13 @@ def asking(ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult
     return build_episode(make.rollout(), make.attempt(), calls, reported)
 
 
+def result_of(content: str | None, reported: ToolResult) -> ToolResult:
+    """The result of a call's one tool, which has this report and, unless it is None, this answer."""
+    answers = [] if content is None else [answer("a", content)]
+    (result,) = asking(["a"], *answers, reported=(reported,)).transitions[0].tool_results
+    return result
+
+
 def statuses(episode: Episode) -> list[str]:
     return [str(o.status) for o in episode.transitions[0].tool_results]
 
@@ -36,13 +43,8 @@ def test_the_next_request_tells_what_the_tools_did() -> None:
     assert statuses(episode) == ["ok", "error", "empty"]
     first, second, _ = episode.transitions[0].tool_results
     assert (first.source, first.adapter) == (Source.CONVERSATION, None)
-    assert (first.tool, first.arguments, first.result, first.error, first.agent) == (
-        "look",
-        {},
-        "22 °C",
-        None,
-        "solver",
-    )
+    called = (first.tool, first.arguments, first.result, first.error, first.agent)
+    assert called == ("look", {}, "22 °C", None, "solver")
     assert (second.result, second.error) == (None, "ValueError: no")
     assert episode.transitions[1].tool_results == ()
     assert episode.unjoined == ()
@@ -75,42 +77,26 @@ def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response() -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "result", "error", "rule"),
+    ("content", "expected"),
     [
-        ("22 °C", "ok", "22 °C", None, "ok"),
-        ("", "empty", "", None, "empty"),
-        ("ValueError: no city", "error", None, "ValueError: no city", "exception"),
-        (None, "ok", None, None, "unknown"),
+        ("22 °C", ("ok", "22 °C", None, "ok")),
+        ("", ("empty", "", None, "empty")),
+        ("ValueError: no city", ("error", None, "ValueError: no city", "exception")),
+        (None, ("ok", None, None, "unknown")),
     ],
 )
-def test_a_span_without_a_result_leaves_it_to_the_conversation(
-    content: str | None, status: str, result: Any, error: Any, rule: str
-) -> None:
+def test_a_span_without_a_result_leaves_it_to_the_conversation(content: str | None, expected: tuple[Any, ...]) -> None:
     span = report("1:2", "a", "otel", source=Source.SPAN, status_rule="unknown", started=3.0)
-    (tool_result,) = (
-        asking(["a"], *([] if content is None else [answer("a", content)]), reported=(span,))
-        .transitions[0]
-        .tool_results
-    )
-    assert (str(tool_result.status), tool_result.result, tool_result.error, tool_result.status_rule) == (
-        status,
-        result,
-        error,
-        rule,
-    )
-    assert (tool_result.id, tool_result.adapter, tool_result.source, tool_result.started, tool_result.arguments) == (
-        "1:2",
-        "otel",
-        Source.SPAN,
-        3.0,
-        {},
-    )
+    result = result_of(content, span)
+    assert (str(result.status), result.result, result.error, result.status_rule) == expected
+    own = (result.id, result.adapter, result.source, result.started, result.arguments)
+    assert own == ("1:2", "otel", Source.SPAN, 3.0, {})
 
 
 @pytest.mark.parametrize("rule", ["raised", "reported-error", "empty", "reported-success", None])
 def test_what_a_report_found_is_not_taken_back_by_the_conversation(rule: str | None) -> None:
     reported = report("1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
-    (result,) = asking(["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
+    result = result_of("Error: quoted", reported)
     assert (result.status, result.status_rule) == (ToolStatus.EMPTY, rule)
 
 
@@ -128,14 +114,9 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     )
     episode = asking(["a"], answer("a", "Error: no city"), reported=(reported,))
     (result,) = episode.transitions[0].tool_results
-    assert (result.status, result.status_rule, result.source) == (
-        ToolStatus.ERROR,
-        "contradicted",
-        Source.CONVERSATION,
-    )
-    assert (result.result, result.error) == (None, "Error: no city")
-    seen = contradicted_tool_results([episode, episode])
-    assert seen.startswith("2 of 2 tool results")
+    assert (result.status, result.status_rule) == (ToolStatus.ERROR, "contradicted")
+    assert (result.source, result.result, result.error) == (Source.CONVERSATION, None, "Error: no city")
+    assert str(contradicted_tool_results([episode, episode])).startswith("2 of 2 tool results")
 
 
 @pytest.mark.parametrize(
@@ -167,14 +148,9 @@ def test_no_reports_of_a_whole_response_deny_a_failure_that_the_model_was_shown(
 def test_a_report_that_found_nothing_keeps_its_result() -> None:
     """A span has the structured result, and the message that it was empty."""
     span = report("1:2", "a", "otel", status_rule="ok", result={"blocks": []})
-    (result,) = asking(["a"], answer("a", ""), reported=(span,)).transitions[0].tool_results
-    assert (result.status, result.result, result.status_rule) == (
-        ToolStatus.EMPTY,
-        {"blocks": []},
-        "empty",
-    )
-    (result,) = asking(["a"], answer("a", "no city"), reported=(span,)).transitions[0].tool_results
-    assert (result.status, result.result, result.status_rule) == (ToolStatus.OK, {"blocks": []}, "ok")
+    for content, expected in (("", (ToolStatus.EMPTY, "empty")), ("no city", (ToolStatus.OK, "ok"))):
+        result = result_of(content, span)
+        assert (result.status, result.status_rule, result.result) == (*expected, {"blocks": []})
 
 
 def looking(*directions: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
@@ -307,11 +283,7 @@ def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter() -> None:
 
 
 def test_what_nobody_asked_for_is_told_once_too() -> None:
-    reports = (
-        report("1", "gone", "langchain"),
-        report("1:2", "gone", "otel"),
-        report("1:3", None, "otel"),
-    )
+    reports = report("1", "gone", "langchain"), report("1:2", "gone", "otel"), report("1:3", None, "otel")
     assert [o.id for o in asking(["t1"], reported=reports).unjoined] == ["1", "1:3"]
 
 

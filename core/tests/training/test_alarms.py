@@ -138,10 +138,7 @@ async def test_a_run_says_them_and_writes_them(tmp_path: Path) -> None:
     written = [orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     assert [line.get("alarm/no_contrast") for line in written] == [None] * 4 + [1.0] * 2
     [alarm] = written[4]["alarms"]
-    assert (alarm["name"], alarm["seen"]) == (
-        "no_contrast",
-        "1 of the groups have equal rewards over the last 5 steps",
-    )
+    assert (alarm["name"], alarm["seen"]) == ("no_contrast", "1 of the groups have equal rewards over the last 5 steps")
     assert all("alarms" not in line for line in [*written[:4], written[5]])
 
 
