@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from agl_core import private
+from agl_core.errors import ConfigError
 from agl_core.types import Ending, Mode, ToolResult
 
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -274,6 +275,24 @@ def take_key(name: str) -> str | None:
     _overwrite(name)
     os.environ.pop(name, None)
     return key or None
+
+
+def take_key_of(setting: str, variable: str | None) -> str | None:
+    """The key in the variable that a setting names, removed as `take_keys` does it; None if it names none.
+
+    ConfigError if the variable is not set, or no header can carry its key.
+    """
+    if variable is None:
+        return None
+    key = take_key(variable)
+    if key is None:
+        raise ConfigError(
+            f"{setting}: the environment variable {variable} is not set. Set it to the key of that server, or leave "
+            f"{setting} out."
+        )
+    if problem := problem_of_key(variable, key):
+        raise ConfigError(problem)
+    return key
 
 
 def problem_of_key(name: str, key: str) -> str | None:

@@ -6,28 +6,39 @@ import asyncio
 import datetime
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from agl_core.cli.screen import AsJson, Screen, Set, print_json, show_in_browser
+from agl_core import kinds
+from agl_core.cli.screen import AsJson, Run, Screen, Set, print_json, show_in_browser, table
+from agl_core.cli.train import train_and_report
+from agl_core.cli.upstreams import open_upstream
 from agl_core.config.check import check
-from agl_core.config.load import CONFIG_FILE, load
+from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
+from agl_core.errors import ConfigError, StoreError
+from agl_core.kinds import Kind
+from agl_core.reading.runs import find_run, open_store, policy_names, read_run, read_settings
 from agl_core.reading.words import number, one_line
-
-if TYPE_CHECKING:
-    from agl_core.config.load import LoadedConfig
-    from agl_core.protocols import Upstream
-    from agl_core.store.interface import Store
-    from agl_core.types import Rollout
-    from agl_online.config import OnlineSection
-    from agl_online.versions import State
+from agl_core.server import Keys, listening
+from agl_core.store.connections import is_written
+from agl_core.store.interface import ErasableStore, Store
+from agl_core.training.server import local_server, make_run_dir, removed_unless_begun, run_settings
+from agl_core.types import AttemptKey, Mode, Rollout
+from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
+from agl_core.worker.client import LightningClient
+from agl_online import learner, policies
+from agl_online.config import online_section
+from agl_online.deployed import fixed_upstream
+from agl_online.policies import POLICY_KEY, Version, find_policy, name_of
+from agl_online.sessions import sessions_of
+from agl_online.versions import By, Decision, Ledger, LedgerError, State
+from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
-Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]
 Application = Annotated[str, typer.Argument(help="The application, as in [online.applications].")]
 Limit = Annotated[int, typer.Option(min=1, help="The number of sessions, the newest ones.")]
@@ -64,33 +75,26 @@ def serve(
     To be reached from other machines, give it an address of this one with `--set server.host=…`, and set
     AGL_WORKER_KEY. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
-    from agl_core.config.load import SERVED, store_config
-    from agl_core.server.listening import run
-    from agl_core.training.server import make_run_dir, removed_unless_begun
-
-    loaded, run_dir = load(_file(target), set_, needs=SERVED), _folder(target)
-    run_dir = run_dir or loaded.config.runs / loaded.config.name
+    loaded, run_dir = _read(target, set_, SERVED)
     is_new = not run_dir.exists()
     if not (run_dir / CONFIG_FILE).exists():
         make_run_dir(run_dir, partial(store_config, loaded.config))
     with removed_unless_begun(run_dir if is_new else None) as begun:
-        run(_serve(loaded, run_dir, Screen(), begun))
+        listening.run(_serve(loaded, run_dir, Screen(), begun))
 
 
 async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
-    from agl_core.errors import ConfigError
-    from agl_core.training.server import local_server, run_settings
-    from agl_online.config import online_section
-    from agl_online.deployed import fixed_upstream
-    from agl_online.sessions import sessions_of
-
     online = online_section(loaded)
-    if "learn" in loaded.sections:
+    if online.upstream is None:
         raise ConfigError(
             "With [learn], versions of the run's own answer its sessions, and `agl learn` serves them: start that, or "
             "leave [learn] out and name online.upstream."
         )
-    answering = fixed_upstream(open_online_upstream(online, console), run_settings(loaded.config))
+    key = take_key_of("online.upstream_key_env", online.upstream_key_env)
+    upstream, missing = open_upstream(online.upstream.rstrip("/"), key or "none", online.model)
+    if missing:
+        console.print(f"note: no token ids are recorded, for {missing}. Sessions can be read, not trained on.")
+    answering = fixed_upstream(upstream, run_settings(loaded.config))
     recorded = sessions_of(loaded, run_dir, answering, console.print)
     stopping = asyncio.ensure_future(_signalled())  # A signal that comes early stops it as cleanly.
     async with local_server(loaded, run_dir, recorded) as server:
@@ -99,26 +103,6 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
         async with show_in_browser(run_dir, loaded.config.server, server.keys.operator, console):
             await stopping
         console.print("stopping")
-
-
-def open_online_upstream(settings: OnlineSection, console: Screen) -> Upstream:
-    """The model server of real use. ConfigError without its key, EngineError if it does not answer."""
-    from agl_core.cli.upstreams import open_upstream
-    from agl_core.errors import ConfigError
-    from agl_core.wire import take_key
-
-    variable = settings.upstream_key_env
-    key = None if variable is None else take_key(variable)
-    if variable is not None and key is None:
-        raise ConfigError(
-            f"online.upstream_key_env: the environment variable {variable} is not set. Set it to the key of the model "
-            f"server {settings.upstream}, or leave upstream_key_env out."
-        )
-    assert settings.upstream is not None, "it was checked"
-    upstream, missing = open_upstream(settings.upstream.rstrip("/"), key or "none", settings.model)
-    if missing:
-        console.print(f"note: no token ids are recorded, for {missing}. Sessions can be read, not trained on.")
-    return upstream
 
 
 async def _signalled() -> None:
@@ -148,34 +132,26 @@ def learn(
 
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
-    from agl_core.cli.train import train_and_report
-    from agl_core.wire import OPERATOR_KEY
-    from agl_online.learner import learn as run_learning
-
-    loaded = load(_file(target), set_)
+    loaded, run_dir = _read(target, set_)
     check(loaded)
-    run_dir = _folder(target) or loaded.config.runs / loaded.config.name
     console = Screen()
     console.print(f"run folder: {run_dir}")
-    learning = partial(run_learning, loaded, run_dir)
+    learning = partial(learner.learn, loaded, run_dir)
     train_and_report(loaded, run_dir, learning, os.environ.get(OPERATOR_KEY), console, f"agl learn {run_dir}")
 
 
-def _file(target: Path) -> Path:
-    return target / CONFIG_FILE if target.is_dir() else target
-
-
-def _folder(target: Path) -> Path | None:
-    return target if target.is_dir() else None
+def _read(target: Path, overrides: Sequence[str], needs: Collection[Kind] = kinds.KINDS) -> tuple[LoadedConfig, Path]:
+    """The configuration, and the folder of its run."""
+    if target.is_dir():
+        return load(target / CONFIG_FILE, overrides, needs=needs), target
+    loaded = load(target, overrides, needs=needs)
+    return loaded, loaded.config.runs / loaded.config.name
 
 
 async def _entry(store: Store, rollout: Rollout) -> dict[str, Any]:
     """One session as a list shows it."""
-    from agl_core.store.interface import ErasableStore
-    from agl_core.types import AttemptKey
-    from agl_online.feedback import said_of
-
     key, attempts = AttemptKey(rollout.id, 0), await store.attempts(rollout.id)
+    annotations = await store.annotations([key]) if isinstance(store, ErasableStore) else ()
     return {
         "id": rollout.id,
         "application": str(rollout.task.metadata.get("application")),
@@ -184,17 +160,13 @@ async def _entry(store: Store, rollout: Rollout) -> dict[str, Any]:
         "ended": attempts[0].ended if attempts else None,
         "ending": rollout.ending,
         "calls": sum(not call.late and not call.undelivered for call in await store.calls([key])),
-        "feedback": said_of(await store.annotations([key])) if isinstance(store, ErasableStore) else (),
+        "feedback": [{"id": a.id, "received": a.received, "call": a.call, **a.said} for a in annotations],
     }
 
 
 @sessions.command("list")
 def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the sessions of a run, the newest last. --json has all feedback; agl show RUN ID has the calls of one."""
-    from rich.table import Table
-
-    from agl_core.reading.runs import read_run
-    from agl_core.types import Mode
 
     async def read(store: Store) -> list[dict[str, Any]]:
         return [await _entry(store, rollout) for rollout in await store.rollouts(mode=Mode.USE, newest=limit)]
@@ -203,10 +175,10 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     if as_json:
         print_json(entries)
         return
-    table = Table("session", "application", "name", "started", "ended", "calls", "feedback")
+    rows = table("session", "application", "name", "started", "ended", "calls", "feedback")
     for entry in entries:
-        numbers = {name: value for feedback in entry["feedback"] for name, value in feedback.rewards.items()}
-        table.add_row(
+        numbers = {name: value for feedback in entry["feedback"] for name, value in feedback["rewards"].items()}
+        rows.add_row(
             entry["id"],
             one_line(entry["application"], 40),
             one_line(entry["name"] or "-", 40),
@@ -215,15 +187,12 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
             str(entry["calls"]),
             _numbers(numbers) or ("said" if entry["feedback"] else "-"),
         )
-    Screen().print(table)
+    Screen().print(rows)
 
 
 @sessions.command("delete")
 def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     """Remove everything that was recorded of sessions, for good. Feedback on them is refused from then on."""
-    from agl_core.reading.runs import find_run
-    from agl_core.store.connections import is_written
-
     folder = find_run(run)
     if is_written(folder / "store.sqlite"):
         deleted = asyncio.run(_delete_by_server(folder, ids))
@@ -237,11 +206,6 @@ def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
 
 
 async def _delete_by_server(folder: Path, ids: list[str]) -> int:
-    from agl_core.errors import ConfigError
-    from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_keys
-    from agl_core.worker.client import LightningClient
-    from agl_online.wire import DELETE_SESSIONS, DeleteSessions
-
     server = ServerFile.read(folder / SERVER_FILE)
     key = take_keys().get(OPERATOR_KEY) or (server and server.operator_key)
     if server is None or not key:
@@ -254,11 +218,6 @@ async def _delete_by_server(folder: Path, ids: list[str]) -> int:
 
 
 async def _delete_in_file(folder: Path, ids: list[str]) -> int:
-    from agl_core.errors import StoreError
-    from agl_core.reading.runs import open_store
-    from agl_core.store.interface import ErasableStore
-    from agl_core.types import Mode
-
     async with open_store(folder, read_only=False) as store:
         if not isinstance(store, ErasableStore):
             raise StoreError(f"The store of {folder} cannot remove sessions.")
@@ -272,12 +231,6 @@ async def _delete_in_file(folder: Path, ids: list[str]) -> int:
 @sessions.command("key")
 def print_key(run: Run, application: Application, feedback: ForFeedback = False) -> None:
     """Print a key of an application: for its model calls and sessions, or for feedback on these."""
-    from agl_core.errors import ConfigError
-    from agl_core.reading.runs import find_run, read_settings
-    from agl_core.server.keys import Keys
-    from agl_core.wire import SERVER_FILE, ServerFile
-    from agl_online.wire import ApplicationKeys
-
     folder = find_run(run)
     applications = read_settings(folder).get("online", {}).get("applications", {})
     server = ServerFile.read(folder / SERVER_FILE)
@@ -293,12 +246,6 @@ def print_key(run: Run, application: Application, feedback: ForFeedback = False)
 @versions.command("list")
 def list_versions(run: Run, as_json: AsJson = False) -> None:
     """List the versions of a deployed run: what each is, since when and why. --json has the figures behind it."""
-    from rich.table import Table
-
-    from agl_core.reading.runs import find_run, policy_names
-    from agl_online.policies import name_of
-    from agl_online.versions import Ledger
-
     folder = find_run(run)
     ledger = Ledger(folder)
     standing = ledger.current()
@@ -311,11 +258,11 @@ def list_versions(run: Run, as_json: AsJson = False) -> None:
             entries.append({"name": name, "step": step, "state": standing.state(step), "decisions": own})
         print_json(entries)
         return
-    table = Table("version", "state", "since", "by", "reason")
+    rows = table("version", "state", "since", "by", "reason")
     for step, name in names.items():
         decision, state = standing.decided[step], standing.state(step)
-        table.add_row(name, state, _when(decision.time), decision.by, one_line(decision.reason, 200))
-    Screen().print(table)
+        rows.add_row(name, state, _when(decision.time), decision.by, one_line(decision.reason, 200))
+    Screen().print(rows)
 
 
 @versions.command()
@@ -324,8 +271,6 @@ def promote(name: Name, reason: Reason = _BY_HAND) -> None:
 
     It answers all sessions from their next call on.
     """
-    from agl_online.versions import State
-
     Screen().print(f"{_decided(name, State.STABLE, reason)} is the stable version")
 
 
@@ -335,16 +280,11 @@ def rollback(name: Name, reason: Reason = _BY_HAND) -> None:
 
     If it was the stable version, the one before it is stable again.
     """
-    from agl_online.versions import State
-
     Screen().print(f"{_decided(name, State.ROLLED_BACK, reason)} is rolled back")
 
 
 def _decided(name: str, state: State, reason: str) -> str:
     """Write an operator's decision; returns the name of the version."""
-    from agl_online.policies import Version, find_policy, name_of
-    from agl_online.versions import By, Decision, Ledger, LedgerError, State
-
     run, of_run = find_policy(name.partition("@")[0])
     standing = Ledger(run).current()
     otherwise = standing.passed if state is State.STABLE else standing.stable
@@ -357,17 +297,14 @@ def _decided(name: str, state: State, reason: str) -> str:
     return f"{name_of(run, of_run)}@{step}"
 
 
-@policy.command()
-def export(name: Saved, out: Out, set_: Set = []) -> None:  # noqa: B006
+@policy.command("export")
+def export_version(name: Saved, out: Out, set_: Set = []) -> None:  # noqa: B006
     """Write a version as a Hugging Face folder, with tokenizer, chat template and model card.
 
     It has all weights, or the adapter alone if the run trained one.
     """
-    from agl_online.policies import Version
-    from agl_online.policies import export as write
-
     version = Version.find(name)
-    write(version, out, set_)
+    policies.export(version, out, set_)
     Screen().print(f"{version} is in {out}")
 
 
@@ -385,20 +322,14 @@ def serve_policies(
     To be reached from other machines, set AGL_POLICY_KEY, which clients send as their API key, and name an address of
     this machine with --host. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
-    from agl_core.server.listening import run
-    from agl_core.wire import take_key
-    from agl_online.policies import POLICY_KEY
-
-    run(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen()))
+    listening.run(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen()))
 
 
 async def _serve_policies(
     names: list[str], host: str, port: int, key: str | None, overrides: list[str], console: Screen
 ) -> None:
-    from agl_online.policies import serving
-
     console.print("starting the engine")
-    async with serving(names, host=host, port=port, key=key, overrides=overrides) as (url, engine):
+    async with policies.serving(names, host=host, port=port, key=key, overrides=overrides) as (url, engine):
         console.print(f"serving at {url}/v1 (Anthropic's clients: {url})")
         bearer = "" if key is None else " -H 'Authorization: Bearer '$AGL_POLICY_KEY"
         body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

@@ -1,10 +1,18 @@
-"""The package's components."""
+"""The components of this package: the tables `[online]` and `[learn]`, and the reward rule `feedback`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat
+
 from agl_core import hookimpl, kinds
+from agl_core.decorators import reward_rule
 from agl_core.kinds import Register
-from agl_online.feedback import users_said
+from agl_core.protocols import RewardValue
+from agl_core.types import Episode, TransitionKey
 
 __all__ = ["register_components", "users_said"]
 # The reward rule is made by a decorator: being here is all it takes.
@@ -12,8 +20,37 @@ __all__ = ["register_components", "users_said"]
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """The tables `[online]` and `[learn]`."""
+    """The tables of a configuration."""
     from agl_online.config import LearnSection, OnlineSection
 
     register(kinds.SECTION, "online", lambda options: options, options=OnlineSection, doc=OnlineSection.__doc__)
     register(kinds.SECTION, "learn", lambda options: options, options=LearnSection, doc=LearnSection.__doc__)
+
+
+@reward_rule(name="feedback")
+def users_said(
+    episode: Episode,
+    *,
+    weights: Annotated[
+        Mapping[str, NonNegativeFloat],
+        Field(description="Weights by name, for instance `thumbs`; other names weigh 1."),
+    ] = {},
+) -> RewardValue:
+    """The reward by users of a session or a call: the weighted mean of their numbers. A missing one is not 0.
+
+    Of a session it is the terminal reward, of a call the reward of that call.
+
+    Of several names it is the mean, weighted by `weights`, where a name that is not listed has the weight 1; of each
+    name the latest number counts. What was not said does not count: without any number there is no reward.
+    """
+    latest: dict[str | None, dict[str, float]] = {}
+    for annotation in episode.annotations:
+        latest.setdefault(annotation.call, {}).update(annotation.said.get("rewards", {}))
+    keys: dict[str | None, str | TransitionKey] = {t.key.call: t.key for t in reversed(episode.transitions)}
+    keys[None] = "session"
+    given: dict[str | TransitionKey, float] = {}
+    for call, rewards in latest.items():
+        total = math.fsum(weights.get(name, 1.0) for name in rewards)
+        if total > 0 and call in keys:
+            given[keys[call]] = math.fsum(weights.get(name, 1.0) * value for name, value in rewards.items()) / total
+    return given or None

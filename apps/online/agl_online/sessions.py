@@ -29,12 +29,10 @@ from agl_core.server.api import route, route_of
 from agl_core.server.keys import AttemptState, Keys, SourceFactory
 from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import ErasableStore, Store
-from agl_core.types import Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
+from agl_core.types import Annotation, Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire import Empty
 from agl_online.config import OnlineSection, online_section
-from agl_online.feedback import Feedback, said_of
-from agl_online.redaction import Redaction
-from agl_online.session import COUNTERS, LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder
+from agl_online.session import COUNTERS, LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder, Redaction
 from agl_online.wire import (
     BEGIN_SESSION,
     DELETE_SESSIONS,
@@ -394,18 +392,13 @@ class Sessions:
         key = AttemptKey(session, 0)
         if request.call is not None and request.call not in {call.id for call in await self._store.calls([key])}:
             raise _no_call(request.call)
-        feedback = Feedback(
-            session,
-            id=request.id or uuid.uuid4().hex,
-            received=time.time(),
-            rewards=request.rewards,
-            call=request.call,
-            note=None if request.note is None else self._redaction.text(request.note),
-        )
+        note = None if request.note is None else self._redaction.text(request.note)
+        feedback = {"rewards": request.rewards, "note": note}
+        annotation = Annotation(*key, request.id or uuid.uuid4().hex, time.time(), feedback, request.call)
         async with self._taking:
-            is_new = feedback.id not in {known.id for known in said_of(await self._store.annotations([key]))}
+            is_new = annotation.id not in {known.id for known in await self._store.annotations([key])}
             if is_new:
-                await self._store.put(feedback.annotation)
+                await self._store.put(annotation)
         self.counted["feedback"] += is_new
         return FeedbackReply(session=session, call=request.call, new=is_new)
 

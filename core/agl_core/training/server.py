@@ -20,7 +20,7 @@ from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire import SERVER_FILE, ServerFile, problem_of_key, take_key
+from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
 
 
 def new_run_dir(loaded: LoadedConfig) -> Path:
@@ -174,18 +174,8 @@ async def _started(
 
 
 def passthrough_key(gateway: GatewaySection) -> str | None:
-    """The key for what is passed through, taken out of the environment; ConfigError if its variable is not set."""
-    name = gateway.passthrough.api_key_env
-    key = None if name is None else take_key(name)
-    if name is not None and key is None:
-        raise ConfigError(
-            f"gateway.passthrough.api_key_env: the environment variable {name} is not set. Set it to the key of the "
-            "server that requests are passed through to, or leave api_key_env out."
-        )
-    problem = None if name is None or key is None else problem_of_key(name, key)
-    if problem is not None:
-        raise ConfigError(problem)
-    return key
+    """The key for what is passed through, taken out of the environment."""
+    return take_key_of("gateway.passthrough.api_key_env", gateway.passthrough.api_key_env)
 
 
 def _port_before(file: Path) -> int:

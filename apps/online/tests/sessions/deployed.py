@@ -18,10 +18,9 @@ from agl_core.server.upstream import DestinationProvider, RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Call, Mode, Rollout
+from agl_core.types import Annotation, AttemptKey, Call, Mode, Rollout
 from agl_online.config import OnlineSection
 from agl_online.deployed import fixed_upstream
-from agl_online.feedback import Feedback, said_of
 from agl_online.sessions import Sessions
 from agl_online.wire import ApplicationKeys
 
@@ -78,15 +77,19 @@ class Deployed:
 
     async def calls(self) -> list[Call]:
         """All calls of all sessions."""
-        return await self.store.calls([AttemptKey(each.id, 0) for each in await self.sessions()])
+        return await self.store.calls([AttemptKey(session.id, 0) for session in await self.sessions()])
 
     async def numbers(self, session: str) -> dict[tuple[str, str | None], float]:
         """The latest numbers on a session, by name and call."""
-        return {(name, each.call): value for each in await self.said(session) for name, value in each.rewards.items()}
+        return {
+            (name, feedback.call): value
+            for feedback in await self.feedback(session)
+            for name, value in feedback.said["rewards"].items()
+        }
 
-    async def said(self, session: str) -> list[Feedback]:
+    async def feedback(self, session: str) -> list[Annotation]:
         """The feedback on a session."""
-        return said_of(await self.store.annotations([AttemptKey(session, 0)]))
+        return await self.store.annotations([AttemptKey(session, 0)])
 
     def counted(self, name: str) -> int:
         """One of the counters that the server shows."""

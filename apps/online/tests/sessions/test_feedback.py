@@ -12,8 +12,8 @@ import pytest
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
-from agl_core.types import DropReason, Episode, Mode, Sampling
-from agl_online.feedback import Feedback, users_said
+from agl_core.types import Annotation, DropReason, Episode, Mode, Sampling
+from agl_online.plugin import users_said
 
 from .deployed import Deployed, deployed
 
@@ -64,7 +64,7 @@ async def test_what_is_sent_twice_counts_once_and_the_latest_number_counts(use: 
     for rewards in (UP, DOWN, UP):
         assert (await use.say(session="talk", rewards=rewards)).json()["new"]
     assert (await use.numbers(session.id))["thumbs", None] == 1.0
-    assert [feedback.note for feedback in await use.said(session.id)][:2] == ["thanks", None]
+    assert [feedback.said["note"] for feedback in await use.feedback(session.id)][:2] == ["thanks", None]
 
 
 async def test_what_cannot_be_joined_says_why(use: Deployed) -> None:
@@ -96,15 +96,15 @@ async def test_what_cannot_be_joined_says_why(use: Deployed) -> None:
 FIRST, SECOND = "r-c0", "r-c1"
 
 
-def said(call: str | None = None, **rewards: float) -> Feedback:
-    return Feedback("r", f"{call}-{rewards}", 0.0, rewards, call)
+def feedback(call: str | None = None, **rewards: float) -> Annotation:
+    return Annotation("r", 0, f"{call}-{rewards}", 0.0, {"rewards": rewards, "note": None}, call)
 
 
-def session(*given: Feedback, calls: int = 2, **changes: Any) -> Episode:
+def session(*given: Annotation, calls: int = 2, **changes: Any) -> Episode:
     tokens = np.arange(3, dtype=np.int32)
     ids = {"prompt_ids": tokens, "response_ids": tokens, "logprobs": np.full(3, -0.5, np.float32)}
     transitions = [make.transition(turn, **{**ids, **changes}) for turn in range(calls)]
-    return make.episode(*transitions, mode=Mode.USE, annotations=tuple(each.annotation for each in given))
+    return make.episode(*transitions, mode=Mode.USE, annotations=given)
 
 
 async def scored(episode: Episode, weight: float = 1.0) -> Episode:
@@ -114,26 +114,26 @@ async def scored(episode: Episode, weight: float = 1.0) -> Episode:
 
 
 async def test_what_is_said_of_a_session_is_its_terminal_reward_and_of_a_call_that_calls_own() -> None:
-    found = await scored(session(said(thumbs=1.0), said(SECOND, thumbs=0.0), said(FIRST, helpful=0.5)))
+    found = await scored(session(feedback(thumbs=1.0), feedback(SECOND, thumbs=0.0), feedback(FIRST, helpful=0.5)))
     assert found.terminal == 1.0
     assert [t.reward for t in found.transitions] == [0.5, 0.0]
     assert [len(t.rewards) for t in found.transitions] == [1, 1], "a thumbs down is a reward of 0, not none"
-    only_calls = await scored(session(said(SECOND, thumbs=1.0)))
+    only_calls = await scored(session(feedback(SECOND, thumbs=1.0)))
     assert (only_calls.terminal, [len(t.rewards) for t in only_calls.transitions]) == (0.0, [0, 1])
 
 
 async def test_names_are_weighed_and_those_that_were_not_said_do_not_count() -> None:
-    given = session(said(thumbs=1.0, helpful=0.0), said(rude=0.0))
+    given = session(feedback(thumbs=1.0, helpful=0.0), feedback(rude=0.0))
     assert users_said(given) == {"session": pytest.approx(1 / 3)}
     assert users_said(given, weights={"thumbs": 3.0, "rude": 0.0}) == {"session": pytest.approx(3 / 4)}
     assert users_said(given, weights={"thumbs": 0.0, "helpful": 0.0, "rude": 0.0}) is None
-    assert users_said(session(said(thumbs=0.0), said(thumbs=1.0))) == {"session": 1.0}, "the later one counts"
+    assert users_said(session(feedback(thumbs=0.0), feedback(thumbs=1.0))) == {"session": 1.0}, "the later one counts"
 
 
 async def test_missing_feedback_is_missing() -> None:
     silent = await scored(session())
     assert (silent.dropped, silent.terminal) == (DropReason.NO_REWARD, None)
-    observed = await scored(session(said(thumbs=1.0)), weight=0.0)
+    observed = await scored(session(feedback(thumbs=1.0)), weight=0.0)
     assert observed.dropped is DropReason.NO_REWARD, "a rule without a weight only looks"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from agl_core.testing.scripts import Hold, Say
 from agl_core.types import RolloutState
-from agl_online.redaction import PATTERNS, Redaction
+from agl_online.session import PATTERNS, Redaction
 
 from .deployed import Deployed, deployed
 
@@ -117,8 +117,8 @@ async def test_what_is_redacted_never_reaches_the_file(tmp_path: Path) -> None:
         assert (hidden.prompt_ids, hidden.choices[0].response_ids, hidden.choices[0].logprobs) == (None, None, None)
         assert plain.prompt_ids is not None
         assert plain.choices[0].response_ids is not None
-        [said] = await use.said(hidden.rollout)
-        assert said.note == "from [EMAIL]"
+        [feedback] = await use.feedback(hidden.rollout)
+        assert feedback.said["note"] == "from [EMAIL]"
         assert use.counted("redacted") >= 1
         left = raw(tmp_path)
         for text in (b"example.org", b"4111", b"ADA"):

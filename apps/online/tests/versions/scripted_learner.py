@@ -32,8 +32,8 @@ from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode
 from agl_online.config import LearnSection
-from agl_online.feedback import users_said
 from agl_online.learner import Learner
+from agl_online.plugin import users_said
 from agl_online.versions import Ledger
 
 from .sessions_of_use import Sessions

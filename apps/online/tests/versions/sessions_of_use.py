@@ -16,10 +16,10 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, Drawn
-from agl_core.types import Attempt, Call, Ending, Mode, Rollout, RolloutState, Task
+from agl_core.types import Annotation, Attempt, Call, Ending, Mode, Rollout, RolloutState, Task
 from agl_online.config import LearnSection
 from agl_online.experience import SessionExperience, updates_since
-from agl_online.feedback import Feedback, users_said
+from agl_online.plugin import users_said
 
 NOTHING: Mapping[Ending, float | str] = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}
 
@@ -67,7 +67,8 @@ class Sessions:
     async def say(self, id: str, thumbs: float) -> None:
         """Feedback comes."""
         self.count += 1
-        await self.store.put(Feedback(id, f"f{self.count}", time.time(), {"thumbs": thumbs}).annotation)
+        feedback = {"rewards": {"thumbs": thumbs}, "note": None}
+        await self.store.put(Annotation(id, 0, f"f{self.count}", time.time(), feedback))
 
     def source(self, between: Callable[[], Awaitable[None]] | None = None) -> SessionExperience:
         """A learner's source, as after a start."""
