@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from agl_core.apis.dialect import (
 )
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, Usage, called
-from agl_core.apis.streams import Block, BlockRenderer, Delta, Event, Renderer, blocks_of, named_events
+from agl_core.apis.streams import Block, BlockRenderer, Event
 from agl_core.types import FinishReason, Json
 from agl_core.types.forms import parse_if_json
 
@@ -147,10 +147,12 @@ class Messages(Dialect):
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         if self.counts:
             return {"input_tokens": reply.usage.prompt}
-        content = [_block(block) for block in blocks_of(reply.choices[0].message)]
+        renderer = self.renderer(request, reply.id)
+        list(renderer.events(reply))  # It collects the blocks.
+        content = [_block(block) for block in renderer.blocks]
         return {**_message(request, reply.id, reply.usage), "content": content, **_ended(reply)}
 
-    def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
+    def renderer(self, request: ModelRequest, reply_id: str) -> _Events:
         return _Events(request, reply_id)
 
     def refuse(self, error: ApiError) -> Response:
@@ -231,13 +233,10 @@ class _Events(BlockRenderer):
         super().__init__()
         self._request, self._reply_id = request, reply_id
 
-    def start(self, head: Mapping[str, Any]) -> bytes:
+    def start(self, head: Mapping[str, Any]) -> Iterable[Event]:
         usage = replace(Usage.read(head.get("usage"), head.get("prompt_token_ids"), 0), completion=0)
         message = _message(self._request, self._reply_id, usage)
-        return named_events([{"type": "message_start", "message": message}, {"type": "ping"}])
-
-    def feed(self, delta: Delta) -> bytes:
-        return named_events(self.add(delta))
+        return {"type": "message_start", "message": message}, {"type": "ping"}
 
     def opened(self, index: int, block: Block) -> Iterator[Event]:
         begun = _block(block)
@@ -261,12 +260,13 @@ class _Events(BlockRenderer):
     def _delta(self, index: int, delta: Mapping[str, Json]) -> Event:
         return {"type": "content_block_delta", "index": index, "delta": delta}
 
-    def finish(self, reply: Reply) -> bytes:
-        ended = {"type": "message_delta", "delta": _ended(reply), "usage": _usage(reply.usage)}
-        return named_events([*self.end(), ended, {"type": "message_stop"}])
+    def finish(self, reply: Reply) -> Iterable[Event]:
+        yield from self.end()
+        yield {"type": "message_delta", "delta": _ended(reply), "usage": _usage(reply.usage)}
+        yield {"type": "message_stop"}
 
-    def fail(self, error: ApiError) -> bytes:
-        return named_events([_problem(error)])
+    def fail(self, error: ApiError) -> Event:
+        return _problem(error)
 
 
 def _read_message(role: str, content: Any, answered: Answered, ignored: set[str]) -> list[Message]:

@@ -1,8 +1,11 @@
-"""Reading an upstream's reply: what is recorded of it, and what the agent may see of it."""
+"""Reading an upstream's reply: what is recorded of it, and what the agent may see of it.
+
+One that is streamed is added up to the chat completion that would have come whole, and read like that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,8 @@ from agl_core.types.forms import parse_json
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Clients may take no other finish reason."""
+_TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
+"""Fields of a message that come in pieces."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -201,17 +206,20 @@ def _with_distinct_ids(message: Mapping[str, Any], prefix: str) -> Mapping[str, 
     ['c', 'c-1', 'd', 'call-3']
     """
     calls = message.get("tool_calls") or ()
-    ids = [call.get("id") or f"{prefix}-{place}" for place, call in enumerate(calls)]
     distinct: list[str] = []
-    for id in ids:
-        own, number = id, 0
-        while own in distinct or (number and own in ids):
-            number += 1
-            own = f"{id}-{number}"
-        distinct.append(own)
+    for place, call in enumerate(calls):
+        distinct.append(_distinct(call.get("id") or f"{prefix}-{place}", distinct))
     if distinct == [call.get("id") for call in calls]:
         return message
     return {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, distinct, strict=True)]}
+
+
+def _distinct(id: str, others: Collection[str]) -> str:
+    own, number = id, 0
+    while own in others:
+        number += 1
+        own = f"{id}-{number}"
+    return own
 
 
 def _message(raw: Any) -> dict[str, Json]:
@@ -287,3 +295,107 @@ def _mask(values: object, ids: Tokens | None) -> TokenMask | None:
     if mask.shape != ids.shape:
         raise ValueError("a mask is not as long as its response")
     return mask
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Addition to one choice."""
+
+    index: int
+    message: Mapping[str, Any]
+    """Pieces of the message's texts, and of its `tool_calls`: each has its `index`, and id, type and name once."""
+    logprobs: Sequence[Mapping[str, Any]] = ()
+    token_ids: Any = ()
+    """Ids of these tokens; some may be of text that comes later."""
+
+
+class StreamedCompletion:
+    """A chat completion that comes in chunks.
+
+    Tool calls get the ids here that `read_reply` would give them, because the client sees them before.
+    """
+
+    def __init__(self, reply_id: str) -> None:
+        self.head: dict[str, Json] = {}
+        """The fields beside the choices, so far."""
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._calls: dict[int, dict[int, dict[str, Any]]] = {}
+        """Of each choice, by the numbers that the model server gives them."""
+        self._reply_id = reply_id
+
+    def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
+        """Additions by one more chunk. ApiError 502 if it is none."""
+        try:
+            self.head.update({k: v for k, v in chunk.items() if k != "choices" and v is not None})
+            return [self._add(choice, choice.get("index", 0)) for choice in chunk.get("choices") or ()]
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise not_a_completion(error, repr(chunk).encode()) from error
+
+    def end(self) -> list[Delta]:
+        """Additions that no chunk made: arguments of the functions that are called without any."""
+        deltas = []
+        for index, calls in self._calls.items():
+            pieces = []
+            for place, call in enumerate(calls.values()):
+                if call["type"] == "function" and not call["function"]["arguments"]:
+                    call["function"]["arguments"] = "{}"
+                    pieces.append({"index": place, "function": {"arguments": "{}"}})
+            deltas += [Delta(index, {"tool_calls": pieces})] if pieces else []
+        return deltas
+
+    def whole(self, *, cut: bool) -> bytes:
+        """The chat completion of all chunks; `cut` says that no more are read, though the response had not ended."""
+        choices = []
+        for index, choice in sorted(self._choices.items()):
+            message = choice["message"]
+            if calls := self._calls.get(index):
+                message = {**message, "tool_calls": [*calls.values()]}
+            message = {"role": "assistant", "content": None if message else "", **message}
+            choices.append({**({"finish_reason": "abort"} if cut else {}), **choice, "message": message})
+        return orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})
+
+    def _add(self, choice: Mapping[str, Any], index: int) -> Delta:
+        is_first = index not in self._choices
+        whole = self._choices.setdefault(index, {"index": index, "message": {}})
+        delta = {name: value for name, value in (choice.get("delta") or {}).items() if value is not None}
+        if isinstance(delta.get("content"), list):
+            delta |= joined_content(delta["content"])
+        pieces = delta.pop("tool_calls", ())
+        calls = [self._add_call(call, index, place) for place, call in enumerate(pieces)]
+        delta.pop("role", None)
+        for name, value in delta.items():
+            if name in _TEXTS and not isinstance(value, str):
+                raise TypeError(f"the {name} of a delta is no text")
+            if name not in _TEXTS or value:
+                whole["message"][name] = whole["message"].get(name, "") + value if name in _TEXTS else value
+        logprobs, ids = (choice.get("logprobs") or {}).get("content"), choice.get("token_ids")
+        if logprobs is not None:
+            whole.setdefault("logprobs", {"content": []})["content"].extend(logprobs)
+        if ids is not None:
+            whole.setdefault("token_ids", []).extend(ids)
+        added_up = ("delta", "logprobs", "token_ids")
+        whole.update({name: value for name, value in choice.items() if name not in added_up and value is not None})
+        message = {"role": "assistant", "content": None, **delta} if is_first else delta
+        if any(calls):
+            message["tool_calls"] = [call for call in calls if call]
+        return Delta(index, message, logprobs or (), ids or ())
+
+    def _add_call(self, piece: Mapping[str, Any], choice: int, place: int) -> Mapping[str, Any] | None:
+        """What the client gets of a piece of a tool call: nothing before its name is known, then all so far."""
+        calls = self._calls.setdefault(choice, {})
+        number = piece.get("index", place)
+        call = calls.setdefault(number, {"id": None, "type": piece.get("type") or "function"})
+        place, kind = [*calls].index(number), call["type"]
+        written = "input" if kind == "custom" else "arguments"
+        given, own = piece.get(kind) or {}, call.setdefault(kind, {"name": None, written: ""})
+        text = given.get(written) or ""
+        text = text if isinstance(text, str) else orjson.dumps(text).decode()
+        own[written] += text
+        if own["name"]:
+            return {"index": place, kind: {written: text}} if text else None
+        own["name"], call["id"] = given.get("name"), call["id"] or piece.get("id")
+        if not own["name"]:
+            return None
+        ids = [other["id"] for other in calls.values() if other is not call]
+        call["id"] = _distinct(call["id"] or f"call_{self._reply_id}_{choice}-{place}", ids)
+        return {"index": place, **call, kind: {**own}}

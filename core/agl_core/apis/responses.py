@@ -25,29 +25,30 @@ from agl_core.apis.dialect import (
 )
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, called, reasoning_of
-from agl_core.apis.streams import Block, BlockRenderer, Delta, Event, Renderer, blocks_of, named_events
+from agl_core.apis.streams import Block, BlockRenderer, Event, Renderer
 from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 _WRITTEN: Mapping[str, tuple[str, str]] = {
+    "reasoning": ("text", "reasoning_text"),
+    "content": ("text", "output_text"),
+    "refusal": ("refusal", "refusal"),
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
-"""By the type of an item that calls a tool: the field with what the model wrote, and what its events are called."""
+"""By kind of block or type of tool call: the field with what the model wrote, and what its events are called."""
 _INCOMPLETE = {
     FinishReason.LENGTH: "max_output_tokens",
     FinishReason.CONTENT_FILTER: "content_filter",
     FinishReason.ABORTED: "max_output_tokens",
 }
-_PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg"}
-"""Of the ids of items with texts."""
-_SAID = frozenset({"content", "refusal", "tool_call"})
-"""Without any of these a reply has an empty text, so that its echo is a message too."""
+_PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg", "tool_call": "fc"}
+"""Of the ids of items."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Where the parts that are text have it."""
-_ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})(?:_([0-9]+))?")
-"""Kind, reply and number of an item; a reply of a session is named after it."""
+_ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
+"""Kind of an item, its reply, and its number among those; a reply of a session is named after it."""
 
 
 class Responses(Dialect):
@@ -99,16 +100,9 @@ class Responses(Dialect):
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         if self.counts:
             return {"object": "response.input_tokens", "input_tokens": reply.usage.prompt}
-        blocks, ended = blocks_of(reply.choices[0].message), _ended(reply)
-        if not _SAID & {block.kind for block in blocks}:
-            blocks.append(Block("content", 0))
-        if request.logprobs:
-            choices: Any = reply.completion["choices"]
-            content = next((block for block in blocks if block.kind == "content"), blocks[0])
-            content.logprobs = (choices[0]["logprobs"] or {}).get("content") or []
-        ids = [_item_id(blocks, index, reply.id) for index in range(len(blocks))]
-        items = [_item(request, id, block, ended["status"]) for id, block in zip(ids, blocks, strict=True)]
-        return {**_response(request, reply.id, reply.completion.get("created")), "output": items, **ended}
+        *_, last = self.renderer(request, reply.id).events(reply)
+        response: Mapping[str, Json] = last["response"]
+        return response
 
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
         return _Events(request, reply_id)
@@ -203,10 +197,10 @@ def _ended(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _item(request: ModelRequest, own_id: str, block: Block, status: str) -> dict[str, Any]:
+def _item(request: ModelRequest, own_id: Json, block: Block, status: str) -> dict[str, Any]:
     """An output item: a block, of which each is one."""
     if block.kind == "tool_call":
-        kind, (name, _) = _kind_of(block), called(block.call)
+        kind, (name, _) = _type_of(block), called(block.call)
         item = {"id": own_id, "type": kind, "call_id": block.call["id"], "name": name, _WRITTEN[kind][0]: block.text}
         return item if kind == "custom_tool_call" else {**item, "status": status}
     content = {"status": status, "content": [_content_part(block)]}
@@ -217,24 +211,26 @@ def _item(request: ModelRequest, own_id: str, block: Block, status: str) -> dict
     return {"id": own_id, "type": "reasoning", "summary": [], **content, **sealed}
 
 
-def _kind_of(call: Block) -> str:
-    return "custom_tool_call" if call.call.get("type") == "custom" else "function_call"
+def _type_of(block: Block) -> str:
+    if block.kind == "tool_call":
+        return "custom_tool_call" if block.call.get("type") == "custom" else "function_call"
+    return block.kind
 
 
 def _content_part(block: Block) -> dict[str, Any]:
-    if block.kind == "refusal":
-        return {"type": "refusal", "refusal": block.text}
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    logprobs = [
-        {**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.get("top_logprobs") or ()]}
-        for entry in block.logprobs
-    ]
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+    written, kind = _WRITTEN[block.kind]
+    part: dict[str, Any] = {"type": kind, written: block.text}
+    if block.kind == "content":
+        part |= {"annotations": [], "logprobs": _logprobs(block.logprobs, with_bytes=True)}
+    return part
 
 
-def _logprob(entry: Mapping[str, Any]) -> dict[str, Json]:
-    return {**_brief(entry), "bytes": entry.get("bytes") or []}
+def _logprobs(entries: Sequence[Mapping[str, Any]], *, with_bytes: bool = False) -> list[dict[str, Json]]:
+    def read(entry: Mapping[str, Any]) -> dict[str, Json]:
+        more = {"bytes": entry.get("bytes") or []} if with_bytes else {}
+        return {"token": entry.get("token"), "logprob": entry.get("logprob"), **more}
+
+    return [{**read(entry), "top_logprobs": [*map(read, entry.get("top_logprobs") or ())]} for entry in entries]
 
 
 class _Events(BlockRenderer):
@@ -243,100 +239,61 @@ class _Events(BlockRenderer):
     def __init__(self, request: ModelRequest, reply_id: str) -> None:
         super().__init__(logprobs=request.logprobs)
         self._request, self._reply_id = request, reply_id
-        self._status, self._number = "completed", 0
+        self._status, self._sent = "completed", 0
         self._response: Mapping[str, Any] = {}
         self._items: dict[int, Mapping[str, Json]] = {}
         """Those that are done."""
 
-    def _numbered(self, events: Iterable[Event]) -> bytes:
-        numbered = [{**event, "sequence_number": self._number + i} for i, event in enumerate(events)]
-        self._number += len(numbered)
-        return named_events(numbered)
+    def encode(self, events: Iterable[Event]) -> bytes:
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._sent)]
+        self._sent += len(numbered)
+        return super().encode(numbered)
 
-    def start(self, head: Mapping[str, Any]) -> bytes:
+    def start(self, head: Mapping[str, Any]) -> Iterable[Event]:
         self._response = _response(self._request, self._reply_id, head.get("created"))
-        kinds = ("response.created", "response.in_progress")
-        return self._numbered({"type": kind, "response": self._response} for kind in kinds)
+        return [{"type": f"response.{kind}", "response": self._response} for kind in ("created", "in_progress")]
 
-    def feed(self, delta: Delta) -> bytes:
-        return self._numbered(self.add(delta))
-
-    def finish(self, reply: Reply) -> bytes:
+    def finish(self, reply: Reply) -> Iterable[Event]:
         ended = _ended(reply)
         self._status = ended["status"]
-        empty = [] if _SAID & {block.kind for block in self.blocks} else [*self.add_part("content", {}, "")]
-        rest = [*empty, *self.end()]
+        if {block.kind for block in self.blocks} <= {"reasoning"}:  # So that its echo is a message too.
+            yield from self.add("content", "")
+        yield from self.end()
         response = {**self._response, "output": [self._items[i] for i in range(len(self.blocks))], **ended}
-        return self._numbered([*rest, {"type": f"response.{self._status}", "response": response}])
+        yield {"type": f"response.{self._status}", "response": response}
 
-    def fail(self, error: ApiError) -> bytes:
-        problem = {"code": error.code, "message": error.message, "param": error.param}
-        return self._numbered([{"type": "error", **problem}])
-
-    def _place(self, index: int) -> dict[str, Json]:
-        return {"item_id": _item_id(self.blocks, index, self._reply_id), "output_index": index}
+    def fail(self, error: ApiError) -> Event:
+        return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
 
     def opened(self, index: int, block: Block) -> Iterator[Event]:
-        place = self._place(index)
-        item = _item(self._request, place["item_id"], block, "in_progress")
-        if block.kind == "tool_call":
-            yield {"type": "response.output_item.added", "output_index": index, "item": item}
-            return
-        yield {"type": "response.output_item.added", "output_index": index, "item": {**item, "content": []}}
-        yield {"type": "response.content_part.added", **place, "content_index": 0, "part": _content_part(block)}
+        at = self._position(index, block)
+        item = _item(self._request, at["item_id"], block, "in_progress")
+        if block.kind != "tool_call":
+            item["content"] = []
+        yield {"type": "response.output_item.added", "output_index": index, "item": item}
+        if block.kind != "tool_call":
+            yield {"type": "response.content_part.added", **at, "part": _content_part(block)}
 
     def extended(self, index: int, block: Block, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-        name, place = self._event_name(block)
-        sampled = {"logprobs": _of_event(logprobs)} if block.kind == "content" else {}
-        yield {"type": f"{name}.delta", **self._place(index), **place, "delta": text, **sampled}
+        sampled = {"logprobs": _logprobs(logprobs)} if block.kind == "content" else {}
+        kind = f"response.{_WRITTEN[_type_of(block)][1]}.delta"
+        yield {"type": kind, **self._position(index, block), "delta": text, **sampled}
 
     def closed(self, index: int, block: Block) -> Iterator[Event]:
-        (name, content_index), place = self._event_name(block), self._place(index)
-        item = self._items[index] = _item(self._request, place["item_id"], block, self._status)
-        if block.kind == "tool_call":
-            written, _ = _WRITTEN[_kind_of(block)]
-            yield {"type": f"{name}.done", **place, written: block.text}
-        else:
-            part = _content_part(block)
-            sampled = {"logprobs": _of_event(block.logprobs)} if block.kind == "content" else {}
-            written = "refusal" if block.kind == "refusal" else "text"
-            yield {"type": f"{name}.done", **place, **content_index, written: block.text, **sampled}
-            yield {"type": "response.content_part.done", **place, **content_index, "part": part}
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        at, (written, kind) = self._position(index, block), _WRITTEN[_type_of(block)]
+        sampled = {"logprobs": _logprobs(block.logprobs)} if block.kind == "content" else {}
+        yield {"type": f"response.{kind}.done", **at, written: block.text, **sampled}
+        if block.kind != "tool_call":
+            yield {"type": "response.content_part.done", **at, "part": _content_part(block)}
+        self._items[index] = _item(self._request, at["item_id"], block, self._status)
+        yield {"type": "response.output_item.done", "output_index": index, "item": self._items[index]}
 
-    def _event_name(self, block: Block) -> tuple[str, dict[str, Json]]:
-        """What the events of a block's text are called, and which part of the item they are of."""
-        if block.kind == "tool_call":
-            return f"response.{_WRITTEN[_kind_of(block)][1]}", {}
-        return f"response.{_content_part(block)['type']}", {"content_index": 0}
-
-
-def _of_event(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
-    """Log-probabilities as events have them: without bytes."""
-    return [
-        {**_brief(entry), "top_logprobs": [_brief(top) for top in entry.get("top_logprobs") or ()]}
-        for entry in logprobs
-    ]
-
-
-def _brief(entry: Mapping[str, Any]) -> dict[str, Json]:
-    return {"token": entry.get("token"), "logprob": entry.get("logprob")}
-
-
-def _item_id(blocks: Sequence[Block], index: int, reply_id: str) -> str:
-    """The id of a block as an item. It names the reply that it is part of; texts beyond the first have a number.
-
-    >>> calls = [Block("tool_call", 0), Block("tool_call", 1)]
-    >>> _item_id(calls, 1, "resp_00"), _item_id([Block("content", 0)], 0, "resp_00")
-    ('fc_00_1', 'msg_00')
-    """
-    block = blocks[index]
-    _, _, unique = reply_id.rpartition("_")
-    if block.kind == "tool_call":
-        return f"{'ctc' if block.call.get('type') == 'custom' else 'fc'}_{unique}_{block.number}"
-    prefix = _PREFIXES[block.kind]
-    number = sum(_PREFIXES.get(earlier.kind) == prefix for earlier in blocks[:index])
-    return f"{prefix}_{unique}_{number}" if number else f"{prefix}_{unique}"
+    def _position(self, index: int, block: Block) -> dict[str, Json]:
+        """The fields of an event that say what it is about. An item's id names its reply."""
+        prefix, unique = _PREFIXES[block.kind], self._reply_id.rpartition("_")[2]
+        number = sum(_PREFIXES[earlier.kind] == prefix for earlier in self.blocks[:index])
+        at: dict[str, Json] = {"item_id": f"{prefix}_{unique}_{number}", "output_index": index}
+        return at if block.kind == "tool_call" else {**at, "content_index": 0}
 
 
 def _read_input(items: Any, answered: Answered, ignored: set[str]) -> list[Message]:
@@ -418,14 +375,14 @@ class _Reader:
         if matched is None or exchange is None:
             return False
         own = exchange.messages[0]
-        if matched[1] in _PREFIXES.values() and matched[3]:  # A text that went on: the first one refers to all of it.
-            return True
-        if matched[1] in ("fc", "ctc"):
+        number = int(matched[3])
+        if matched[1] == "fc":
             calls: Any = own.get("tool_calls") or ()
-            called = calls[int(matched[3]) : int(matched[3]) + 1] if matched[3] else ()
-            if called:
-                self._assistant("tool_calls", item).setdefault("tool_calls", []).extend(called)
-            return bool(called)
+            if number < len(calls):
+                self._assistant("tool_calls", item).setdefault("tool_calls", []).append(calls[number])
+            return number < len(calls)
+        if number:  # A text that went on: the first one refers to all of it.
+            return True
         part, value = {
             "msg": ("content", own.get("content") or own.get("refusal") or ""),
             "rs": ("reasoning_content", reasoning_of(own)),
@@ -437,7 +394,7 @@ class _Reader:
     def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
         """The assistant message that an item is part of: the last one, or a new one."""
         matched, reply_id = _matched_id(item), self._reply_id_of(item)
-        goes_on = matched is not None and bool(matched[3])
+        goes_on = matched is not None and int(matched[3]) > 0
         last = self._reply
         if last is not None and (part == "tool_calls" or goes_on or part not in last):
             if reply_id is not None and reply_id == self._reply_id:

@@ -1,9 +1,7 @@
-"""Replies as streams: a model server's chunks added up to a chat completion, and how APIs write a reply as it comes.
+"""Replies as streams: how APIs write a reply as it comes.
 
-    chunk ─▶ StreamedCompletion ─▶ deltas ─▶ Renderer ─▶ events of the client's API
-                     └─▶ the chat completion that would have come whole, which is recorded
-
-A reply that came whole is streamed by the same renderer, as one delta of each choice.
+chunk ─▶ StreamedCompletion ─▶ deltas ─▶ Renderer ─▶ events of the client's API
+                 └─▶ the chat completion that would have come whole, which is recorded
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import orjson
 from starlette.responses import Response
 
 from agl_core.apis.errors import ApiError, openai_problem
-from agl_core.apis.reply import Reply, joined_content, not_a_completion, reasoning_of
+from agl_core.apis.reply import Delta, Reply, reasoning_of
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 
@@ -27,202 +25,57 @@ if TYPE_CHECKING:
 
 STREAM_TYPE, STREAM_HEADERS = "text/event-stream", {"Cache-Control": "no-cache"}
 _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
-_TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
-"""Fields of a message that come in pieces."""
 
 Event: TypeAlias = Mapping[str, Json]
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Addition to one choice."""
-
-    index: int
-    message: Mapping[str, Any]
-    """Pieces of the message's texts, and of its `tool_calls`: each has its `index`, and id, type and name once."""
-    logprobs: Sequence[Mapping[str, Any]] = ()
-    token_ids: Any = ()
-    """Ids of these tokens; some may be of text that comes later."""
-
-
-class StreamedCompletion:
-    """A chat completion that comes in chunks.
-
-    Tool calls get the ids here that `read_reply` would give them, because the client sees them before.
-    """
-
-    def __init__(self, reply_id: str) -> None:
-        self.head: dict[str, Json] = {}
-        """The fields beside the choices, so far."""
-        self._choices: dict[int, _StreamedChoice] = {}
-        self._reply_id = reply_id
-
-    def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
-        """Additions by one more chunk. ApiError 502 if it is none."""
-        try:
-            self.head.update({k: v for k, v in chunk.items() if k != "choices" and v is not None})
-            return [self._choice(choice.get("index", 0)).add(choice) for choice in chunk.get("choices") or ()]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise not_a_completion(error, repr(chunk).encode()) from error
-
-    def end(self) -> list[Delta]:
-        """Additions that no chunk made, and that make the message one that every client takes."""
-        deltas = [Delta(index, choice.complete()) for index, choice in self._choices.items()]
-        return [delta for delta in deltas if delta.message]
-
-    def whole(self, *, cut: bool) -> bytes:
-        """The chat completion of all chunks; `cut` says that no more are read, though the response had not ended."""
-        choices = [self._choices[index].whole(cut) for index in sorted(self._choices)]
-        return orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})
-
-    def _choice(self, index: int) -> _StreamedChoice:
-        if index not in self._choices:
-            self._choices[index] = _StreamedChoice(index, self._reply_id)
-        return self._choices[index]
-
-
-class _StreamedChoice:
-    def __init__(self, index: int, reply_id: str) -> None:
-        self._index, self._id_prefix = index, f"call_{reply_id}_{index}"
-        self._texts: dict[str, list[str]] = {}
-        self._message: dict[str, Json] = {}
-        """Its other fields."""
-        self._calls: dict[int, _StreamedCall] = {}
-        self._fields: dict[str, Any] = {}
-        """The choice's other fields."""
-        self._token_ids: list[int] | None = None
-        self._logprobs: list[Mapping[str, Any]] | None = None
-
-    def add(self, choice: Mapping[str, Any]) -> Delta:
-        delta = choice.get("delta") or {}
-        if isinstance(delta.get("content"), list):
-            delta = {**delta, **joined_content(delta["content"])}
-        message = {} if self._fields else {"role": "assistant", "content": delta.get("content")}
-        self._fields["index"] = self._index
-        for name, value in delta.items():
-            if name in _TEXTS and value:
-                if not isinstance(value, str):
-                    raise TypeError(f"the {name} of a delta is no text")
-                self._texts.setdefault(name, []).append(value)
-                message[name] = value
-            elif name not in ("role", "tool_calls", *_TEXTS) and value is not None:
-                self._message[name] = message[name] = value
-        calls = [self._add_call(call, place) for place, call in enumerate(delta.get("tool_calls") or ())]
-        if any(calls):
-            message["tool_calls"] = [call for call in calls if call]
-        logprobs, ids = (choice.get("logprobs") or {}).get("content"), choice.get("token_ids")
-        if logprobs is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs += logprobs
-        if ids is not None:
-            self._token_ids = self._token_ids or []
-            self._token_ids += ids
-        others = {k: v for k, v in choice.items() if k not in ("delta", "logprobs", "token_ids") and v is not None}
-        self._fields.update(others)
-        return Delta(self._index, message, logprobs or (), ids or ())
-
-    def _add_call(self, piece: Mapping[str, Any], place: int) -> Mapping[str, Any] | None:
-        number = piece.get("index", place)
-        if number not in self._calls:
-            self._calls[number] = _StreamedCall(len(self._calls), piece.get("type") or "function")
-        call = self._calls[number]
-        own, was_open = piece.get(call.type) or {}, call.name is not None
-        written = own.get(call.written)
-        if written is not None:
-            call.pieces.append(written if isinstance(written, str) else orjson.dumps(written).decode())
-        call.id, call.name = call.id or piece.get("id"), call.name or own.get("name")
-        if was_open:
-            return call.piece(call.pieces[-1]) if written else None
-        if not call.name:
-            return None
-        used = {other.id for other in self._calls.values() if other is not call}
-        given, number = call.id or f"{self._id_prefix}-{call.index}", 0
-        call.id = given
-        while call.id in used:
-            number += 1
-            call.id = f"{given}-{number}"
-        return {**call.piece("".join(call.pieces), name=call.name), "id": call.id, "type": call.type}
-
-    def complete(self) -> dict[str, Any]:
-        """Arguments of the functions that are called without any."""
-        calls = [call for call in self._calls.values() if call.type == "function" and not any(call.pieces)]
-        for call in calls:
-            call.pieces.append("{}")
-        return {"tool_calls": [call.piece("{}") for call in calls]} if calls else {}
-
-    def whole(self, cut: bool) -> dict[str, Any]:
-        message = {**self._message, **{name: "".join(pieces) for name, pieces in self._texts.items()}}
-        if self._calls:
-            message["tool_calls"] = [call.whole() for call in self._calls.values()]
-        message = {"role": "assistant", "content": None if message else "", **message}
-        choice = {**self._fields, "message": message, "logprobs": None}
-        if self._logprobs is not None:
-            choice["logprobs"] = {"content": self._logprobs}
-        if self._token_ids is not None:
-            choice["token_ids"] = self._token_ids
-        return {"finish_reason": "abort", **choice} if cut else choice
-
-
-@dataclass(slots=True)
-class _StreamedCall:
-    index: int
-    type: str
-    id: str | None = None
-    name: str | None = None
-    pieces: list[str] = field(default_factory=list)
-
-    @property
-    def written(self) -> str:
-        """The field that the model writes."""
-        return "input" if self.type == "custom" else "arguments"
-
-    def piece(self, text: str, **name: str) -> dict[str, Any]:
-        return {"index": self.index, self.type: {**name, self.written: text}}
-
-    def whole(self) -> dict[str, Any]:
-        own = {"name": self.name, self.written: "".join(self.pieces)}
-        return {"id": self.id, "type": self.type, self.type: own}
-
-
-def deltas_of(reply: Reply) -> Iterator[Delta]:
-    """A whole reply as a delta of each choice."""
-    shown: Any = reply.completion["choices"]
-    for choice, of_client in zip(reply.choices, shown, strict=True):
-        message = dict(choice.message)
-        message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message.get("tool_calls") or ())]
-        logprobs = (of_client["logprobs"] or {}).get("content") or ()
-        yield Delta(choice.index, message, logprobs, () if choice.response_ids is None else choice.response_ids)
 
 
 class Renderer(ABC):
     """Writes one reply as the server-sent events of an API, as it comes."""
 
+    done: ClassVar[bytes] = b""
+    """What comes after the events of a reply that came to its end."""
+
     @abstractmethod
-    def start(self, head: Mapping[str, Any]) -> bytes:
+    def start(self, head: Mapping[str, Any]) -> Iterable[Event]:
         """The events before the first delta; `head` is what is known of the chat completion beside its choices."""
 
     @abstractmethod
-    def feed(self, delta: Delta) -> bytes:
+    def feed(self, delta: Delta) -> Iterable[Event]:
         """The events of a delta."""
 
     @abstractmethod
-    def finish(self, reply: Reply) -> bytes:
+    def finish(self, reply: Reply) -> Iterable[Event]:
         """The last events, after the deltas of this reply."""
 
     @abstractmethod
-    def fail(self, error: ApiError) -> bytes:
-        """The last events of a reply that does not come to its end."""
+    def fail(self, error: ApiError) -> Event:
+        """The last event of a reply that does not come to its end."""
+
+    def encode(self, events: Iterable[Event]) -> bytes:
+        """Events as they are sent: named by their type."""
+        return b"".join([b"event: %b\n%b" % (str(event["type"]).encode(), _data(event)) for event in events])
+
+    def events(self, reply: Reply) -> Iterator[Event]:
+        """Those of a reply that is there as a whole, as one delta of each choice."""
+        yield from self.start({**reply.completion, "prompt_token_ids": reply.prompt_ids})
+        shown: Any = reply.completion["choices"]
+        for choice, of_client in zip(reply.choices, shown, strict=True):
+            message = dict(choice.message)
+            message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message.get("tool_calls") or ())]
+            logprobs = (of_client["logprobs"] or {}).get("content") or ()
+            ids = () if choice.response_ids is None else choice.response_ids
+            yield from self.feed(Delta(choice.index, message, logprobs, ids))
+        yield from self.finish(reply)
 
     def stream(self, reply: Reply) -> Response:
-        """A reply that is there as a whole."""
-        head = {**reply.completion, "prompt_token_ids": reply.prompt_ids}
-        parts = [self.start(head), *map(self.feed, deltas_of(reply)), self.finish(reply)]
-        return Response(b"".join(parts), media_type=STREAM_TYPE, headers=STREAM_HEADERS)
+        """The stream of a reply that is there as a whole."""
+        return Response(self.encode(self.events(reply)) + self.done, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
 
 
 class _Chunks(Renderer):
     """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
 
+    done = b"data: [DONE]\n\n"
     object: ClassVar[str]
 
     def __init__(self, request: ModelRequest, reply_id: str) -> None:
@@ -232,31 +85,40 @@ class _Chunks(Renderer):
         self.of_prompt: dict[str, Any] = {}
         """It goes into the first chunk."""
 
-    def start(self, head: Mapping[str, Any]) -> bytes:
+    @abstractmethod
+    def ended(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The choice of the last chunk of a choice."""
+
+    def encode(self, events: Iterable[Event]) -> bytes:
+        return b"".join(map(_data, events))
+
+    def start(self, head: Mapping[str, Any]) -> Iterable[Event]:
         self._head.update({name: head[name] for name in _CHUNK_FIELDS if name in head})
         if self.ids:
             self.of_prompt = {"prompt_token_ids": head.get("prompt_token_ids")}
-        return b""
+        return ()
 
-    def chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
+    def chunk(self, choice: Mapping[str, Any], **more: Any) -> Event:
         """One chunk of one choice."""
         usage = {"usage": None} if self._usage else {}
-        return _data({**self._head, **usage, **more, "choices": [choice]})
+        return {**self._head, **usage, **more, "choices": [choice]}
 
     def of_tokens(self, delta: Delta) -> dict[str, Any]:
         """A delta's token ids, if the client wants them."""
         return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
 
-    def last(self, usage: Json) -> bytes:
-        """The end of a stream."""
-        return (_data({**self._head, "choices": [], "usage": usage}) if self._usage else b"") + b"data: [DONE]\n\n"
+    def finish(self, reply: Reply) -> Iterable[Event]:
+        choices: Any = reply.completion["choices"]
+        yield from [self.chunk(self.ended(choice)) for choice in choices]
+        if self._usage:
+            yield {**self._head, "choices": [], "usage": reply.completion.get("usage")}
 
-    def fail(self, error: ApiError) -> bytes:
-        return _data(openai_problem(error))
+    def fail(self, error: ApiError) -> Event:
+        return openai_problem(error)
 
 
-def _data(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY)
+def _data(event: Event) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class ChatChunks(_Chunks):
@@ -264,27 +126,22 @@ class ChatChunks(_Chunks):
 
     object = "chat.completion.chunk"
 
-    def feed(self, delta: Delta) -> bytes:
+    def feed(self, delta: Delta) -> Iterable[Event]:
         logprobs = {"content": delta.logprobs} if self.logprobs and delta.logprobs else None
         tokens = self.of_tokens(delta)
         *earlier, last = _one_by_one(delta.message) or [{}]
-        chunks = [self._chunk(delta.index, piece, None) for piece in earlier]
+        for piece in earlier:
+            yield self._chunk(delta.index, piece, None)
         if last or logprobs or tokens:
-            chunks.append(self._chunk(delta.index, last, logprobs, **tokens))
-        return b"".join(chunks)
+            yield self._chunk(delta.index, last, logprobs, **tokens)
 
-    def _chunk(self, index: int, piece: Mapping[str, Json], logprobs: Json, **more: Any) -> bytes:
+    def _chunk(self, index: int, piece: Mapping[str, Json], logprobs: Json, **more: Any) -> Event:
         of_prompt, self.of_prompt = self.of_prompt, {}
         choice = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None, **more}
         return self.chunk(choice, **of_prompt)
 
-    def finish(self, reply: Reply) -> bytes:
-        choices: Any = reply.completion["choices"]
-        ended: dict[str, Json] = {"delta": {}, "logprobs": None}
-        return b"".join(
-            self.chunk({"index": choice["index"], **ended, "finish_reason": choice["finish_reason"]})
-            for choice in choices
-        ) + self.last(reply.completion.get("usage"))
+    def ended(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
 
 
 def _one_by_one(message: Mapping[str, Any]) -> list[dict[str, Json]]:
@@ -310,7 +167,7 @@ class TextChunks(_Chunks):
         self._offsets: dict[int, int] = {}
         """By choice, the characters of its tokens so far."""
 
-    def feed(self, delta: Delta) -> bytes:
+    def feed(self, delta: Delta) -> Iterable[Event]:
         text = delta.message.get("content") or delta.message.get("refusal") or ""
         logprobs = None
         if self.logprobs and delta.logprobs:
@@ -318,16 +175,13 @@ class TextChunks(_Chunks):
             logprobs = _text_logprobs(delta.logprobs, offset)
             self._offsets[delta.index] = offset + sum(map(len, logprobs["tokens"]))
         tokens = self.of_tokens(delta)
-        if not (text or logprobs or tokens):
-            return b""
-        of_prompt, self.of_prompt = self.of_prompt, {}
-        choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        return self.chunk({**choice, **of_prompt, **tokens})
+        if text or logprobs or tokens:
+            of_prompt, self.of_prompt = self.of_prompt, {}
+            choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+            yield self.chunk({**choice, **of_prompt, **tokens})
 
-    def finish(self, reply: Reply) -> bytes:
-        choices: Any = reply.completion["choices"]
-        ended = [{**text_choice(choice), "text": "", "logprobs": None} for choice in choices]
-        return b"".join(map(self.chunk, ended)) + self.last(reply.completion.get("usage"))
+    def ended(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**text_choice(choice), "text": "", "logprobs": None}
 
 
 def text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
@@ -355,18 +209,11 @@ def _text_logprobs(entries: Sequence[Mapping[str, Any]], offset: int = 0) -> dic
     }
 
 
-def named_events(events: Iterable[Event]) -> bytes:
-    """Server-sent events named by their `type`, as Responses and Messages have them."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (str(e["type"]).encode(), orjson.dumps(e)) for e in events)
-
-
 @dataclass(slots=True, eq=False)
 class Block:
     """A part of a message: a text of one kind, or a tool call."""
 
     kind: Literal["reasoning", "content", "refusal", "tool_call"]
-    number: int
-    """Among those of its kind."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """A tool call's id, type and name (`called`)."""
     pieces: list[str] = field(default_factory=list)
@@ -378,29 +225,6 @@ class Block:
     def text(self) -> str:
         """Text of a tool call are its arguments or its input."""
         return "".join(self.pieces)
-
-
-_Part: TypeAlias = tuple[Literal["reasoning", "content", "refusal", "tool_call"], Mapping[str, Any], str]
-
-
-def _parts(message: Mapping[str, Any]) -> Iterator[_Part]:
-    """The texts and tool calls of a message or delta, in the order of blocks; none of the texts is empty."""
-    if reasoning := reasoning_of(message):
-        yield "reasoning", {}, reasoning
-    if message.get("content"):
-        yield "content", {}, message["content"]
-    if message.get("refusal"):
-        yield "refusal", {}, message["refusal"]
-    for call in message.get("tool_calls") or ():
-        own = call.get("custom") or call["function"]
-        yield "tool_call", call, own.get("input") or own.get("arguments") or ""
-
-
-def blocks_of(message: Mapping[str, Any]) -> list[Block]:
-    """A whole message as blocks."""
-    parts = [*_parts(message)]
-    n_texts = sum(kind != "tool_call" for kind, _, _ in parts)
-    return [Block(kind, max(0, i - n_texts), call, [text]) for i, (kind, call, text) in enumerate(parts)]
 
 
 class BlockRenderer(Renderer):
@@ -424,23 +248,32 @@ class BlockRenderer(Renderer):
     def closed(self, index: int, block: Block) -> Iterator[Event]:
         """The events by which a block ends."""
 
-    def add(self, delta: Delta) -> Iterator[Event]:
-        """The events of a delta; these APIs have one choice."""
-        if delta.index == 0:
-            self._pending += delta.logprobs if self._logprobs else ()
-            for part in _parts(delta.message):
-                yield from self.add_part(*part)
+    def feed(self, delta: Delta) -> Iterator[Event]:
+        if delta.index:  # These APIs have one choice.
+            return
+        self._pending += delta.logprobs if self._logprobs else ()
+        message = delta.message
+        texts = {
+            "reasoning": reasoning_of(message),
+            "content": message.get("content"),
+            "refusal": message.get("refusal"),
+        }
+        for kind, text in texts.items():
+            if text:
+                yield from self.add(kind, text)
+        for call in message.get("tool_calls") or ():
+            own = call.get("custom") or call["function"]
+            yield from self.add("tool_call", own.get("input") or own.get("arguments") or "", call)
 
-    def add_part(self, kind: Any, call: Mapping[str, Any], text: str) -> Iterator[Event]:
+    def add(self, kind: Any, text: str, call: Mapping[str, Any] | None = None) -> Iterator[Event]:
         """The events of a text, or of a tool call or what it has in addition."""
-        of_kind = [block for block in self.blocks if block.kind == kind]
-        if kind == "tool_call":
-            block = of_kind[call["index"]] if call["index"] < len(of_kind) else None
-        else:
-            block = of_kind[-1] if of_kind and of_kind[-1] is self.blocks[-1] else None
+        block = self.blocks[-1] if self.blocks and self.blocks[-1].kind == kind else None
+        if call is not None:
+            calls = [block for block in self.blocks if block.kind == kind]
+            block = calls[call["index"]] if call["index"] < len(calls) else None
         if block is None:
             yield from self.close(complete=True)
-            block = Block(kind, len(of_kind), call)
+            block = Block(kind, call or {})
             self.blocks.append(block)
             yield from self.opened(len(self.blocks) - 1, block)
         logprobs: list[Mapping[str, Any]] = []
@@ -454,7 +287,7 @@ class BlockRenderer(Renderer):
     def end(self) -> Iterator[Event]:
         """The events that end all blocks."""
         if self._pending and self.blocks and self.blocks[-1].kind == "content":
-            yield from self.add_part("content", {}, "")
+            yield from self.add("content", "")
         yield from self.close(complete=False)
 
     def close(self, *, complete: bool) -> Iterator[Event]:

@@ -218,7 +218,7 @@ class Gateway:
                 self._budget.update(attempt.answered)
                 self._log(dialect, parsed.notes(reply.raw.ignored))
                 if live is not None and live.has_begun:
-                    last_events = live.renderer.finish(reply)
+                    last_events = live.renderer.encode(live.renderer.finish(reply)) + live.renderer.done
                 else:
                     response = dialect.render(parsed, reply)
                     headers = call.reply_headers(reply.id, reply.raw.ignored)
@@ -228,7 +228,7 @@ class Gateway:
             if attempt is not None:
                 attempt.count_failure(failure)
             if live is not None and live.has_begun:
-                last_events = live.renderer.fail(failure)
+                last_events = live.renderer.encode([live.renderer.fail(failure)])
             response = dialect.refuse(failure)
         if live is not None and live.has_begun:
             arrived = await live.end(last_events)

@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 from starlette.types import Send
 
-from agl_core.apis.reply import Reply, read_reply
-from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Delta, Renderer, StreamedCompletion
+from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
+from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
 from agl_core.server.listening import HttpConnection
 from agl_core.server.upstream import UpstreamReply
 
@@ -51,16 +51,17 @@ class LiveReply:
     ) -> None:
         if not deltas or self._connection.is_gone:
             return
-        events = list[bytes]()
+        events = list[Event]()
         if not self.has_begun:
             self.has_begun = True
             own = {"content-type": STREAM_TYPE, **STREAM_HEADERS, **headers}
             raw = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-            events.append(self.renderer.start(completion.head))
-        events += map(self.renderer.feed, deltas)
-        if any(events):
-            await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+            events += self.renderer.start(completion.head)
+        for delta in deltas:
+            events += self.renderer.feed(delta)
+        if events:
+            await self._send({"type": "http.response.body", "body": self.renderer.encode(events), "more_body": True})
 
     async def end(self, events: bytes) -> bool:
         """Send the last events, and wait until they have left for the client; False if the connection broke before."""
