@@ -55,18 +55,6 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
 
 
-class Algorithm(Protocol):
-    """An algorithm as the core knows it; an engine asks more of it."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if its loss compares with the initial weights."""
-
-    @property
-    def needs_critic(self) -> bool:
-        """True if its advantages come from a critic."""
-
-
 class TaskSource(Protocol):
     """Where tasks come from. Random access makes resuming trivial."""
 

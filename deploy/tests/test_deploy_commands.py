@@ -59,7 +59,7 @@ def test_configurations_go_together(config: Path) -> None:
     loaded = load(config)
     check(loaded)
     assert list(cautions(loaded)) == []
-    options = loaded.config.engine.settings
+    options = loaded.config.engine.settings["verl"]
     assert options["nodes"] * options["gpus_per_node"] == int(config.stem.partition("-")[0])
 
 

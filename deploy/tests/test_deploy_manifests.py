@@ -197,7 +197,7 @@ def test_there_are_as_many_workers_as_rollouts_under_way_want(chosen: LoadedConf
 
 
 def test_the_job_has_the_gpus_that_its_configuration_asks_for(chosen: LoadedConfig) -> None:
-    options = chosen.config.engine.settings
+    options = chosen.config.engine.settings["verl"]
     spec = named("RayJob", "agl-train")["spec"]
     [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
     gpus = container(group["template"])["resources"]["limits"]["nvidia.com/gpu"]

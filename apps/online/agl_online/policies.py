@@ -129,7 +129,7 @@ def make_engine(loaded: LoadedConfig, folder: Path) -> Engine:
         engines = [component for component in installed_engines if Capability.POLICIES in component.provides]
         if not engines:
             raise ConfigError("No engine is installed here that serves policies without a run. Install agl-torch.")
-        table: Any = loaded.config.engine.tables.get(engines[0].name, {})
+        table: Any = loaded.config.engine.settings.get(engines[0].name, {})
         build, options = engines[0].build, engines[0].options.model_validate(table)
     context = EngineContext(folder, loaded.config.seed, {}, False, (), api_key=os.urandom(16).hex())
     engine: Engine = build(options, context)

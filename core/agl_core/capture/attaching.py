@@ -18,7 +18,7 @@ from agl_core import kinds
 from agl_core.capture.context import AttemptContext, Carried, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
-from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path, stamp_library
+from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path
 from agl_core.capture.wrapping import Patches
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
@@ -63,7 +63,7 @@ class Attachment:
 
     def _stamp(self, library: ModuleType) -> None:
         try:
-            stamp_library(library, self._stamper, self._patches)
+            HTTP_LIBRARIES[library.__name__](library, self._stamper, self._patches)
         except Exception as error:
             report_problem(f"Attaching to {library.__name__}", error)
 

@@ -188,11 +188,6 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     )
 
 
-def stamp_library(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
-    """Patch an HTTP library; doing it again changes nothing."""
-    _INSTALL[library.__name__](library, stamper, patches)
-
-
 def _httpx(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
     @contextmanager
     def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -288,11 +283,10 @@ def _text(value: Any) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
-_INSTALL: Mapping[str, Callable[[ModuleType, Stamper, Patches], None]] = {
+HTTP_LIBRARIES: Mapping[str, Callable[[ModuleType, Stamper, Patches], None]] = {
     "httpx": _httpx,  # openai 1.x, 2.x and anthropic use it, openai 3.x the next one
     "httpx2": _httpx,
     "urllib3.connectionpool": _urllib3,  # `requests` sends through it
     "aiohttp.client": _aiohttp,
 }
-HTTP_LIBRARIES = tuple(_INSTALL)
-"""The modules that send requests."""
+"""The modules that send requests, with the function that patches each; doing it again changes nothing."""

@@ -133,8 +133,8 @@ class _Resolver:
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
         known = self._plugins.components(kind)
-        tables = {key_inside: value for key_inside, value in section.tables.items() if isinstance(value, dict)}
-        for stray in section.tables.keys() - tables.keys():
+        tables = {key_inside: value for key_inside, value in section.settings.items() if isinstance(value, dict)}
+        for stray in section.settings.keys() - tables.keys():
             table = ".".join(map(str, (*place, section.name)))
             self._report(kind).add((*place, stray), f"there is no such key here; settings stand in [{table}].")
         if section.name in known:

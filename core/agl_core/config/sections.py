@@ -44,7 +44,10 @@ class OpenSection(BaseModel):
 
 
 class PluginChoice(OpenSection):
-    """`name` chooses a plugin, and a table of that name holds its settings. A table that stands alone is chosen."""
+    """`name` chooses a plugin, and a table of that name holds its settings. A table that stands alone is chosen.
+
+    `settings` are the tables by plugin name, as written in the file.
+    """
 
     name: str = Field(
         description="The plugin to use; its settings are in the table of this name. Not needed beside one table alone."
@@ -57,16 +60,6 @@ class PluginChoice(OpenSection):
             return section
         tables = [name for name, value in section.items() if isinstance(value, dict)]
         return {"name": tables[0], **section} if len(tables) == 1 else section
-
-    @property
-    def tables(self) -> dict[str, Any]:
-        """The settings by plugin name, as written in the file."""
-        return dict(self.model_extra or {})
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        chosen = self.tables.get(self.name, {})
-        return dict(chosen) if isinstance(chosen, dict) else {}
 
 
 class LoraSection(Section):

@@ -125,7 +125,7 @@ def has_cut_prompt(transition: Transition) -> bool:
 
 def answer(episode: Episode) -> str | None:
     """The text of the last response; None if it asks for tools, or there is none."""
-    if not episode.transitions or _tool_calls(episode.transitions[-1].response):
+    if not episode.transitions or episode.transitions[-1].response.get("tool_calls"):
         return None
     return response_text(episode.transitions[-1])
 
@@ -182,10 +182,6 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     prompts = {_system_prompt(transition) for transition in transitions if transition.agent is None}
     if prompts and (len(prompts) > 1 or any(transition.agent is not None for transition in transitions)):
         yield Evidence.AGENT_NAMES
-
-
-def _tool_calls(message: Mapping[str, Any]) -> bool:
-    return bool(message.get("tool_calls"))
 
 
 def _call_ids(message: Mapping[str, Any]) -> set[str]:

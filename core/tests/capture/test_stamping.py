@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from agl_core.capture import AttemptContext, Identity, Recording, identify, running
-from agl_core.capture.requests import Stamper, stamp_library
+from agl_core.capture.requests import HTTP_LIBRARIES, Stamper
 from agl_core.capture.wrapping import Patches
 
 pytestmark = pytest.mark.usefixtures("attached")
@@ -97,7 +97,7 @@ def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> Non
 
     stamper.resolvers += [broken, lambda: next(answers)]
     patches = Patches()
-    stamp_library(wire.library, stamper, patches)
+    HTTP_LIBRARIES[wire.library.__name__](wire.library, stamper, patches)
     active = attempt()
     try:
         with wire.library.Client(transport=wire.transport) as client, running(active):

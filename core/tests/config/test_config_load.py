@@ -236,7 +236,7 @@ def test_tables_of_plugins_that_are_not_chosen_may_stay(loaded: Load) -> None:
     run = loaded({"algorithm": {"name": "easy", "comparing": {"beta": 0.5}}})
 
     assert run.policies["default"].algorithm.component.name == "easy"
-    assert run.config.algorithm.tables["comparing"]["beta"] == 0.5
+    assert run.config.algorithm.settings["comparing"]["beta"] == 0.5
 
 
 def test_a_missing_file_and_bad_toml(loaded: Load, folder: Path) -> None:
