@@ -57,7 +57,7 @@ COMMANDS = {
     "init": Command(".init", "init", START, "Write train.toml, reward.py and tasks.jsonl for your agent."),
     "train": Command(".train", "train", START, "Train the agent that a configuration names."),
     "worker": Command(".worker", "work", START, "Run rollouts for `agl train TARGET` until that run is over."),
-    "eval": Command(".eval", "evaluate", START, "Evaluate on every held-out set, and print the rewards."),
+    "eval": Command(".train", "evaluate", START, "Evaluate on every held-out set, and print the rewards."),
     "run": Command(".run", "run", START, "Run a command, and record what its agent does as one rollout.", True),
     "runs": Command(".runs", "runs", LOOK, "List runs, make them smaller, and remove them."),
     "rollouts": Command(".runs", "rollouts", LOOK, "List the rollouts of a run, the newest last."),
@@ -65,7 +65,7 @@ COMMANDS = {
     "reward": Command(".data", "reward", DATA, "Try other rewards and credit on what was recorded."),
     "export": Command(".data", "export", DATA, "Write what was recorded of a run for other tools."),
     "import": Command(".data", "import_", DATA, "Make a run of recorded conversations."),
-    "plugins": Command(".plugins", "list_plugins", CHECK, "List every installed component."),
+    "plugins": Command(".doctor", "list_plugins", CHECK, "List every installed component."),
     "doctor": Command(".doctor", "doctor", CHECK, "Check this environment and a configuration, a server or a run."),
 }
 

@@ -1,26 +1,29 @@
-"""`agl doctor`: what would go wrong, before anything runs, and what to do about it."""
+"""`agl doctor` and `agl plugins`: what would go wrong, before anything runs, and what to do; what is installed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import json
 import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
-from agl_core.cli.screen import AsJson, KeyVariable, Model, UpstreamUrl, print_json
+from agl_core.cli.screen import AsJson, KeyVariable, Model, Screen, UpstreamUrl, print_json
 from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
 from agl_core.config.check import check
 from agl_core.config.load import LoadedConfig, load
-from agl_core.errors import AglError
+from agl_core.errors import AglError, nearest
+from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import find_run, read_entry, read_run
@@ -236,3 +239,81 @@ def _ids(subject: str, missing: str, mark: str) -> Finding:
         return Finding("ok", subject, "exact ids and log-probabilities are returned")
     remedy = "its replies can be recorded and scored, not trained on; servers like vLLM return ids when asked"
     return Finding(mark, subject, missing, remedy)
+
+
+Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
+
+
+OfKind = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help=f"Only components of this kind: {', '.join(kinds.KINDS)}."),
+]
+
+
+def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = False) -> None:
+    """List every installed component with its origin, its settings, and what it needs.
+
+    Installed plugins that cannot be used are listed as broken, with the error.
+    """
+    plugins = Plugins.load(files or ())
+    if kind is not None and kind not in kinds.KINDS:
+        raise typer.BadParameter(f"There is no kind '{kind}'. {nearest(kind, kinds.KINDS)}")
+    described = [
+        describe(component)
+        for listed in ([kinds.Kind(kind)] if kind else kinds.KINDS)
+        for _, component in sorted(plugins.components(listed).items())
+    ]
+    nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
+    for broken in plugins.broken:
+        described.append(
+            {"kind": "broken", "name": broken.name, "origin": broken.origin, "doc": broken.error, **nothing}
+        )
+    if as_json:
+        print_json(described)
+        return
+    screen = Screen()
+    for row in described:
+        screen.print(f"{row['kind']} {row['name']}", style="bold", end="  ")
+        screen.print(f"{row['doc']} ({row['origin']})")
+        settings = [
+            setting["name"] + ("" if setting["required"] else f" = {json.dumps(setting['default'])}")
+            for setting in row["settings"]
+        ]
+        for name, values in (
+            ("settings", settings),
+            ("needs", ["what its settings say"] if row["needs"] is None else row["needs"]),
+            ("provides", row["provides"]),
+            ("takes", [f"{row['takes']}s"] if row.get("takes") else []),
+            ("yields", [f"{kind}s" for kind in row.get("yields", ())]),
+        ):
+            if values:
+                screen.print(f"    {name}: {', '.join(values)}")
+
+
+def describe(component: Component) -> dict[str, Any]:
+    """A component as JSON; `needs` and `takes` (with the default settings) are None where a setting has no default."""
+    defaults = component.options.model_construct()
+    needs: list[str] | None = None
+    takes: str | None = None
+    with contextlib.suppress(AttributeError):
+        needs, takes = sorted(component.needs(defaults)), component.takes(defaults)
+    schema = component.options.model_json_schema()
+    return {
+        "kind": component.kind,
+        "name": component.name,
+        "origin": component.origin,
+        "doc": component.doc,
+        "settings": [
+            {
+                "name": field.alias or name,
+                "required": field.is_required(),
+                "default": schema["properties"][field.alias or name].get("default"),
+                "description": field.description or "",
+            }
+            for name, field in component.options.model_fields.items()
+        ],
+        "needs": needs,
+        "provides": sorted(component.provides),
+        **({"takes": takes} if component.kind is kinds.ALGORITHM else {}),
+        **({"yields": sorted(component.yields)} if component.kind is kinds.CREDIT else {}),
+    }

@@ -1,9 +1,13 @@
 """The words of agl as types. Imports nothing of agl."""
 
-from agl_core.types.batch import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_core.types.episodes import (
+    Batch,
     Episode,
+    Needs,
+    RecordedReply,
+    TokenizedReply,
     Transition,
+    Workload,
     are_equal,
     discounted_returns,
     episode_return,
