@@ -21,7 +21,7 @@ from agl_core.learning.batch import left_out, staleness
 from agl_core.protocols import DrawContext
 from agl_core.store.interface import ErasableStore, Wanted
 from agl_core.training.metrics import Phase
-from agl_core.training.rollouts import Collected, Collector, Drawn, Experience, Scored, warn_of_failed_rules
+from agl_core.training.rollouts import Collector, Drawn, Experience, Scored, warn_of_failed_rules
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 
@@ -93,8 +93,7 @@ class SessionExperience:
         usable = [session.scored for session in ended if session.is_usable]
         weights = capped_weights([_name(scored.rollout) for scored in usable])
         groups = [[session.scored.episode] for session in ended]
-        errors = [error for session in ended for error in session.scored.reward_errors]
-        warn_of_failed_rules(Collected(groups, errors))
+        warn_of_failed_rules([session.scored for session in ended])
         metrics = {
             "sessions/trained": float(len(usable)),
             "sessions/dropped": float(len(ended) - len(usable)),
@@ -107,7 +106,6 @@ class SessionExperience:
         return replace(
             tasks,
             groups=[*tasks.groups, *groups],
-            reward_errors=[*tasks.reward_errors, *errors],
             weights=[*tasks.weights, *weights, *(1.0 for _ in range(len(ended) - len(usable)))],
             new=[*tasks.new, *(episode for [episode] in groups)],
             rollouts=[*tasks.rollouts, *(session.scored.rollout for session in ended)],

@@ -92,7 +92,7 @@ class Evaluator:
         """Run the rollouts of one set in one mode, `tries` for each task; a task without a reward counts as 0."""
         started, name = time.monotonic(), f"{split}/{mode}"
         with self.observer.phase(f"evaluation {split} {mode}", step) as phase:
-            episodes = (await self.collector.collect(groups, phase)).episodes
+            episodes = await self.collector.collect(groups, phase)
         metrics = episode_metrics(episodes)
         evaluated.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
         evaluated.episodes[name] = episodes

@@ -166,18 +166,6 @@ class Scored:
     reward_errors: list[Exception]
 
 
-@dataclass(frozen=True)
-class Collected:
-    """Groups of scored episodes, and the exceptions of reward rules."""
-
-    groups: list[list[Episode]]
-    reward_errors: list[Exception] = field(default_factory=list)
-
-    @property
-    def episodes(self) -> list[Episode]:
-        return [episode for group in self.groups for episode in group]
-
-
 class Queue(Protocol):
     """Runs rollouts: the server's queue, or what stands for it where they are recorded already."""
 
@@ -205,8 +193,8 @@ class Collector:
     stall: StallWatch = field(default_factory=StallWatch)
     """Says why a wait is long."""
 
-    async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> Collected:
-        """Enqueue the groups and wait for all of them; if cancelled, cancel the rollouts that are not done."""
+    async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> list[Episode]:
+        """The episodes of these groups, when all are done; if cancelled, cancel the rollouts that are not."""
         rollouts = [rollout for group in groups for rollout in group]
         waiting = {rollout.id for rollout in rollouts}
         scored: dict[str, Scored] = {}
@@ -220,13 +208,11 @@ class Collector:
         finally:
             if waiting:
                 await self.queue.cancel(waiting)
-        complete = [await self.complete([scored[rollout.id] for rollout in group]) for group in groups]
-        collected = Collected(
-            [[done.episode for done in group] for group in complete],
-            [error for group in complete for done in group for error in done.reward_errors],
-        )
-        warn_of_failed_rules(collected)
-        return collected
+        complete: list[Scored] = []
+        for group in groups:
+            complete += await self.complete([scored[rollout.id] for rollout in group])
+        warn_of_failed_rules(complete)
+        return [done.episode for done in complete]
 
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
@@ -263,14 +249,14 @@ class Collector:
             answer.cancel()
 
 
-def warn_of_failed_rules(collected: Collected) -> None:
+def warn_of_failed_rules(rollouts: Sequence[Scored]) -> None:
     """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout."""
-    errors = collected.reward_errors
+    errors = [error for scored in rollouts for error in scored.reward_errors]
     if not errors:
         return
     first = f"{errors[0].__notes__[-1]} {failure_text(errors[0])}"
-    dropped = sum(e.dropped in (DropReason.REWARD_FAILED, DropReason.NON_FINITE) for e in collected.episodes)
-    if dropped == len(collected.episodes):
+    dropped = sum(s.episode.dropped in (DropReason.REWARD_FAILED, DropReason.NON_FINITE) for s in rollouts)
+    if dropped == len(rollouts):
         raise PluginError(
             f"Reward rules failed on every rollout. {first}. Fix the rule; a run that had begun can be resumed."
         ) from errors[0]
@@ -290,9 +276,10 @@ def _rewards_of_rules(episode: Episode) -> list[Reward]:
 
 
 @dataclass(frozen=True)
-class Drawn(Collected):
+class Drawn:
     """The groups of one update."""
 
+    groups: list[list[Episode]]
     weights: list[float] = field(default_factory=list)
     """The weight of each group in the loss."""
     new: list[Episode] = field(default_factory=list)
@@ -303,6 +290,10 @@ class Drawn(Collected):
     """Numbers of the step: groups that wait or are trained on again, among others."""
     note: str = ""
     """A remark for the line of the step."""
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.groups for episode in group]
 
 
 def has_contrast(group: Sequence[Episode]) -> bool:
@@ -366,9 +357,7 @@ class Experience:
             arrived += await self._receive()
             phase.advance(self._share_complete(), reward_note(arrived))
             await self._begin(most)
-        drawn = self._drawn(groups, before)
-        warn_of_failed_rules(Collected([drawn.new], drawn.reward_errors))
-        return drawn
+        return self._drawn(groups, before)
 
     async def cancel(self) -> None:
         if waiting := self._waiting:
@@ -428,10 +417,10 @@ class Experience:
         names = sorted(by_name, key=self._position.__getitem__)
         first_time = [scored for name in names for scored in self._complete.pop(name, ())]
         self._complete = {name: self._complete[name] for name in self._buffer.pending}
+        warn_of_failed_rules(first_time)
         return Drawn(
             groups=[list(by_name[name].episodes) for name in names],
             weights=[by_name[name].weight for name in names],
-            reward_errors=[error for scored in first_time for error in scored.reward_errors],
             new=[scored.episode for scored in first_time],
             rollouts=[scored.rollout for scored in first_time],
             metrics={

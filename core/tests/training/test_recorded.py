@@ -134,7 +134,7 @@ class Taken:
 
         async def collect() -> list[Episode]:
             with Observer().phase("rollouts", 1) as phase:
-                return (await collector.collect([self.group], phase)).episodes
+                return await collector.collect([self.group], phase)
 
         self.episodes = asyncio.run(collect())
 

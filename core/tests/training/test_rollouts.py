@@ -144,7 +144,7 @@ def collecting(
 async def collect(collector: Collector, *groups: list[Rollout]) -> list[Episode]:
     """The episodes of these groups, as a step or an evaluation gets them."""
     with Observer().phase("rollouts", 1) as phase:
-        return list((await collector.collect(groups, phase)).episodes)
+        return await collector.collect(groups, phase)
 
 
 async def recorded(store: MemoryStore, *ids: str) -> list[Rollout]:
