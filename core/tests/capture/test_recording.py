@@ -1,14 +1,24 @@
-"""An attempt's recording: its bounds, and how tool results become reports."""
+"""An attempt's recording, and attempt, identity and state, which follow the code that runs."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import contextvars
 import dataclasses
+import json
 import math
+import random
+import re
 import subprocess
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import orjson
 import pytest
 from hypothesis import given
@@ -18,21 +28,29 @@ from pydantic import BaseModel
 import agl_core
 from agl_core.capture import (
     AttemptContext,
+    Identity,
     Recording,
+    current_attempt,
+    current_identity,
+    enter_identity,
     guarded,
+    identify,
     jsonable,
     record_tool_result,
     report_problem,
     running,
     status_of,
     tool_result_report,
+    unpack_variables,
 )
+from agl_core.capture.context import packed_variables
 from agl_core.errors import AgentError
+from agl_core.testing.server import attached_stack
 from agl_core.types import ToolStatus
 
 
-def attempt(recording: Recording | None = None) -> AttemptContext:
-    return AttemptContext("r1", 0, "http://127.0.0.1:8000", "key", recording or Recording())
+def attempt(recording: Recording | None = None, rollout: str = "r1") -> AttemptContext:
+    return AttemptContext(rollout, 0, "http://127.0.0.1:8000", "key", recording or Recording())
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -154,3 +172,114 @@ def test_anything_becomes_json_of_bounded_size(value: Any, limit: int) -> None:
     assert len(orjson.dumps(converted)) <= 8 * limit + 1000
     if limit == 2000 and isinstance(value, str | bool | None) and "\ud800" not in str(value):
         assert converted == value or len(str(value)) > limit
+
+
+# Attempt and identity follow the code that runs, into tasks, threads and pools.
+
+
+def here() -> tuple[str | None, str | None]:
+    """The rollout and the agent of the code that calls this."""
+    active, identity = current_attempt(), current_identity()
+    return (active.rollout if active else None, identity.agent if identity else None)
+
+
+def test_identities_nest_and_the_name_is_inherited() -> None:
+    with identify("outer", span="s1"):
+        with identify(parent_span="s1"):
+            assert current_identity() == Identity("outer", None, "s1")
+        with identify("inner"):
+            assert here() == (None, "inner")
+        assert current_identity() == Identity("outer", "s1")
+    assert current_identity() is None
+
+
+async def test_an_identity_closed_in_another_task_ends_here_too() -> None:
+    scope = enter_identity(Identity("solver"))
+
+    async def end() -> None:
+        scope.close()
+
+    await asyncio.create_task(end())
+    assert current_identity() is None
+
+
+def test_a_thread_has_the_attempt_that_started_it_and_other_variables_as_python_has_them(attached: None) -> None:
+    theirs = contextvars.ContextVar("theirs", default="default")
+    theirs.set("set")
+    seen = []
+    with running(attempt()), identify("solver"):
+        thread = threading.Thread(target=lambda: seen.append((here(), theirs.get())))
+        thread.start()
+        thread.join()
+    assert seen == [(("r1", "solver"), "default")]
+
+
+def test_a_pool_shared_by_attempts_works_for_whoever_submits(attached: None) -> None:
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        with running(attempt(rollout="r1")), identify("a"):
+            assert pool.submit(here).result() == ("r1", "a")
+        with running(attempt(rollout="r2")):
+            assert pool.submit(here).result() == ("r2", None)
+            assert list(pool.map(lambda _: here(), range(2))) == [("r2", None)] * 2
+        assert pool.submit(here).result() == (None, None)
+
+
+# The state that an agent's code sets travels with each call, as a header.
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=30) | st.binary(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8).filter(str.isidentifier), values, max_size=4))
+def test_any_state_travels_as_a_header(variables: dict[str, Any]) -> None:
+    with running(AttemptContext("r", 0, "http://127.0.0.1:9", "no key", Recording())):
+        agl_core.state(**variables)
+        packed = packed_variables()
+    assert (packed is None) == (not variables)
+    assert (unpack_variables(packed) or {}) == {name: jsonable(value) for name, value in variables.items()}
+
+
+async def test_state_is_that_of_the_call_and_bounded() -> None:
+    noise = "".join(chr(c) for c in random.Random(1).choices(range(0x4E00, 0x9FFF), k=40_000))
+
+    async def ask(client: openai.AsyncOpenAI, text: str) -> None:
+        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
+
+    async def agent(client: openai.AsyncOpenAI, name: str) -> None:
+        agl_core.state(who=name, draft=["a"])
+        await ask(client, name)
+        agl_core.state(draft=None)
+        await ask(client, name)
+
+    async with attached_stack() as stack:
+        attempt = await stack.attempt()
+        client = stack.client(attempt.key)
+        with attempt.running():
+            await ask(client, "before")
+            await asyncio.gather(agent(client, "x"), agent(client, "y"))
+            agl_core.state(who="nobody", noise=noise, after="kept", **dict.fromkeys("abc", noise))
+            await ask(client, "noise")
+        calls = await attempt.calls()
+    states = {name: [c.state for c in calls if c.request["messages"][-1]["content"] == name] for name in "xy"}
+    assert calls[0].state is None
+    for name, of_agent in states.items():
+        assert of_agent == [{"who": name, "draft": ["a"]}, {"who": name, "draft": None}]
+    [cut] = [c.state for c in calls if c.request["messages"][-1]["content"] == "noise"]
+    assert len(json.dumps(cut, ensure_ascii=False).encode()) <= 16_384
+    assert re.fullmatch(r".{100,}… \(\d+ more characters\)", cut["noise"])
+    assert cut["noise"][:100] == noise[:100]
+    assert (cut["who"], cut["after"]) == ("nobody", "kept")
+
+
+@pytest.mark.parametrize("header", ["", "%%%", "AAAA", "eJyLBgABFwC5", "x" * 100])
+def test_a_state_header_that_is_none_is_passed_over(header: str) -> None:
+    assert unpack_variables(header) is None
+
+
+def test_a_state_header_that_swells_is_cut_off() -> None:
+    bomb = base64.urlsafe_b64encode(zlib.compress(b'{"a": "' + b"x" * (1 << 26) + b'"}')).decode()
+    assert unpack_variables(bomb) is None
