@@ -1,8 +1,12 @@
-"""Every alarm: the numbers that trip it, numbers that do not, and what the run then says and writes."""
+"""Alarms and failures: the numbers that trip them, numbers that do not, and what the run then says and writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +14,26 @@ import orjson
 import pytest
 
 from agl_core.config.models import RunConfig
+from agl_core.errors import TrainingError
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import CallTools, Hold
+from agl_core.testing.server import running_stack
 from agl_core.training.alarms import CHECKS, Numbers, Watch
+from agl_core.training.failures import asserted_rewards, asserted_tool_results, check_patience, who_waits
 from agl_core.training.metrics import MetricsLog
-from agl_core.types import AlarmName
+from agl_core.types import (
+    AlarmName,
+    DropReason,
+    Ending,
+    Episode,
+    Rollout,
+    Source,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
+)
 
-from .scripted_training import MINIMAL, Lines, make_bench
+from .scripted_training import MINIMAL, Bench, Lines, episode, make_bench
 
 SOUND: Numbers = {
     "reward/mean": 0.5,
@@ -152,3 +171,151 @@ def test_thresholds_are_checked() -> None:
             RunConfig.model_validate({**MINIMAL, "alarms": wrong})
     names: Sequence[AlarmName] = list(RunConfig.model_validate({**MINIMAL, "alarms": {"stall": 5}}).alarms)
     assert names == [AlarmName.STALL]
+
+
+# A step that taught nothing, or what only the agent's side asserts, says so, if that is for the user to fix.
+
+
+async def messages(bench: Bench) -> list[str]:
+    """The lines of a whole training beside those of its steps."""
+    observer = Lines()
+    await replace(bench.trainer, observer=observer).train()
+    return [line for line in observer.lines if not re.match(r"step +\d+/\d+  reward ", line)]
+
+
+@pytest.mark.parametrize("judges", [True, False])
+async def test_rollouts_that_nobody_rewarded(tmp_path: Path, judges: bool) -> None:
+    bench = make_bench(tmp_path, steps=1)
+    bench.collector.judges = judges
+    bench.collector.reward = lambda rollout: 0.0
+
+    lines = await messages(bench)
+
+    assert len(lines) == (not judges), "a reward of 0 is a reward"
+    assert all("no rule in [rewards] had anything to say of 4 rollouts" in line for line in lines)
+
+
+@pytest.mark.parametrize(("gap", "limit", "steps"), [(0.79, None, 1), (0.19, None, 3), (0.19, 0.1, 1), (0.79, 1.0, 3)])
+async def test_a_server_that_is_not_what_is_trained_stops_the_run_with_both_numbers(
+    tmp_path: Path, gap: float, limit: float | None, steps: int
+) -> None:
+    bench = make_bench(tmp_path, steps=3, **({} if limit is None else {"serving_gap": limit}))
+    bench.engine.metrics = {"prob_gap_mean": gap, "prob_sampled_mean": 0.91, "prob_trained_mean": 0.12}
+    message = r"step 1\..*'default'.* 0\.91 where .*0\.12 in training.*other weights.*--resume"
+    with pytest.raises(TrainingError, match=message) if steps == 1 else nullcontext():
+        await bench.trainer.train()
+    assert len(bench.log.lines) == steps, "the numbers of the last step are recorded"
+
+
+def ends_as(name: str) -> Callable[[Rollout], Ending]:
+    return {
+        "all crash": lambda rollout: Ending.CRASHED,
+        "a step between": lambda rollout: Ending.CRASHED if rollout.step % 2 else Ending.FINISHED,
+        "another reason each": lambda rollout: Ending.NO_CALL if rollout.step % 2 else Ending.CRASHED,
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("patience", "name", "steps"),
+    [(1, "all crash", 1), (3, "all crash", 3), (0, "all crash", 4), (2, "a step between", 4),
+     (2, "another reason each", 4)],
+)  # fmt: skip
+async def test_patience_is_how_many_such_steps_in_a_row_end_a_run(
+    tmp_path: Path, patience: int, name: str, steps: int
+) -> None:
+    bench = make_bench(tmp_path, steps=4, patience=patience)
+    bench.collector.ending = ends_as(name)
+    with pytest.raises(TrainingError) if steps < 4 else nullcontext():
+        await bench.trainer.train()
+    assert bench.trainer.state.step == steps
+
+
+@pytest.mark.parametrize(
+    ("dropped", "ends"), [(DropReason.NO_ADVANTAGE, False), (DropReason.STALE, False), (DropReason.TOO_LONG, True)]
+)
+async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: DropReason, ends: bool) -> None:
+    """Rewards of a policy that cannot do anything yet are all equal, for example."""
+    bench = make_bench(tmp_path)
+    bench.engine.dropped = dropped
+    with pytest.raises(TrainingError, match=f"one reason: {dropped}") if ends else nullcontext():
+        await bench.trainer.train()
+    # What the engine could not take was in no group's mean; `agl show` explains the group by what has an advantage.
+    advantages = {record.advantage for record in bench.store.written if isinstance(record, TrainingRecord)}
+    assert advantages == {0.0 if dropped is DropReason.NO_ADVANTAGE else None}
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"transitions/kept": 0.0, "dropped/non_finite": 3.0, "dropped/no_advantage": 5.0},
+        {"transitions/kept": 8.0, "update/writer/loss": math.nan},
+    ],
+)
+def test_a_loss_that_is_nan_in_every_step_ends_the_run(numbers: dict[str, float]) -> None:
+    well = {"transitions/kept": 8.0, "update/writer/loss": 0.5}
+    check_patience(2, [well, numbers], 2)
+    with pytest.raises(TrainingError, match=r"steps 2 to 3: .* one reason: non_finite. Look for NaN"):
+        check_patience(3, [well, numbers, numbers], 2)
+
+
+async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.collector.ending = lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED
+    with pytest.raises(TrainingError, match="one reason: ending"):
+        await bench.trainer.train()
+
+
+async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, steps=3)
+    bench.collector.reports = True
+    bench.trainer.assertions = [asserted_tool_results, asserted_rewards]
+
+    lines = await messages(bench)
+
+    assert [line.partition(":")[0] for line in lines] == ["step 1"]
+    assert [alarm.name for alarm in bench.log.alarms] == [AlarmName.ASSERTED_REWARDS]
+    assert bench.metric("alarm/asserted_rewards") == [1.0] * 3
+
+
+async def test_who_waits_for_whom() -> None:
+    """As rollouts are queued, run, call a model that does not answer, and use a tool that does not return."""
+
+    async def seen() -> str:
+        what, remedy = await who_waits(stack.server.activity(), stack.store)
+        assert remedy
+        return re.sub(r"\b\d+ s\b", "N s", what)
+
+    async with running_stack() as stack:
+        assert await seen() == "no rollout is queued or runs: the trainer does something else"
+        key, queue = await stack.lease(), stack.server.queue
+        await queue.enqueue([make.rollout("next")])
+        busy = "; 1 rollouts wait in the queue, because all workers are busy (1 with 1 attempts, the oldest since N s)"
+        assert await seen() == f"1 agent (r0) without a model call, the longest for N s{busy}"
+        held = Hold(CallTools([("search", {"query": "it"})]))
+        stack.upstream.script(held)
+        asking = asyncio.create_task(
+            stack.client(key).chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        )
+        await held.arrived.wait()
+        assert await seen() == f"the engine does not answer 1 model call (r0), the oldest for N s{busy}"
+        held.release.set()
+        await asking
+        assert await seen() == f"1 agent (r0) in the tool 'search', the longest for N s{busy}"
+        await queue.cancel([key.rollout])
+        assert await seen() == "no worker runs a rollout, and 1 wait in the queue"
+        stack.server.relay.withdraw()
+        assert await seen() == "no engine answers model calls, so that rollouts wait"
+
+
+def reported_by(*sources: Source) -> Episode:
+    """An episode with a tool result of each of these sources."""
+    tool_results = tuple(ToolResult(s.value, "r", 0, "add", ToolStatus.OK, source=s) for s in sources)
+    plain = episode()
+    return replace(plain, transitions=(replace(plain.transitions[0], tool_results=tool_results),))
+
+
+@pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
+def test_tool_results_that_only_the_agents_side_tells(source: Source) -> None:
+    assert asserted_tool_results([reported_by(), reported_by(Source.CONVERSATION)]) is None
+    seen = asserted_tool_results([reported_by(source, Source.CONVERSATION), reported_by(source, source)])
+    assert f"some of the 4 of this step were ({source} 3)" in str(seen)
