@@ -280,7 +280,9 @@ PLUGIN = """
 """
 
 
-async def seen(workplace: Any, folder: Path, code: str, *arguments: str, **options: Any) -> tuple[Any, Any, Episode]:
+async def run_seen(
+    workplace: Any, folder: Path, code: str, *arguments: str, **options: Any
+) -> tuple[Any, Any, Episode]:
     (folder / "program.py").write_text(textwrap.dedent(code))
     runner = CommandPerAttempt([sys.executable, "program.py", *arguments], folder, **options)
     rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["Bern?"]))[0]
@@ -301,7 +303,7 @@ PAST_AGL = """
 
 async def test_marks_state_rewards_and_calls_past_agl(workplace: Any, tmp_path: Path) -> None:
     upstream = workplace.stack.upstream
-    rollout, attempt, episode = await seen(workplace, tmp_path, f"{MARKED}{PAST_AGL}", upstream.url)
+    rollout, attempt, episode = await run_seen(workplace, tmp_path, f"{MARKED}{PAST_AGL}", upstream.url)
     assert rollout.ending is Ending.FINISHED, attempt.error
     (transition,) = episode.transitions
     assert (transition.agent, transition.state) == ("forecaster", {"plan": ["look up"]})
@@ -316,7 +318,7 @@ async def test_marks_state_rewards_and_calls_past_agl(workplace: Any, tmp_path: 
 
 async def test_a_command_without_a_call_is_told_where_it_called(workplace: Any, tmp_path: Path) -> None:
     url = workplace.stack.upstream.url
-    rollout, attempt, _ = await seen(workplace, tmp_path, PAST_AGL, url)
+    rollout, attempt, _ = await run_seen(workplace, tmp_path, PAST_AGL, url)
     assert rollout.ending is Ending.NO_CALL
     assert attempt.error.endswith(f"It called {url}/chat/completions.")
 
@@ -332,7 +334,7 @@ async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command
         with open(os.path.join(os.environ["AGL_REPORTS"], f"{id}.jsonl"), "w") as spool:
             spool.write(json.dumps({"tool_result": report}))
     """
-    _, _, episode = await seen(workplace, tmp_path, forging)
+    _, _, episode = await run_seen(workplace, tmp_path, forging)
     assert [(o.id, o.tool_call_id, o.adapter, o.source) for o in episode.unjoined] == [
         ("1", "c1", "langchain", Source.COMMAND),
         ("2", "c2", "langchain", Source.COMMAND),
@@ -371,7 +373,7 @@ async def test_adapters_of_the_users_plugin_files(
     (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
     code = f"{ASK}\n    import my_framework\n    ask()\n"
     plugins = [tmp_path / "my_plugin.py"] if attached else None
-    _, attempt, episode = await seen(workplace, tmp_path, code, plugins=plugins)
+    _, attempt, episode = await run_seen(workplace, tmp_path, code, plugins=plugins)
     assert [t.agent for t in episode.transitions] == [agent], attempt.error
 
 
@@ -384,5 +386,5 @@ async def test_adapters_that_only_the_commands_python_has(workplace: Any, tmp_pa
     (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
     (tmp_path / "my_framework.py").touch()
     code = f"{ASK}\n    import sys, my_framework\n    assert 'my_plugin' in sys.modules\n    ask()\n"
-    _, attempt, episode = await seen(workplace, tmp_path, code)
+    _, attempt, episode = await run_seen(workplace, tmp_path, code)
     assert [t.agent for t in episode.transitions] == ["mine"], attempt.error
