@@ -32,32 +32,32 @@ COUNTS = ("false joins", "extra", "reported", "not shown", "other status", "othe
 
 
 async def score(cell: Cell, performed: Performed) -> Counter[str]:
-    """What was recorded of one rollout, beside what its script expects."""
-    counts, left = Counter[str](), list(performed.episode.transitions)
+    """Count what was recorded of one rollout, beside what its script expects."""
+    counts, untaken = Counter[str](), list(performed.episode.transitions)
     for turn in cell.scenario.turns():
         counts["results expected"] += len(turn.tool_results)
         for choice in range(turn.choices):
             counts["calls expected"] += 1
-            transition = _taken(left, turn, tokens(turn.reply, choice))
+            transition = _taken(untaken, turn, tokens(turn.reply, choice))
             if transition is not None:
                 counts += _of_call(turn, transition)
-    counts["extra"] += len(left)
-    counts["false joins"] += sum(len(each.tool_results) for each in left) + len(performed.episode.unjoined)
+    counts["extra"] += len(untaken)
+    counts["false joins"] += sum(len(t.tool_results) for t in untaken) + len(performed.episode.unjoined)
     return counts + await _added_by_adapter(performed)
 
 
-def _taken(left: list[Transition], turn: Turn, ids: Sequence[int]) -> Transition | None:
+def _taken(transitions: list[Transition], turn: Turn, ids: Sequence[int]) -> Transition | None:
     """The transition of a turn, which is then no longer left: of several with the same reply, that of its agent."""
-    alike = [each for each in left if each.response_ids is not None and each.response_ids.tolist() == ids]
-    alike.sort(key=lambda each: (each.agent != turn.agent, each.agent_turn != turn.number))
+    alike = [t for t in transitions if t.response_ids is not None and t.response_ids.tolist() == ids]
+    alike.sort(key=lambda t: (t.agent != turn.agent, t.agent_turn != turn.number))
     for transition in alike[:1]:
-        left.remove(transition)
+        transitions.remove(transition)
     return next(iter(alike), None)
 
 
 def _of_call(turn: Turn, transition: Transition) -> Counter[str]:
-    joined = Counter((each.tool, str(each.status)) for each in transition.tool_results)
-    tools = Counter(tool for tool, _ in turn.tool_results) & Counter(each.tool for each in transition.tool_results)
+    joined = Counter((result.tool, str(result.status)) for result in transition.tool_results)
+    tools = Counter(tool for tool, _ in turn.tool_results) & Counter(result.tool for result in transition.tool_results)
     prompt = b"" if transition.prompt_ids is None else bytes(transition.prompt_ids.tolist())
     return Counter(
         {
@@ -76,15 +76,15 @@ async def _added_by_adapter(performed: Performed) -> Counter[str]:
     key, store = performed.attempt.key, performed.attempt.stack.store
     (attempt,) = await store.attempts(key.rollout)
     by_conversation = build_episode(await store.rollout(key.rollout), attempt, performed.calls, [])
-    shown = {(t.key, each.tool_call_id): each for t in by_conversation.transitions for each in t.tool_results}
+    shown = {(t.key, result.tool_call_id): result for t in by_conversation.transitions for result in t.tool_results}
     counts = Counter[str]()
     for transition in performed.episode.transitions:
-        for each in (each for each in transition.tool_results if each.adapter):
-            alone = shown.get((transition.key, each.tool_call_id))
+        for seen in (t for t in transition.tool_results if t.adapter):
+            alone = shown.get((transition.key, seen.tool_call_id))
             counts["reported"] += 1
             counts["not shown"] += alone is None
-            counts["other status"] += alone is not None and alone.status is not each.status
-            counts["other result"] += alone is not None and alone.status is each.status and _text(alone) != _text(each)
+            counts["other status"] += alone is not None and alone.status is not seen.status
+            counts["other result"] += alone is not None and alone.status is seen.status and _text(alone) != _text(seen)
     return counts
 
 

@@ -94,8 +94,8 @@ class UpstreamConnection(asyncio.Protocol):
             request, self._received = self._received[:end], self._received[end:]
             if STREAM in request:
                 self._transport.write(self._stream[0])
-                for place, part in enumerate(self._stream[1:], 1):
-                    asyncio.get_running_loop().call_later(place * PER_TOKEN, self._transport.write, part)
+                for number, part in enumerate(self._stream[1:], 1):
+                    asyncio.get_running_loop().call_later(number * PER_TOKEN, self._transport.write, part)
             else:
                 self._transport.write(b"%b%08d%b" % (self._before, next(self._numbers), self._after))
 

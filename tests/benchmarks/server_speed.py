@@ -224,7 +224,7 @@ async def rollouts(server: Server, runners: int, turns: int, queued: int, second
 async def in_turn(server: Server, concurrency: Sequence[int], scale: float) -> list[list[Calls]]:
     """The rounds with each concurrency, from the slowest to the fastest: one of each, and so on again."""
     rounds = [[await calls(server, n, 2 * scale) for n in concurrency] for _ in range(ROUNDS)]
-    return [sorted(row, key=lambda made: made.through.calls_per_second) for row in zip(*rounds, strict=True)]
+    return [sorted(row, key=lambda result: result.through.calls_per_second) for row in zip(*rounds, strict=True)]
 
 
 async def calls_table(scale: float) -> str:
@@ -250,10 +250,10 @@ async def streams_table(scale: float) -> str:
     rows = []
     async with running() as server:
         for concurrency in CONCURRENCY:
-            made = await calls(server, concurrency, 4 * scale, stream=True)
+            result = await calls(server, concurrency, 4 * scale, stream=True)
             rows.append(
-                f"{concurrency} | {made.added(0.5):.2f} ms | {made.added(0.99):.2f} ms "
-                f"| {made.through.calls_per_second:,.0f} | {made.cpu:.2f} ms"
+                f"{concurrency} | {result.added(0.5):.2f} ms | {result.added(0.99):.2f} ms "
+                f"| {result.through.calls_per_second:,.0f} | {result.cpu:.2f} ms"
             )
     return table(
         "Streams of a second at once | first token: added, median | p99 | calls/s | server's CPU per call",
@@ -344,13 +344,13 @@ Figures: TypeAlias = tuple[float, float]
 
 
 async def call_figures(server: Server, scale: float, concurrency: int) -> Figures:
-    made = await calls(server, concurrency, scale)
-    return made.through.calls_per_second, made.cpu
+    result = await calls(server, concurrency, scale)
+    return result.through.calls_per_second, result.cpu
 
 
 async def rollout_figures(server: Server, scale: float) -> Figures:
-    made = await rollouts(server, *SHAPES[0], 2 * scale)
-    return made.per_second, made.cpu
+    result = await rollouts(server, *SHAPES[0], 2 * scale)
+    return result.per_second, result.cpu
 
 
 COMPARED: Mapping[str, Mapping[str, Callable[[Server, float], Awaitable[Figures]]]] = {

@@ -43,9 +43,9 @@ def test_a_script_replaces_its_own_section_of_a_page_even_if_it_is_empty() -> No
 
 @pytest.mark.storm
 def test_every_request_of_the_benchmark_is_answered() -> None:
-    made = run()
-    assert [table[0][0] for table in made] == FIRST_COLUMNS
-    for head, _, *rows in made:
+    printed = run()
+    assert [table[0][0] for table in printed] == FIRST_COLUMNS
+    for head, _, *rows in printed:
         assert rows
         for row in rows:
             assert len(row) == len(head)

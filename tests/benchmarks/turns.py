@@ -1,4 +1,4 @@
-"""What conversations of many turns take to train: a row for each call, and a row for calls that continue each other.
+"""The cost of training conversations of many turns: a row for each call, and a row for calls that continue each other.
 
     python -m tests.benchmarks.turns --write
 
@@ -39,7 +39,7 @@ LONGEST = PROMPT + max(TURNS) * (REPLY + OBSERVATION)
 
 
 class History(StrEnum):
-    """What an agent sends of its conversation with each call."""
+    """How an agent sends its conversation with each call."""
 
     GROWS = "grow"
     SUB_AGENT = "grow; every fourth call is of a sub-agent with a conversation of its own"
@@ -91,8 +91,8 @@ def as_one_sequence(batch: Batch) -> Batch:
         tokens = batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]]
         logprobs = [-np.log(VOCABULARY)] * (len(tokens) - PROMPT)
         rows.append(Row(tokens[:PROMPT], tokens[PROMPT:], logprobs, float(batch.values_N[i])))
-    said = np.arange(len(rows[0].response)) % (REPLY + OBSERVATION) < REPLY
-    return replace(batch_of(rows), step=1, mask_R=np.tile(said, len(rows)), group_N=np.arange(len(rows)) // MEMBERS)
+    sampled = np.arange(len(rows[0].response)) % (REPLY + OBSERVATION) < REPLY
+    return replace(batch_of(rows), step=1, mask_R=np.tile(sampled, len(rows)), group_N=np.arange(len(rows)) // MEMBERS)
 
 
 def tokens(batch: Batch, *, by_call: bool) -> int:
@@ -125,7 +125,7 @@ def verl_row(turns: int) -> str:
     batch = batch_by_call(turns, History.GROWS)
     whole = as_one_sequence(batch)
     one, rollouts = tokens(whole, by_call=True), len(whole)
-    by_call, by_lineage = (tokens(batch, by_call=each) / one for each in (True, False))
+    by_call, by_lineage = (tokens(batch, by_call=by_call) / one for by_call in (True, False))
     times = [seconds_of_verl(batch, joins_calls=joins) for joins in (False, True)]
     times.append(seconds_of_verl(whole, joins_calls=False))
     return f"{turns} | {one // rollouts:,} | {by_call:.1f} | {by_lineage:.2f} | " + " | ".join(

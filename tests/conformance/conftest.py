@@ -42,15 +42,15 @@ def chosen_drivers(config: pytest.Config) -> tuple[Driver, ...]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        found = list(cells(chosen_drivers(metafunc.config)))
+        chosen = list(cells(chosen_drivers(metafunc.config)))
         by_scenario: dict[tuple[str, str], list[str]] = {}
-        for cell in found:
+        for cell in chosen:
             if cell.gap is None:
                 by_scenario.setdefault((cell.driver.name, cell.scenario.name), []).append(str(cell))
         # In turn, so that a driver's APIs and forms all have their scenarios.
         daily = {names[number % len(names)] for number, names in enumerate(by_scenario.values())}
         marked = [
-            pytest.param(cell, id=str(cell), marks=() if str(cell) in daily else pytest.mark.storm) for cell in found
+            pytest.param(cell, id=str(cell), marks=() if str(cell) in daily else pytest.mark.storm) for cell in chosen
         ]
         metafunc.parametrize("cell", marked)
 

@@ -25,7 +25,7 @@ class Agent:
 
     name: str
     says: tuple[Step, ...]
-    """What the model answers it, request by request; failures included."""
+    """The model's replies to it, request by request; failures included."""
     tools: tuple[str, ...] = ()
     """Names of functions in `scenarios.TOOLS`."""
     experts: tuple[Agent, ...] = ()
@@ -42,7 +42,7 @@ class Agent:
         return f"You are {self.name}."
 
     def everyone(self) -> list[Agent]:
-        return [self, *(each for below in (*self.experts, *self.handoffs) for each in below.everyone())]
+        return [self, *(agent for below in (*self.experts, *self.handoffs) for agent in below.everyone())]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Turn:
     choices: int = 1
     """Responses sampled by this one call, each a transition."""
     forgot: str | None = None
-    """What an earlier tool returned, and the prompt of this call no longer holds."""
+    """A text that an earlier tool returned, and that the prompt of this call no longer holds."""
 
     def __post_init__(self) -> None:
         for _, status in self.tool_results:
@@ -72,7 +72,7 @@ class Parallel:
     branches: tuple[tuple[Turn, ...], ...]
 
     def __init__(self, *branches: Sequence[Turn]) -> None:
-        object.__setattr__(self, "branches", tuple(tuple(each) for each in branches))
+        object.__setattr__(self, "branches", tuple(tuple(branch) for branch in branches))
 
 
 Expected: TypeAlias = tuple[Turn | Parallel, ...]
@@ -110,7 +110,7 @@ class Scenario:
         return self.name
 
     def everyone(self) -> list[Agent]:
-        return [each for agent in self.agents for each in agent.everyone()]
+        return [member for agent in self.agents for member in agent.everyone()]
 
     def turns(self) -> list[Turn]:
         """All calls that are expected of one rollout; those that run in parallel, branch by branch."""
@@ -144,7 +144,7 @@ class Setting:
     root: str
     """The server's address without a path. A client made from it alone belongs to no rollout until it is stamped."""
     api_key: str
-    """What such a client is made with; the stamp brings the attempt's own key."""
+    """The arguments of such a client; the stamp brings the attempt's own key."""
     retries: int = 2
     """How often clients are to send a failed request again."""
 
@@ -155,7 +155,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Question:
-    """What one rollout asks the agent."""
+    """The question of one rollout to the agent."""
 
     text: str
     root: str
@@ -213,7 +213,7 @@ class Driver(ABC):
 
     @contextlib.contextmanager
     def attached(self, form: str) -> Iterator[None]:
-        """What is installed in the process while the scenario is played: everything for ATTACH, else `adapters`."""
+        """The adapters that are installed in the process meanwhile: all of them for ATTACH, else `adapters`."""
         attachment = attach(None if form == ATTACH else self.adapters(form))
         try:
             assert attachment.failed == {}
@@ -222,7 +222,7 @@ class Driver(ABC):
             attachment.detach()
 
     def adapters(self, form: str) -> Sequence[Adapter]:
-        """What is attached besides a one-line form; requests are stamped in any case, as workers do."""
+        """The adapters besides a one-line form; requests are stamped in any case, as workers do."""
         return ()
 
 

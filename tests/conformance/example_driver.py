@@ -39,16 +39,16 @@ class TinyDriver(Driver):
         tools = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in agent.tools]
 
         async def program(question):
-            said = [{"role": "system", "content": agent.prompt}, {"role": "user", "content": question.text}]
+            messages = [{"role": "system", "content": agent.prompt}, {"role": "user", "content": question.text}]
             with agl_core.capture.identify(agent.name):
                 while True:
-                    reply = await client.chat.completions.create(model="default", messages=said, tools=tools)
+                    reply = await client.chat.completions.create(model="default", messages=messages, tools=tools)
                     message = reply.choices[0].message
-                    said.append(message.model_dump(include={"role", "content", "tool_calls"}))
+                    messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
                     if not message.tool_calls:
                         return
                     for call in message.tool_calls:
                         result = TOOLS[call.function.name](**json.loads(call.function.arguments))
-                        said.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
         return program

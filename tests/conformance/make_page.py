@@ -96,7 +96,7 @@ def render() -> str:
 
 
 def _driver(driver: Driver) -> list[str]:
-    """What the driver plays, and its gaps."""
+    """The lines about what the driver plays, and its gaps."""
     lines = ["### " + driver.name, "", inspect.cleandoc(driver.__doc__ or ""), ""]
     streaming = "" if True in driver.streaming else ", without streaming"
     lines.append(f"- Played: {', '.join(driver.apis)}{streaming}; {', '.join(f'`{form}`' for form in driver.forms)}.")

@@ -60,38 +60,38 @@ class Play:
 
     def __init__(self, scenario: Scenario) -> None:
         self.faults: list[str] = []
-        """What went against the script."""
+        """The deviations from the script."""
         self.held = Hold(Say("This comes too late.")) if scenario.given_up else None
         """Answers the first request."""
         self.in_thread = scenario.in_thread
-        self._agents = {each.name: each for each in scenario.everyone()}
+        self._agents = {agent.name: agent for agent in scenario.everyone()}
         self._together = scenario.together
         self._arrived: Counter[str] = Counter()
-        self._told: Counter[tuple[str, int]] = Counter()
+        self._replies: Counter[tuple[str, int]] = Counter()
         self._met = asyncio.Event()
 
     async def __call__(self, received: Received) -> Step:
         if self.held and not self.held.arrived.is_set():
             return self.held
         text = json.dumps(received.body["messages"])
-        name = next((each for each in self._agents if f"You are {each}." in text), None)
+        name = next((agent for agent in self._agents if f"You are {agent}." in text), None)
         if name is None:
             return self._fault("A request has the system prompt of no agent of the scenario", text)
         await self._meet(name)
         numbered = re.search(r"#(\d+)", text)
         rollout = int(numbered[1]) if numbered else 0
-        place = (name, rollout)
-        self._told[place] += 1
+        key = (name, rollout)
+        self._replies[key] += 1
         says = self._agents[name].says
-        if self._told[place] > len(says):
+        if self._replies[key] > len(says):
             return self._fault(f"{name} calls more often than its script has replies", text)
-        return says[self._told[place] - 1]
+        return says[self._replies[key] - 1]
 
     async def _meet(self, name: str) -> None:
         self._arrived[name] += 1
         if self._arrived[name] > self._together.get(name, 0):
             return
-        if all(self._arrived[each] >= count for each, count in self._together.items()):
+        if all(self._arrived[agent] >= count for agent, count in self._together.items()):
             self._met.set()
         try:
             await asyncio.wait_for(self._met.wait(), _MEET)
@@ -132,8 +132,8 @@ class LossyRelay:
         number = self._count
         self._count += not is_retry
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
-        asked = await request.read()
-        async with self._client.post(f"{self._target}{request.path}", data=asked, headers=headers) as reply:
+        body = await request.read()
+        async with self._client.post(f"{self._target}{request.path}", data=body, headers=headers) as reply:
             kind = reply.headers.get("Content-Type")
             response = web.Response(
                 body=await reply.read(), status=reply.status, headers={"Content-Type": kind} if kind else None
@@ -155,26 +155,26 @@ def tokens(reply: Reply, choice: int = 0) -> list[int]:
 
 
 def differences(expected: Expected, episode: Episode) -> list[str]:
-    """What is wrong with the episode; nothing, if it is exactly as expected."""
-    found = [list(call) for _, call in groupby(episode.transitions, key=lambda each: each.key.call)]
-    turns = [call[0].turn for call in found]
-    wrong = [] if turns == list(range(len(found))) else [f"the turns are numbered {turns}"]
+    """The faults of the episode; none, if it is exactly as expected."""
+    calls = [list(call) for _, call in groupby(episode.transitions, key=lambda t: t.key.call)]
+    turns = [call[0].turn for call in calls]
+    wrong = [] if turns == list(range(len(calls))) else [f"the turns are numbered {turns}"]
     if episode.unjoined:
         wrong.append(f"tool results joined with no call: {[(o.tool, str(o.status)) for o in episode.unjoined]}")
-    if len({call[0].key.call for call in found}) != len(found):
+    if len({call[0].key.call for call in calls}) != len(calls):
         wrong.append("a call's transitions are apart, or two calls have one id")
     for block in expected:
         size = 1 if isinstance(block, Turn) else sum(map(len, block.branches))
-        taken, found = found[:size], found[size:]
+        taken, calls = calls[:size], calls[size:]
         wrong += _of_turn(block, taken) if isinstance(block, Turn) else _of_block(block, taken)
-    return wrong + [f"one call too many: {_shown(call)}" for call in found]
+    return wrong + [f"one call too many: {_shown(call)}" for call in calls]
 
 
 def _of_turn(turn: Turn, calls: Sequence[Sequence[Transition]]) -> list[str]:
     if not calls:
         return [f"no call for {turn}"]
     call = calls[0]
-    numbers = {each.agent_turn for each in call}
+    numbers = {t.agent_turn for t in call}
     wrong = [] if numbers == {turn.number} else [f"turn {turn.number} of {turn.agent} is numbered {numbers}"]
     return wrong + _of_call(turn, call)
 
@@ -204,26 +204,24 @@ def _of_call(turn: Turn, call: Sequence[Transition]) -> list[str]:
         if given != wanted:
             wrong.append(f"{what} of {_shown(call)} is {given!r}, not {wanted!r}")
 
-    expect("the agent", [each.agent for each in call], [turn.agent] * turn.choices)
-    expect("choices", [each.key.choice for each in call], list(range(turn.choices)))
-    for choice, each in enumerate(call):
+    expect("the agent", [t.agent for t in call], [turn.agent] * turn.choices)
+    expect("choices", [t.key.choice for t in call], list(range(turn.choices)))
+    for choice, t in enumerate(call):
         ids = tokens(turn.reply, choice)
-        prompt = "" if each.prompt_ids is None else bytes(each.prompt_ids.tolist()).decode()
-        expect("the response's ids", _plain(each.response_ids), ids)
-        expect("the log-probabilities", _plain(each.logprobs), _plain(np.array([logprob(i) for i in ids], np.float32)))
+        prompt = "" if t.prompt_ids is None else bytes(t.prompt_ids.tolist()).decode()
+        expect("the response's ids", _plain(t.response_ids), ids)
+        expect("the log-probabilities", _plain(t.logprobs), _plain(np.array([logprob(i) for i in ids], np.float32)))
         expect("whose system prompt it is", f"You are {turn.agent}." in prompt, True)
         if turn.forgot:
             expect(f"{turn.forgot!r} in the prompt", turn.forgot in prompt, False)
-        expect("the tool results", [(o.tool, str(o.status)) for o in each.tool_results], list(turn.tool_results))
-        expect(
-            "the agent of a tool result", [o.agent for o in each.tool_results], [turn.agent] * len(turn.tool_results)
-        )
+        expect("the tool results", [(o.tool, str(o.status)) for o in t.tool_results], list(turn.tool_results))
+        expect("the agent of a tool result", [o.agent for o in t.tool_results], [turn.agent] * len(turn.tool_results))
         if isinstance(turn.reply, CallTools):
-            ids_asked = [asked["id"] for asked in each.response.get("tool_calls") or ()]
-            expect("the tool calls of the tool results", [o.tool_call_id for o in each.tool_results], ids_asked)
+            ids_asked = [tool_call["id"] for tool_call in t.response.get("tool_calls") or ()]
+            expect("the tool calls of the tool results", [o.tool_call_id for o in t.tool_results], ids_asked)
             expect(
                 "the arguments",
-                [o.arguments for o in each.tool_results],
+                [o.arguments for o in t.tool_results],
                 [dict(given) for _, given, *_ in turn.reply.calls],
             )
     return wrong
@@ -235,8 +233,8 @@ def _plain(values: Any) -> list[Any] | None:
 
 def _shown(call: Iterable[Transition]) -> str:
     first = next(iter(call))
-    said = first.response.get("content") or first.response.get("tool_calls")
-    return f"call {first.turn} ({first.agent}: {said!r})"
+    reply = first.response.get("content") or first.response.get("tool_calls")
+    return f"call {first.turn} ({first.agent}: {reply!r})"
 
 
 @dataclass(frozen=True)
@@ -268,12 +266,12 @@ class Bench:
         assert wrong, f"The cell passes although it is declared a gap ({cell.gap}). Take the gap out of the driver."
 
     async def play(self, cell: Cell) -> list[str]:
-        """What differs from the expected episode, in each of the scenario's rollouts."""
+        """The differences from the expected episode, in each of the scenario's rollouts."""
         faults, performed = await self.perform(cell)
-        return [*faults, *itertools.chain(*(_wrong(cell, each) for each in performed))]
+        return [*faults, *itertools.chain(*(_wrong(cell, part) for part in performed))]
 
     async def perform(self, cell: Cell) -> tuple[list[str], list[Performed]]:
-        """What went against the script, and what agl recorded of each rollout."""
+        """The deviations from the script, and agl's records of each rollout."""
         scenario, play = cell.scenario, Play(cell.scenario)
         self.stack.upstream.answer = play
         self.relay.lose(scenario.lost)
@@ -282,9 +280,9 @@ class Bench:
         with _process_as_it_was(), cell.driver.attached(cell.form):
             program = cell.driver.build(scenario, setting)
             attempts = [await self.stack.attempt(base_url=root) for _ in range(scenario.rollouts)]
-            asked = zip(attempts, scenario.questions(), strict=True)
+            questions = zip(attempts, scenario.questions(), strict=True)
             async with asyncio.timeout(_PATIENCE):
-                performed = await asyncio.gather(*(_roll_out(program, play, *each) for each in asked))
+                performed = await asyncio.gather(*(_roll_out(program, play, *question) for question in questions))
         return play.faults, performed
 
 
@@ -327,15 +325,15 @@ async def _in_thread(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _wrong(cell: Cell, performed: Performed) -> list[str]:
-    """What adapters could not do, and what differs from what is expected."""
-    found = [f"an adapter's problem: {text}" for text in performed.attempt.active.recording.problems]
-    found += [f"a call by {call.api}" for call in performed.calls if call.api != API_NAMES[cell.api]]
-    found += [
+    """The adapters' problems, and the differences from what is expected."""
+    faults = [f"an adapter's problem: {text}" for text in performed.attempt.active.recording.problems]
+    faults += [f"a call by {call.api}" for call in performed.calls if call.api != API_NAMES[cell.api]]
+    faults += [
         f"call {call.sequence}: streaming is {not cell.streaming}"
         for call in performed.calls
         if bool(call.request.get("stream")) is not cell.streaming
     ]
-    return found + differences(cell.scenario.expected, performed.episode)
+    return faults + differences(cell.scenario.expected, performed.episode)
 
 
 @contextlib.asynccontextmanager
@@ -352,7 +350,7 @@ async def running_bench(folder: Path) -> AsyncIterator[Bench]:
 
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """What LangChain's and OpenTelemetry's adapters hook in is taken out again: each cell finds the process as a user's
+    """Take out what LangChain's and OpenTelemetry's adapters hooked in: each cell finds the process as a user's
     program would. The others report to an attempt that runs, and to nobody else."""
     try:
         with pytest.MonkeyPatch.context() as patch:

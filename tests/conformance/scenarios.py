@@ -55,8 +55,8 @@ def action(text: str) -> tuple[str, str] | None:
     >>> action("Thought: a town. Action: look_up[Bern]")
     ('look_up', 'Bern')
     """
-    found = _ACTION.search(text)
-    return (found[1], found[2]) if found else None
+    match = _ACTION.search(text)
+    return (match[1], match[2]) if match else None
 
 
 class Town(BaseModel):
@@ -338,15 +338,15 @@ def cells(drivers: Sequence[Driver]) -> Iterator[Cell]:
     The first form is played throughout, the others with one of both streaming modes for each API, in turn.
     """
     for driver in drivers:
-        found = [
+        possible = [
             Cell(scenario, driver, api, streaming, form)
             for scenario in SCENARIOS
-            for place, api in enumerate(driver.apis)
+            for number, api in enumerate(driver.apis)
             for streaming in driver.streaming
             for form in driver.forms
-            if form == driver.forms[0] or streaming is driver.streaming[~place % len(driver.streaming)]
+            if form == driver.forms[0] or streaming is driver.streaming[~number % len(driver.streaming)]
         ]
         for gap in driver.gaps:
-            if not any(gap.covers(each.scenario.name, each.api, each.streaming, each.form) for each in found):
+            if not any(gap.covers(cell.scenario.name, cell.api, cell.streaming, cell.form) for cell in possible):
                 raise ValueError(f"{driver.name}: the gap {gap} covers no cell. Check the names in it.")
-        yield from found
+        yield from possible

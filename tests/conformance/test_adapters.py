@@ -1,4 +1,4 @@
-"""What holds for every adapter beside the scenarios: it attaches without code, its page runs, it breaks no agent."""
+"""Every adapter, beside the scenarios: it attaches without code, its page runs, it breaks no agent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ FOUND = "alice:find:empty bob:find:empty"
 
 
 @pytest.mark.parametrize(
-    ("adapter", "program", "script", "agents", "told"),
+    ("adapter", "program", "script", "agents", "attributed"),
     [
         ("langchain", LANGCHAIN, [Say("done"), ADD, Say("3")], ["solver", None, None], ""),
         ("openai-agents", OPENAI_AGENTS, [Say("done"), ADD, Say("3")], ["solver", None, None], ""),
@@ -102,7 +102,7 @@ FOUND = "alice:find:empty bob:find:empty"
     ids=["langchain", "openai-agents", "otel", "autogen", "autogen-ext first"],
 )
 async def test_an_unmodified_agent_is_seen_after_agl_attaches_and_then_the_snippets_of_its_page_run(
-    adapter: str | None, program: str, script: list[Any], agents: list[str | None], told: str
+    adapter: str | None, program: str, script: list[Any], agents: list[str | None], attributed: str
 ) -> None:
     page = blocks(ROOT / "adapters" / adapter / "README.md", "python") if adapter else []
     async with running_stack() as stack:
@@ -120,13 +120,13 @@ async def test_an_unmodified_agent_is_seen_after_agl_attaches_and_then_the_snipp
         assert process.returncode == 0, wrong.decode()
         assert await attempt.agents() == agents
     first, _, printed = out.decode().partition("\n")
-    assert first == told
+    assert first == attributed
     if adapter:
         assert printed in blocks(ROOT / "adapters" / adapter / "README.md"), printed
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("driver", [each for each in DRIVERS if not isinstance(each, ByHeaders)], ids=lambda d: d.name)
+@pytest.mark.parametrize("driver", [d for d in DRIVERS if not isinstance(d, ByHeaders)], ids=lambda d: d.name)
 async def test_an_adapter_that_fails_does_not_break_the_agent(
     driver: Driver, bench: Any, monkeypatch: pytest.MonkeyPatch, cell_of: Any
 ) -> None:

@@ -97,15 +97,15 @@ class Agl:
         return command.output()
 
     def look(self, *arguments: str | Path) -> str:
-        """What a command prints that only reads. It runs in this process, which has imported everything already."""
-        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+        """The output of a command that only reads. It runs in this process, which has imported everything already."""
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(part) for part in arguments], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return done.output
 
     def calc(self, *settings: str) -> list[str]:
         """The arguments for a small run of the calc example."""
         small = ["train.steps=4", "train.groups_per_step=2", "train.group_size=8", "eval.every=2", "eval.tasks=2"]
-        return ["train", str(CALC), *(f"--set={each}" for each in (*small, "train.checkpoint_every=1", *settings))]
+        return ["train", str(CALC), *(f"--set={key}" for key in (*small, "train.checkpoint_every=1", *settings))]
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         path = self.folder / "runs" / run / "metrics.jsonl"
@@ -114,8 +114,8 @@ class Agl:
         return [json.loads(line) for line in lines]
 
     def summary(self, run: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
-        return found
+        summary: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
+        return summary
 
     def stop(self) -> None:
         """Kill what is still running."""
@@ -134,7 +134,7 @@ def agl(tmp_path: Path) -> Iterator[Agl]:
 
 @dataclass(frozen=True)
 class Records:
-    """What the store of a run has of some rollouts: of each its attempts, and what was recorded of the counted one."""
+    """The records of some rollouts: of each its attempts, and those of the attempt that counts."""
 
     rollouts: dict[str, Rollout]
     attempts: dict[str, list[Attempt]]

@@ -57,7 +57,7 @@ class EngineStack:
         return openai.OpenAI(base_url=self.url(key), api_key=self.stack.key(key), max_retries=0)
 
     def calls(self, key: AttemptKey) -> list[Call]:
-        """What the store has of an attempt."""
+        """The calls of an attempt in the store."""
         return self.portal.call(self.stack.calls, key)
 
 

@@ -98,7 +98,7 @@ def test_an_echoed_reply_keeps_its_ids(stack: EngineStack, ending: FinishReason)
     first = create(model="default", messages=[user("Hello, how are you?")], n=16, max_tokens=8)
     replies = [choice for choice in first.choices if choice.finish_reason == ending.value]
     # Bytes that are no character come back to the agent as one that is: tokenised again, they would be other tokens.
-    reply = next(each for each in replies if "\N{REPLACEMENT CHARACTER}" in (each.message.content or ""))
+    reply = next(reply for reply in replies if "\N{REPLACEMENT CHARACTER}" in (reply.message.content or ""))
     create(
         model="default",
         messages=[
@@ -113,14 +113,14 @@ def test_an_echoed_reply_keeps_its_ids(stack: EngineStack, ending: FinishReason)
 
 def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 0) -> None:
     """The second prompt goes on, token by token, from the first prompt and its reply, and most of it was cached."""
-    said = first.choices[choice]
-    assert said.response_ids is not None
+    reply = first.choices[choice]
+    assert reply.response_ids is not None
     assert first.prompt_ids is not None
     assert second.prompt_ids is not None
-    before = np.concatenate([first.prompt_ids, said.response_ids])
+    before = np.concatenate([first.prompt_ids, reply.response_ids])
     assert np.array_equal(second.prompt_ids[: len(before)], before)
-    ended = said.finish_reason is not FinishReason.LENGTH
-    assert (said.response_ids[-1] == stack.tokenizer.eos_token_id) == ended
+    ended = reply.finish_reason is not FinishReason.LENGTH
+    assert (reply.response_ids[-1] == stack.tokenizer.eos_token_id) == ended
     rest = str(stack.tokenizer.decode(second.prompt_ids[len(before) :]))
     assert rest.startswith("\n<|im_start|>user\n" if ended else "<|im_end|>\n<|im_start|>user\n")
     assert not second.prefix_broken
@@ -128,7 +128,7 @@ def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 
 
 
 def chat_openai_params(stack: EngineStack, key: AttemptKey | None = None) -> dict[str, Any]:
-    """What `ChatOpenAI` needs to work on an attempt, by default on a new one."""
+    """The arguments of `ChatOpenAI` for an attempt, by default a new one."""
     key = key or stack.lease()
     return {
         "model": "default",
@@ -165,8 +165,8 @@ def converse_by_langchain(stack: EngineStack, key: AttemptKey, streamed: bool) -
     free, forced = model.bind_tools([WEATHER]), model.bind_tools([WEATHER], tool_choice="get_weather")
     messages: list[BaseMessage] = [HumanMessage("Hello, how are you?")]
     for turn in range(TURNS):
-        asked: Any = forced if turn % 2 else free
-        reply: AIMessage = sum_of(asked.stream(messages)) if streamed else asked.invoke(messages)
+        chat: Any = forced if turn % 2 else free
+        reply: AIMessage = sum_of(chat.stream(messages)) if streamed else chat.invoke(messages)
         new = [ToolMessage("22 °C", tool_call_id=call["id"]) for call in reply.tool_calls]
         messages += [reply, *(new or [HumanMessage(f"and {turn}?")])]
 
@@ -178,13 +178,13 @@ def converse_by_responses(stack: EngineStack, key: AttemptKey, streamed: bool, c
     previous: dict[str, Any] = {}
     for turn in range(TURNS):
         choice: Any = {"tool_choice": "required"} if turn % 2 else {}
-        asked = {**ASKED, **previous, **choice, "input": items, "instructions": "Be kind.", "tools": tools}
+        request = {**ASKED, **previous, **choice, "input": items, "instructions": "Be kind.", "tools": tools}
         if streamed:
-            with client.responses.stream(**asked) as stream:
+            with client.responses.stream(**request) as stream:
                 events = list(stream)
             response: Any = next(e.response for e in reversed(events) if hasattr(e, "response"))
         else:
-            response = client.responses.create(**asked)
+            response = client.responses.create(**request)
         new = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "22 °C"}
             for item in response.output
@@ -202,12 +202,12 @@ def converse_by_messages(stack: EngineStack, key: AttemptKey, streamed: bool) ->
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     for turn in range(TURNS):
         choice: Any = {"tool_choice": {"type": "any"}} if turn % 2 else {}
-        asked = {**ASKED, **choice, "max_tokens": 32, "system": "Be kind.", "messages": messages, "tools": tools}
+        request = {**ASKED, **choice, "max_tokens": 32, "system": "Be kind.", "messages": messages, "tools": tools}
         if streamed:
-            with client.messages.stream(**asked) as stream:
+            with client.messages.stream(**request) as stream:
                 message: Any = stream.get_final_message()
         else:
-            message = client.messages.create(**asked)
+            message = client.messages.create(**request)
         new: Any = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "22 °C"}
             for block in message.content

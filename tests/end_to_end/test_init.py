@@ -68,10 +68,10 @@ def policy(pytestconfig: pytest.Config) -> str:
 
 @pytest.mark.storm
 def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> None:
-    made = in_a_process(folder, "init", "my_agent.py", "--model", policy)
-    assert made.returncode == 0, made.stderr
-    assert "agent: async def solve in my_agent.py, which takes an object with question" in made.stdout
-    assert "framework: langchain_core" in made.stdout
+    ended = in_a_process(folder, "init", "my_agent.py", "--model", policy)
+    assert ended.returncode == 0, ended.stderr
+    assert "agent: async def solve in my_agent.py, which takes an object with question" in ended.stdout
+    assert "framework: langchain_core" in ended.stdout
 
     trained = in_a_process(folder, "train", "train.toml")
     assert trained.returncode == 0, trained.stdout + trained.stderr
@@ -82,14 +82,14 @@ def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> Non
     assert all("reward/right" in line for line in steps)
     assert sum(line.get("update/transitions_trained", 0) for line in steps) > 0
     rollouts = json.loads(in_a_process(folder, "rollouts", "--json").stdout)
-    assert {each["ending"] for each in rollouts} == {"finished"}
+    assert {rollout["ending"] for rollout in rollouts} == {"finished"}
 
 
 def test_nothing_is_overwritten_without_force(folder: Path, policy: str, agl: Agl) -> None:
     (folder / "reward.py").write_text("# mine")
-    found = agl("init", "plain.py", "--model", policy)
-    assert found.returncode == 2
-    assert "reward.py: there already. Nothing was written" in found.stderr
+    refused = agl("init", "plain.py", "--model", policy)
+    assert refused.returncode == 2
+    assert "reward.py: there already. Nothing was written" in refused.stderr
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "reward.py"}
     assert (folder / "reward.py").read_text() == "# mine"
 
@@ -99,18 +99,18 @@ def test_nothing_is_overwritten_without_force(folder: Path, policy: str, agl: Ag
 
 def test_a_model_that_is_not_there_leaves_no_file(folder: Path, agl: Agl) -> None:
     (folder / "tasks.jsonl").write_text("mine")
-    found = agl("init", "plain.py", "--model", "./nowhere", "--force")
-    assert found.returncode == 2
-    assert "there is no folder" in found.stderr
+    refused = agl("init", "plain.py", "--model", "./nowhere", "--force")
+    assert refused.returncode == 2
+    assert "there is no folder" in refused.stderr
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "tasks.jsonl"}
     assert (folder / "tasks.jsonl").read_text() == "mine"
 
 
 def test_without_a_model_one_to_start_with_is_offered_and_tasks_with_verifiers(folder: Path, agl: Agl) -> None:
-    found = agl("init", "plain.py")
-    assert found.returncode == 0, found.stderr
-    assert "model: Qwen/Qwen2.5-0.5B-Instruct" in found.stdout
-    assert 'source = "reasoning_gym"' in found.stdout
+    ended = agl("init", "plain.py")
+    assert ended.returncode == 0, ended.stderr
+    assert "model: Qwen/Qwen2.5-0.5B-Instruct" in ended.stdout
+    assert 'source = "reasoning_gym"' in ended.stdout
     model = tomllib.loads((folder / "train.toml").read_text())["policies"]["default"]["model"]
     assert model == {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
 
@@ -145,8 +145,8 @@ def test_an_agent_file_that_cannot_be_used(folder: Path, policy: str, name: str,
 
 
 def test_what_the_agent_takes_is_seen(folder: Path, policy: str, agl: Agl) -> None:
-    found = agl("init", "plain.py", "--model", policy)
-    assert "agent: def work in plain.py, which takes a text" in found.stdout
-    assert "none that an installed adapter knows" in found.stdout
+    ended = agl("init", "plain.py", "--model", policy)
+    assert "agent: def work in plain.py, which takes a text" in ended.stdout
+    assert "none that an installed adapter knows" in ended.stdout
     assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"
     assert isinstance(json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])["input"], str)

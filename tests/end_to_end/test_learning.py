@@ -77,7 +77,7 @@ class Deployed:
 
     def learn(self) -> Command:
         """Start the command, and tell the users where it is."""
-        command = self.agl.start("learn", self.file, *(f"--set={each}" for each in LEARN))
+        command = self.agl.start("learn", self.file, *(f"--set={setting}" for setting in LEARN))
         command.until(lambda: "use: " in command.output())
         [url] = re.findall(r"use: (\S+)/v1", command.output())
         self.address = {"url": url, "key": self.key(), "feedback": self.key("--feedback")}
@@ -92,7 +92,7 @@ class Deployed:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def became(self, state: str) -> bool:
-        return any(each["state"] == state and each["step"] for each in self.decisions)
+        return any(decision["state"] == state and decision["step"] for decision in self.decisions)
 
     @property
     def steps(self) -> int:
@@ -121,29 +121,29 @@ class Deployed:
             headers = {"Authorization": f"Bearer {key}"}
             return (await http.post(f"{at['url']}/agl/v1/{route}", json=body, headers=headers)).raise_for_status()
 
-        asked, name, headers = problem(Split.TRAIN, 7, number), f"talk-{number}", {"x-agl-session": f"talk-{number}"}
+        sum_, name, headers = problem(Split.TRAIN, 7, number), f"talk-{number}", {"x-agl-session": f"talk-{number}"}
         client = openai.AsyncOpenAI(
             api_key=at["key"], base_url=f"{at['url']}/v1", http_client=http, max_retries=0, default_headers=headers
         )
         tools: Any = [convert_to_openai_tool(calculator)]
         messages: list[Any] = [
             {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": asked.question},
+            {"role": "user", "content": sum_.question},
         ]
         try:
             for _ in range(MOST_CALLS):
                 reply = await client.chat.completions.create(model="default", messages=messages, tools=tools)
-                said: Any = reply.choices[0].message
-                messages.append(said.model_dump(exclude_none=True))
-                if not said.tool_calls:
+                message: Any = reply.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
                     break
-                for call in said.tool_calls:
+                for call in message.tool_calls:
                     try:
                         result = calculator.invoke(json.loads(call.function.arguments))
                     except Exception as error:
                         result = f"Error: {error}"
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-            right = last_number(said.content) == float(asked.result)
+            right = last_number(message.content) == float(sum_.result)
             await post("sessions/end", at["key"], session=name)
             feedback = {"session": name, "rewards": {"thumbs": float(right)}, "id": f"said-{number}"}
             recorded = (await post("feedback", at["feedback"], **feedback)).json()
@@ -178,7 +178,7 @@ def test_a_policy_that_is_used_gets_better_though_its_processes_are_killed(deplo
         known, steps = len(deployed.talks), deployed.steps
         engine.kill()
         first.until(lambda known=known, steps=steps: len(deployed.talks) >= known + 20 and deployed.steps > steps)
-    second = deployed.agl.start("learn", deployed.file, *(f"--set={each}" for each in LEARN))
+    second = deployed.agl.start("learn", deployed.file, *(f"--set={setting}" for setting in LEARN))
     assert second.wait() == 2
     assert "Another process has the run" in second.output()
     first.until(lambda: deployed.steps >= 7 and deployed.became("passed"))
@@ -193,7 +193,7 @@ def test_a_policy_that_is_used_gets_better_though_its_processes_are_killed(deplo
     assert again.wait() == 130, again.output()
     assert "agl learn" in again.output().splitlines()[-1]
 
-    rights = [each["right"] for each in deployed.talks]
+    rights = [talk["right"] for talk in deployed.talks]
     assert sum(rights[-200:]) - sum(rights[:200]) > 20, "users are better served than in the beginning"
     asyncio.run(check_records(deployed))
 
@@ -201,19 +201,19 @@ def test_a_policy_that_is_used_gets_better_though_its_processes_are_killed(deplo
 async def check_records(deployed: Deployed) -> None:
     """Every session that a user finished is there, once, and was trained on in one step at most."""
     async with SqliteStore(deployed.run / "store.sqlite", read_only=True) as store:
-        sessions = {each.id: each for each in await store.rollouts(mode=Mode.USE)}
+        sessions = {session.id: session for session in await store.rollouts(mode=Mode.USE)}
         keys = [AttemptKey(id, 0) for id in sessions]
-        said = Counter(each.rollout for each in await store.annotations(keys))
+        judged = Counter(annotation.rollout for annotation in await store.annotations(keys))
         records = await store.training_records(keys)
-    names = Counter(each.task.metadata["session"] for each in sessions.values() if said[each.id])
+    names = Counter(session.task.metadata["session"] for session in sessions.values() if judged[session.id])
     for talk in deployed.talks:
         assert names[talk["name"]] == 1
-        assert said[talk["session"]] == 1
+        assert judged[talk["session"]] == 1
         assert sessions[talk["session"]].state is RolloutState.DONE
     used: dict[str, set[int]] = {}
     for record in records:
         used.setdefault(record.rollout, set()).add(record.step)
     assert used
     assert all(steps == {sessions[id].step} for id, steps in used.items())
-    per_step = Counter(sessions[id].step for id in used if said[id])
+    per_step = Counter(sessions[id].step for id in used if judged[id])
     assert all(per_step[step] >= 32 for step in range(1, deployed.steps + 1)), per_step

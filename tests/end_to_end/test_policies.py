@@ -51,8 +51,8 @@ def weights(run: Path, step: int, policy: str) -> Path:
 
 def trainer_state(run: Path, step: int, policy: str) -> dict[str, Any]:
     path = run / "checkpoints" / f"step-{step:06d}" / policy / "trainer.pt"
-    found: dict[str, Any] = torch.load(path, weights_only=True)
-    return found
+    weights: dict[str, Any] = torch.load(path, weights_only=True)
+    return weights
 
 
 def moved(before: Path, after: Path) -> bool:
@@ -78,7 +78,7 @@ def test_a_frozen_policy_stays_byte_identical_while_another_is_trained(agl: Any,
         assert trainer_state(run, step, "critic")["version"] == 0
         assert trainer_state(run, step, "writer")["version"] == step
     records = recorded(run, Mode.TRAIN)
-    training = {record.call: record for found in records.training.values() for record in found}
+    training = {record.call: record for rollout in records.training.values() for record in rollout}
     assert len(records.rollouts) == 16
     for rollout in records.rollouts.values():
         assert len(records.calls[rollout.id]) == 3
@@ -139,7 +139,7 @@ def test_late_rollouts_carry_over_and_span_versions_and_those_too_old_are_droppe
     assert all(rollout.state is RolloutState.DONE for rollout in rollouts.values())
     assert {(a.error, a.ending) for tried in records.attempts.values() for a in tried} == {(None, Ending.FINISHED)}
     versions = {id: [call.version or 0 for call in calls[id]] for id in rollouts}
-    assert all(len(found) == 2 and found == sorted(found) for found in versions.values())
+    assert all(len(numbers) == 2 and numbers == sorted(numbers) for numbers in versions.values())
     # The update that a rollout was used in made version `step`; it began with the one before.
     ages = {id: rollout.step - 1 - versions[id][0] for id, rollout in rollouts.items()}
 
@@ -162,9 +162,9 @@ def test_late_rollouts_carry_over_and_span_versions_and_those_too_old_are_droppe
     assert all("update/importance_mean" in line for line in steps)
 
     evaluated = recorded(run, Mode.EVAL_SAMPLED).calls
-    at = {id: {call.version for call in found} for id, found in evaluated.items()}
+    at = {id: {call.version for call in calls} for id, calls in evaluated.items()}
     assert {id: {int(id.split("-")[0][1:])} for id in at} == at, "weights do not move during an evaluation"
-    assert all(one.started <= other.started for found in calls.values() for one, other in pairwise(found))
+    assert all(one.started <= other.started for sampled in calls.values() for one, other in pairwise(sampled))
 
 
 LORA = ("policies.default.model.lora.rank=4", "policies.default.optimizer.learning_rate=1e-2")
@@ -187,8 +187,8 @@ def difference(model: Any, calls: list[Call]) -> float:
         assert choice.logprobs is not None
         ids = torch.from_numpy(np.concatenate([call.prompt_ids, choice.response_ids]).astype(np.int64))
         start = len(call.prompt_ids)
-        found = torch.log_softmax(model(input_ids=ids[None]).logits[0], -1)[start - 1 : -1]
-        sampled = found.gather(-1, ids[start:, None])[:, 0].numpy()
+        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0], -1)[start - 1 : -1]
+        sampled = logprobs.gather(-1, ids[start:, None])[:, 0].numpy()
         largest = max(largest, float(np.abs(sampled - choice.logprobs).max()))
     return largest
 
@@ -231,10 +231,10 @@ def test_from_a_run_to_a_served_policy(agl: Any) -> None:
     assert "The engine was lost" in serving.output()
 
     compared = agl.run("eval", "tuned@2", "--against=tuned@0", "--repeat=3", "--json", "--set=eval.tasks=2")
-    found = json.loads(compared[compared.index("\n{") + 1 :])
-    assert {len(each["rewards"]) for each in found["scores"] if each["mode"] == "sampled"} == {3}
-    assert {each["k"] for each in found["passes"]} == {1, 2, 3}
-    assert found["against"]["checkpoint"] is None
-    assert {(each["set"], each["mode"], each["tasks"]) for each in found["comparison"]} == {
+    evaluated = json.loads(compared[compared.index("\n{") + 1 :])
+    assert {len(score["rewards"]) for score in evaluated["scores"] if score["mode"] == "sampled"} == {3}
+    assert {estimate["k"] for estimate in evaluated["passes"]} == {1, 2, 3}
+    assert evaluated["against"]["checkpoint"] is None
+    assert {(difference["set"], difference["mode"], difference["tasks"]) for difference in evaluated["comparison"]} == {
         (name, mode, 2) for name in ("eval", "eval_templates") for mode in ("greedy", "sampled")
     }

@@ -60,10 +60,10 @@ def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "chats.jsonl"
     with file.open("w") as lines:
         for index in range(200):
-            asked = problem(Split.TRAIN, 7, index)
+            sum_ = problem(Split.TRAIN, 7, index)
             for behaviour, reward in ((solve_it, 1), (guess, 0), (ignore_result, 0)):
-                said = {"messages": behave(behaviour, asked), "tools": TOOLS, "result": asked.result}
-                lines.write(json.dumps({"id": str(index), "reward": reward, **said}) + "\n")
+                conversation = {"messages": behave(behaviour, sum_), "tools": TOOLS, "result": sum_.result}
+                lines.write(json.dumps({"id": str(index), "reward": reward, **conversation}) + "\n")
     for name in ("make_calc", "problems", "calculator"):
         sys.modules.pop(name, None)  # Other examples have modules of these names.
     return file
@@ -87,10 +87,10 @@ def test_a_policy_learns_from_recorded_conversations(agl: Any, conversations: Pa
 
     agl.run("train", file)
 
-    found = agl.summary("learned")["reward"]
-    assert found["before"]["greedy"] < 0.2
-    assert found["after"]["greedy"] > 0.8
-    assert found["after"]["sampled"] > 0.5
+    reward = agl.summary("learned")["reward"]
+    assert reward["before"]["greedy"] < 0.2
+    assert reward["after"]["greedy"] > 0.8
+    assert reward["after"]["sampled"] > 0.5
     steps = [line for line in agl.metrics("learned") if line["kind"] == "train"]
     assert all(line["transitions/without_logprobs"] > 0 for line in steps)
     assert all(line["update/transitions_trained"] >= 32 for line in steps), "both calls of 16 that solve a problem"

@@ -44,10 +44,10 @@ def machine(tmp_path: Path) -> Iterator[Callable[[str], Agl]]:
     with ExitStack() as stack:
         stack.callback(ip, "netns", "delete", f"{name}-0")
         ip("-n", f"{name}-0", "link", "set", "lo", "up")
-        made: list[Agl] = []
+        machines: list[Agl] = []
 
         def make(role: str) -> Agl:
-            number = len(made)
+            number = len(machines)
             space = f"{name}-{number}"
             if number:
                 ip("netns", "add", space)
@@ -60,21 +60,21 @@ def machine(tmp_path: Path) -> Iterator[Callable[[str], Agl]]:
                     ip("-n", where, "link", "set", device, "up")
             folder = tmp_path / f"{role}-{number}"
             folder.mkdir()
-            made.append(Agl(folder, through=("ip", "netns", "exec", space), environment=KEY))
-            stack.callback(made[-1].stop)
-            return made[-1]
+            machines.append(Agl(folder, through=("ip", "netns", "exec", space), environment=KEY))
+            stack.callback(machines[-1].stop)
+            return machines[-1]
 
         yield make
 
 
 @pytest.mark.storm
 def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -> None:
-    for each in (WORKER_KEY, OPERATOR_KEY):
-        monkeypatch.delenv(each, raising=False)
+    for key in (WORKER_KEY, OPERATOR_KEY):
+        monkeypatch.delenv(key, raising=False)
     trainer, *others = (machine(role) for role in ("trainer", "worker", "worker"))
     workers = [
-        each.start("worker", CALC, f"--server=http://10.77.{number}.1:{PORT}", "--concurrency=6")
-        for number, each in enumerate(others, 1)
+        other.start("worker", CALC, f"--server=http://10.77.{number}.1:{PORT}", "--concurrency=6")
+        for number, other in enumerate(others, 1)
     ]
     workers[0].until(lambda: all("working for" in worker.output() for worker in workers))
     settings = {**SETTINGS, "server.port": PORT}

@@ -1,4 +1,4 @@
-"""What a user sees of a run: its folder, tables and rollouts; killed or interrupted, it goes on as if nothing was."""
+"""A run as a user sees it: its folder, tables and rollouts; killed or interrupted, it goes on as if nothing was."""
 
 from __future__ import annotations
 
@@ -154,17 +154,17 @@ def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything in a checkpoint that is a tensor: weights and optimiser state."""
-    found: dict[str, torch.Tensor] = {}
+    leaves: dict[str, torch.Tensor] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[prefix] = value
+            leaves[prefix] = value
         elif isinstance(value, dict):
-            for key, each in value.items():
-                walk(f"{prefix}/{key}", each)
+            for key, inside in value.items():
+                walk(f"{prefix}/{key}", inside)
         elif isinstance(value, list | tuple):
-            for number, each in enumerate(value):
-                walk(f"{prefix}/{number}", each)
+            for number, inside in enumerate(value):
+                walk(f"{prefix}/{number}", inside)
 
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -172,11 +172,11 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
             walk(name, load_file(path))
         elif path.suffix == ".pt":
             walk(name, torch.load(path, weights_only=False))
-    return found
+    return leaves
 
 
 def in_the_middle_of(store: Path, step: int) -> bool:
-    """Whether a rollout of this step is running and has made an LLM call by now."""
+    """True once a rollout of this step is running and has made an LLM call."""
 
     async def look() -> bool:
         async with SqliteStore(store, read_only=True) as opened:
@@ -197,9 +197,9 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
     killed.until(lambda: in_the_middle_of(store, step=3))
     killed.kill()
     [entry] = [
-        each
-        for each in json.loads(agl.look("runs", "list", agl.folder / "runs", "--json"))
-        if each["folder"].endswith("killed")
+        run
+        for run in json.loads(agl.look("runs", "list", agl.folder / "runs", "--json"))
+        if run["folder"].endswith("killed")
     ]
     assert entry["state"] == "failed"
     steps = [line["step"] for line in agl.metrics("killed") if line["kind"] == "train"]
@@ -207,10 +207,10 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
     agl.run("train", "--resume", agl.folder / "runs" / "killed")
 
     whole, resumed = (agl.folder / "runs" / name / "checkpoints" / "step-000003" for name in ("whole", "killed"))
-    expected, found = tensors(whole), tensors(resumed)
+    expected, recovered = tensors(whole), tensors(resumed)
     assert len(expected) > 50
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert expected.keys() == recovered.keys()
+    assert [name for name in expected if not torch.equal(expected[name], recovered[name])] == []
     assert comparable(agl.metrics("killed")) == comparable(agl.metrics("whole"))
     assert any(line["update/grad_norm"] > 0 for line in agl.metrics("whole") if line["kind"] == "train")
     shown = agl.look("rollouts", agl.folder / "runs" / "killed", "--step=3", "--limit=40")

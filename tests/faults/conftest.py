@@ -36,12 +36,12 @@ def tiny_run(tmp_path: Path) -> Iterator[Begin]:
     """Makes a run, see `TinyRun`; nothing of it is left afterwards."""
     from .fault_run import TinyRun
 
-    made: list[TinyRun] = []
+    runs: list[TinyRun] = []
 
     def make(**arguments: Any) -> TinyRun:
-        made.append(TinyRun(tmp_path / f"run-{len(made)}", **arguments))
-        return made[-1]
+        runs.append(TinyRun(tmp_path / f"run-{len(runs)}", **arguments))
+        return runs[-1]
 
     yield make
-    for run in made:
+    for run in runs:
         run.stop()

@@ -23,9 +23,9 @@ _TIMEOUT = 20.0
 
 def solve(task_input: Any, context: AgentContext) -> str:
     """Some calls, none like another, of which each reply is noted before the next call."""
-    place = {"rollout": context.rollout, "attempt": context.attempt, "pid": os.getpid()}
-    _note({"begun": place})
-    said = ""
+    attempt = {"rollout": context.rollout, "attempt": context.attempt, "pid": os.getpid()}
+    _note({"begun": attempt})
+    text = ""
     with openai.OpenAI(
         base_url=context.base_url,
         api_key=context.api_key,
@@ -33,17 +33,17 @@ def solve(task_input: Any, context: AgentContext) -> str:
         max_retries=int(os.environ.get(RETRIES, "3")),
     ) as client:
         for turn in range(TURNS):
-            text = f"{context.rollout} {context.attempt} {turn} {os.urandom(8).hex()}"
-            messages: list[Any] = [{"role": "user", "content": text}]
+            prompt = f"{context.rollout} {context.attempt} {turn} {os.urandom(8).hex()}"
+            messages: list[Any] = [{"role": "user", "content": prompt}]
             try:
                 reply = client.chat.completions.create(model="default", messages=messages)
             except openai.OpenAIError as error:
-                _note({"failed": {**place, "turn": turn, "error": type(error).__name__}})
+                _note({"failed": {**attempt, "turn": turn, "error": type(error).__name__}})
                 raise
-            said = reply.choices[0].message.content or ""
-            _note({"acknowledged": {**place, "turn": turn, "call": reply.id, "messages": messages, "content": said}})
+            text = reply.choices[0].message.content or ""
+            _note({"acknowledged": {**attempt, "turn": turn, "call": reply.id, "messages": messages, "content": text}})
             time.sleep(_PAUSE)
-    return said
+    return text
 
 
 def _note(entry: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What has to be true of a run, whatever happened to its processes; and a storm, which kills them at random moments."""
+"""Checks that hold for a run, whatever happened to its processes; and a storm, which kills them at random moments."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def check_ended(run: TinyRun, steps: int) -> None:
     check_acknowledged(run)
     _check_lives(run, recorded)
     _check_metrics(run.folder / "metrics.jsonl", steps)
-    made = _effective(recorded, steps, may_wait=staleness > 0)
-    _check_plan(made, steps, run.settings["train"], in_order=staleness == 0)
-    _check_samples(recorded, made, run.folder / "checkpoints" / f"step-{steps:06d}" / LEDGER, staleness)
+    effective = _effective(recorded, steps, may_wait=staleness > 0)
+    _check_plan(effective, steps, run.settings["train"], in_order=staleness == 0)
+    _check_samples(recorded, effective, run.folder / "checkpoints" / f"step-{steps:06d}" / LEDGER, staleness)
 
 
 def _each_once(calls: Iterable[Call]) -> list[Call]:
@@ -62,16 +62,16 @@ def _each_once(calls: Iterable[Call]) -> list[Call]:
 
     Where a client asked the next server again, what the earlier one recorded does not count.
     """
-    found = list(calls)
+    recorded = list(calls)
     for key in ("id", "conversation"):
         names = Counter(
             call.id if key == "id" else json.dumps(call.request["messages"])
-            for call in found
+            for call in recorded
             if key == "id" or not call.late
         )
         twice = [name for name, count in names.items() if count > 1]
-        assert not twice, f"calls recorded twice, by {key}: {[c for c in found if c.id in twice] or twice}"
-    return found
+        assert not twice, f"calls recorded twice, by {key}: {[c for c in recorded if c.id in twice] or twice}"
+    return recorded
 
 
 def _check_lives(run: TinyRun, recorded: Recorded) -> None:
@@ -84,7 +84,7 @@ def _check_lives(run: TinyRun, recorded: Recorded) -> None:
             assert counted.ending is rollout.ending, (rollout, counted)
         else:
             assert rollout.ending in (Ending.LOST, Ending.CANCELLED), rollout
-    begun = Counter((each["rollout"], each["attempt"]) for each in run.noted_as("begun"))
+    begun = Counter((note["rollout"], note["attempt"]) for note in run.noted_as("begun"))
     assert [key for key, count in begun.items() if count > 1] == []
     assert begun.keys() <= attempts.keys()
 
@@ -102,25 +102,25 @@ def _effective(recorded: Recorded, steps: int, *, may_wait: bool) -> dict[int, l
     """
     of_group = {rollout.id: rollout.group for rollout in recorded.rollouts}
     used_at = {of_group[record.rollout]: record.step for record in recorded.training_records}
-    made: dict[int, list[Rollout]] = defaultdict(list)
+    rollouts_of: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in recorded.rollouts:
         step = used_at.get(rollout.group, 0 if may_wait else rollout.step)
         if rollout.mode is Mode.TRAIN and 1 <= step <= steps and _counts(rollout, step, recorded.runs):
-            made[step].append(rollout)
-    return made
+            rollouts_of[step].append(rollout)
+    return rollouts_of
 
 
 def _counts(rollout: Rollout, step: int, runs: Iterable[Run]) -> bool:
-    """Whether no later restart went on from before this step of the rollout's."""
+    """False if a later restart went on from before this step of the rollout's."""
     later = [run for run in runs if run.restart > rollout.restart]
     return all(run.resumed_step is not None and step <= run.resumed_step for run in later)
 
 
-def _check_plan(made: Mapping[int, list[Rollout]], steps: int, settings: Mapping[str, Any], *, in_order: bool) -> None:
+def _check_plan(plan: Mapping[int, list[Rollout]], steps: int, settings: Mapping[str, Any], *, in_order: bool) -> None:
     """Each task of the plan had its group, once, and each group all its members, none of them lost."""
-    assert sorted(made) == list(range(1, steps + 1))
+    assert sorted(plan) == list(range(1, steps + 1))
     tasks: Counter[int] = Counter()
-    for step, rollouts in made.items():
+    for step, rollouts in plan.items():
         by_group: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             by_group[rollout.group].append(rollout)
@@ -133,7 +133,7 @@ def _check_plan(made: Mapping[int, list[Rollout]], steps: int, settings: Mapping
     assert not in_order or sorted(tasks) == list(range(len(tasks)))
 
 
-def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger: Path, staleness: int) -> None:
+def _check_samples(recorded: Recorded, by_step: Mapping[int, list[Rollout]], ledger: Path, staleness: int) -> None:
     """Each call that counts was used at the step of its rollout, once; the engine was trained on just those."""
     calls: dict[AttemptKey, list[Call]] = defaultdict(list)
     for call in _each_once(recorded.calls):
@@ -143,9 +143,9 @@ def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger
         training_records[record.key].append(record)
     used: set[TransitionKey] = set()
     trained: list[list[Any]] = []
-    for step in sorted(made):
+    for step in sorted(by_step):
         batch, version = [], sum(map(bool, trained))  # A step of which all data are too old makes no version.
-        for rollout in made[step]:
+        for rollout in by_step[step]:
             assert rollout.counted_attempt is not None
             for call in calls[AttemptKey(rollout.id, rollout.counted_attempt)]:
                 if call.late:
@@ -158,7 +158,7 @@ def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger
                     assert version - staleness <= call.version <= version, (step, version, call.version)
                     batch.append([*key, _checksum(call)])
         trained.append(sorted(batch))
-    effective = {rollout.id for rollouts in made.values() for rollout in rollouts}
+    effective = {rollout.id for rollouts in by_step.values() for rollout in rollouts}
     strays = [key for key in training_records if key.rollout in effective and key not in used]
     assert strays == [], f"used in training, and not of an attempt that counts: {strays}"
     saved = json.loads(ledger.read_text())
@@ -184,7 +184,7 @@ _LONGEST_PAUSE = 0.5
 
 
 def drawn_settings(chance: random.Random) -> dict[str, Any]:
-    """What differs between storms: how often a checkpoint is written, evaluations, and asynchronous training."""
+    """Settings in which storms differ: how often a checkpoint is written, evaluations, and asynchronous training."""
     settings: dict[str, Any] = {
         "train.checkpoint_every": chance.choice([1, 1, 2, 3]),
         "async.max_staleness": chance.choice([0, 0, 2]),

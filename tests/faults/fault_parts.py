@@ -34,7 +34,7 @@ _SCRIPTED = 20_000
 
 
 class LedgerOptions(BaseModel):
-    """What is wrong with the model server."""
+    """The model server's fault."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -132,7 +132,7 @@ def _failing(chance: random.Random, share: float) -> list[Any]:
 
 
 class _NoAlgorithm:
-    """What the ledger engine never asks for."""
+    """A method that the ledger engine never needs."""
 
 
 class _Counting:

@@ -29,7 +29,7 @@ _MOST_BYTES = 8_000
 
 @dataclass(frozen=True)
 class Break:
-    """What becomes of a connection after so many bytes, of requests or else of replies."""
+    """The fate of a connection after so many bytes, of requests or else of replies."""
 
     how: Literal["close", "reset", "delay", "swallow"]
     of_requests: bool
@@ -50,7 +50,7 @@ class FaultyProxy:
         """By what the first request of a connection was for: `worker` or `agent`."""
         self._target, self._chance, self._row = urlsplit(target), chance, round(1 / share)
         self._spared: defaultdict[str, list[bool]] = defaultdict(list)
-        """What becomes of the next connections, by whose they are."""
+        """The fates of the next connections, by whose they are."""
         self._begun = contextlib.ExitStack()
 
     def start(self) -> str:
@@ -103,14 +103,14 @@ class FaultyProxy:
                 done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 is_reset = done.pop().result()
             finally:
-                for each in pumps:
-                    each.cancel()
+                for stream in pumps:
+                    stream.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
         except OSError:  # Nobody is there just now, or a side reset the connection.
             pass
         finally:
-            for each in sides:
-                _end(each, is_reset)
+            for stream in sides:
+                _end(stream, is_reset)
 
     async def _pump(
         self,

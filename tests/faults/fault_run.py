@@ -39,7 +39,7 @@ _TAIL = 200
 
 
 class HungError(AssertionError):
-    """What had to happen did not; says what every process was doing instead."""
+    """An expected event did not come; says what every process was doing instead."""
 
 
 @dataclass
@@ -94,16 +94,16 @@ class TinyRun:
 
     def __init__(
         self,
-        place: Path,
+        root: Path,
         *,
         workers: int = 2,
         environment: Mapping[str, str] | None = None,
         server: str | None = None,
         **changes: Any,
     ) -> None:
-        self.place, self.folder = place, place / "runs" / "tiny"
-        self.config, self.store = place / "tiny.toml", self.folder / "store.sqlite"
-        self.notes = place / "notes.jsonl"
+        self.root, self.folder = root, root / "runs" / "tiny"
+        self.config, self.store = root / "tiny.toml", self.folder / "store.sqlite"
+        self.notes = root / "notes.jsonl"
         self.overrides: list[str] = []
         """Further arguments of `agl train`."""
         self.parts: dict[str, Part] = {}
@@ -113,19 +113,19 @@ class TinyRun:
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "200",
             "PYTHONPATH": os.pathsep.join([str(HERE / "child"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "AGL_FAULTS_FOLDER": str(place),
+            "AGL_FAULTS_FOLDER": str(root),
             NOTES: str(self.notes),
             **(environment or {}),
         }
         self._logs = 0
-        place.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
         self.notes.touch()
-        self.settings = _configuration(place, changes)
+        self.settings = _configuration(root, changes)
         self.config.write_text(tomli_w.dumps(self.settings))
 
     @property
     def begun(self) -> bool:
-        """Whether there is a run to go on with."""
+        """True if there is a run to go on with."""
         return (self.folder / "config.toml").is_file()
 
     @property
@@ -152,11 +152,11 @@ class TinyRun:
             arguments = ["worker", str(self.config), "--concurrency=3"]
             arguments += ["--server", self._server] if self._server else []
         self._logs += 1
-        log = self.place / f"{self._logs:03d}-{name.replace(' ', '-')}.log"
+        log = self.root / f"{self._logs:03d}-{name.replace(' ', '-')}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [AGL, *arguments],
-                cwd=self.place,
+                cwd=self.root,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -217,7 +217,7 @@ class TinyRun:
         return [pid for pid in begun[-20:] if _is_forked(pid)]
 
     def noted(self) -> list[dict[str, Any]]:
-        """What the agents noted so far."""
+        """The agents' notes so far."""
         *lines, _ = self.notes.read_bytes().split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -230,12 +230,12 @@ class TinyRun:
         return [entry[what] for entry in self.noted() if what in entry]
 
     def recorded(self) -> Recorded:
-        """What is in the store now, whoever else has it open."""
+        """The store's records now, whoever else has it open."""
 
         async def read() -> Recorded:
             async with SqliteStore(self.store, read_only=True) as store:
                 runs, rollouts = await store.runs(), await store.rollouts()
-                attempts = [attempt for each in rollouts for attempt in await store.attempts(each.id)]
+                attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.id)]
                 keys = [attempt.key for attempt in attempts]
                 return Recorded(runs, rollouts, attempts, await store.calls(keys), await store.training_records(keys))
 
@@ -247,16 +247,16 @@ class TinyRun:
 
     def diagnosis(self) -> str:
         """The end of each part's log, with what its processes that still run are doing."""
-        told: list[str] = []
+        reports: list[str] = []
         for part in self.parts.values():
             state = "running" if part.running else f"ended with {part.process.returncode}"
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(part.pid)
-                for each in (process, *process.children(recursive=True)):
-                    each.send_signal(signal.SIGUSR1)  # `child/sitecustomize.py` answers it.
+                for child in (process, *process.children(recursive=True)):
+                    child.send_signal(signal.SIGUSR1)  # `child/sitecustomize.py` answers it.
             time.sleep(_TELL)
-            told.append(f"===== {part.name} ({part.pid}): {state}; the end of {part.log.name}:\n{part.tail()}")
-        return "\n".join(told)
+            reports.append(f"===== {part.name} ({part.pid}): {state}; the end of {part.log.name}:\n{part.tail()}")
+        return "\n".join(reports)
 
 
 def free_port() -> int:
@@ -268,7 +268,7 @@ def free_port() -> int:
 
 
 def _is_forked(pid: int) -> bool:
-    """Whether this is the process of an agent, and lives."""
+    """True if this is the living process of an agent."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and "agl_core.worker.forker" in process.cmdline()
@@ -276,11 +276,11 @@ def _is_forked(pid: int) -> bool:
         return False
 
 
-def _configuration(place: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(root: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     data: dict[str, Any] = {
         "config_version": 1,
         "name": "tiny",
-        "runs": str(place / "runs"),
+        "runs": str(root / "runs"),
         "folder": str(HERE),
         "plugins": [str(HERE / "fault_parts.py")],
         "agent": {"entry": "fault_agent:solve", "attach": False},

@@ -24,11 +24,11 @@ LONGEST = 5.0
 
 
 def main() -> None:
-    place, chance = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-    disk = place / "runs"
+    root, chance = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+    disk = root / "runs"
     disk.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={8 * MEBIBYTE}", "tmpfs", str(disk)], check=True)
-    run = TinyRun(place)
+    run = TinyRun(root)
     try:
         run.start()
         wait_for_replies(run, chance.randint(1, 20))

@@ -158,9 +158,9 @@ def keep_jumping(run: TinyRun, seconds: float, errors: Iterator[float]) -> None:
 
 def jump(run: TinyRun, seconds: float) -> None:
     """Make the wall clock of all processes wrong by so much."""
-    part = run.place / "clock.part"
+    part = run.root / "clock.part"
     part.write_text(f"{seconds:.3f}")
-    part.replace(run.place / "clock")
+    part.replace(run.root / "clock")
 
 
 @pytest.mark.storm
@@ -172,8 +172,8 @@ def test_a_damaged_log_is_read_up_to_the_damage(tiny_run: Callable[..., TinyRun]
     run.trainer.kill()
     log = run.store.with_name(run.store.name + "-wal")
     whole = log.read_bytes()
-    place = chance.randrange(len(whole) // 2, len(whole))
-    log.write_bytes(whole[:place] + chance.choice([b"", chance.randbytes(len(whole) - place)]))
+    cut = chance.randrange(len(whole) // 2, len(whole))
+    log.write_bytes(whole[:cut] + chance.choice([b"", chance.randbytes(len(whole) - cut)]))
     run.begin(run.trainer.name)
     wait_for_replies(run, 5)
     steps = run.finish_after(1)

@@ -146,28 +146,28 @@ class Line:
         Asserts that every transition is accounted for once, and that nothing that is left of it is not finite.
         """
         prepared = credited(way, groups, min_group_size)
-        found = {record.key: str(record.dropped) for record in prepared.dropped}
-        assert len(found) == len(prepared.dropped)
-        assert set(found.values()) <= set(DropReason)
+        fates = {record.key: str(record.dropped) for record in prepared.dropped}
+        assert len(fates) == len(prepared.dropped)
+        assert set(fates.values()) <= set(DropReason)
         for batch in prepared.batches.values():
             check_shapes(batch)
             for key, reason in self._update(way, batch).items():
-                assert key not in found
-                found[key] = reason or ""
+                assert key not in fates
+                fates[key] = reason or ""
         expected = {t.key for group in groups for e in group for t in (*e.transitions, *e.undelivered)}
-        assert found.keys() == expected, "a transition was lost, or came from nowhere"
+        assert fates.keys() == expected, "a transition was lost, or came from nowhere"
         counted = Counter(e.dropped or DropReason.NO_TRANSITION for g in groups for e in g if e.dropped)
         assert all(prepared.episodes_dropped.get(reason, 0) >= count for reason, count in counted.items())
-        return found
+        return fates
 
     def returns(self, way: Way, groups: Sequence[Sequence[Episode]], call: str) -> float:
-        """What the engine makes of rewards from one call on, γ = 0.9."""
+        """The engine's advantage for rewards from one call on, γ = 0.9."""
         model = self._trainer(way)[2]
         batch = credited(way, groups).batches["default"]
         batch = filter_trainable(batch, context_length=model.context_length, vocabulary=model.vocabulary).batch
-        [place] = [i for i, key in enumerate(batch.keys) if key.call == call]
+        [row] = [i for i, key in enumerate(batch.keys) if key.call == call]
         samples = samples_of(batch)
-        return float(gae_across_calls(samples, torch.zeros_like(samples.values_N), gamma=0.9, lam=1.0)[place])
+        return float(gae_across_calls(samples, torch.zeros_like(samples.values_N), gamma=0.9, lam=1.0)[row])
 
     def _update(self, way: Way, batch: Batch) -> dict[TransitionKey, str | None]:
         digest = hashlib.sha256(repr(way).encode())
@@ -185,7 +185,7 @@ class Line:
         self.updates += 1
         assert finite(trainer.state_dict()), "the optimizer or the critic"
         assert finite(loaded.model.state_dict()), "the weights"
-        assert all(math.isfinite(each) for each in result.metrics.values()), result.metrics
+        assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
         assert np.isfinite(result.advantage_N).all()
         assert np.isfinite(result.weight_N).all()
         assert set(result.dropped) <= {None, *DropReason}
@@ -221,7 +221,7 @@ def check_shapes(batch: Batch) -> None:
 
 
 def finite(state: Any) -> bool:
-    """Whether every number in nested state is finite."""
+    """True if every number in nested state is finite."""
     if isinstance(state, torch.Tensor):
         return bool(torch.isfinite(state).all())
     if isinstance(state, Mapping):

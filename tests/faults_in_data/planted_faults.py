@@ -65,7 +65,7 @@ def mask(*values: bool) -> Any:
     return np.array(values, np.bool_)
 
 
-def asked(*tool_calls: Any) -> dict[str, Any]:
+def calls_tools(*tool_calls: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": list(tool_calls)}
 
 
@@ -119,7 +119,7 @@ CHOICE: Mapping[str, Faults] = {
     "index": ((-1, TRAINED), (99, TRAINED)),
     "message": (
         ({}, TRAINED),
-        *((asked(each), TRAINED) for each in (7, None, {"id": []}, {"id": "x", "function": 7}, {"id": "r0-t"})),
+        *((calls_tools(fault), TRAINED) for fault in (7, None, {"id": []}, {"id": "x", "function": 7}, {"id": "r0-t"})),
         ({"tool_calls": 7}, TRAINED),
     ),
     "finish_reason": (
@@ -139,8 +139,8 @@ CHOICE: Mapping[str, Faults] = {
         (None, DropReason.NO_LOGPROBS),
         (logprobs(), DropReason.NO_LOGPROBS),
         (logprobs(-1, -1), DropReason.NO_LOGPROBS),
-        *((logprobs(-1, -1, -1, each), DropReason.NON_FINITE) for each in (NAN, INF, -INF)),
-        *((logprobs(-1, -1, -1, each), TRAINED) for each in (-1e30, 1e30, -3e38, 3e38, 5.0)),
+        *((logprobs(-1, -1, -1, value), DropReason.NON_FINITE) for value in (NAN, INF, -INF)),
+        *((logprobs(-1, -1, -1, value), TRAINED) for value in (-1e30, 1e30, -3e38, 3e38, 5.0)),
         (np.array([-1.0]), REFUSED),
     ),
     "mask": (
@@ -158,7 +158,7 @@ TOOL_RESULT: Mapping[str, Faults] = {
     "rollout": (("nobody", TRAINED),),
     "attempt": ((7, TRAINED),),
     "tool": (("", TRAINED),),
-    "status": tuple((each, TRAINED) for each in ToolStatus),
+    "status": tuple((status, TRAINED) for status in ToolStatus),
     "tool_call_id": ((None, TRAINED), ("", TRAINED), ("nothing", TRAINED)),
     "arguments": ((None, TRAINED), ([NAN, INF], TRAINED), (object(), REFUSED)),
     "result": ((None, TRAINED), (NAN, TRAINED), ({"a": [None]}, TRAINED)),
@@ -168,7 +168,7 @@ TOOL_RESULT: Mapping[str, Faults] = {
     "parent_span": ((None, TRAINED), ("r0-s0", TRAINED), ("nothing", TRAINED)),
     "started": ((None, TRAINED), (NAN, TRAINED), (INF, TRAINED)),
     "ended": ((None, TRAINED), (NAN, TRAINED), (-INF, TRAINED)),
-    "source": tuple((each, TRAINED) for each in Source),
+    "source": tuple((source, TRAINED) for source in Source),
     "adapter": harmless,
     "status_rule": harmless,
 }
@@ -177,8 +177,8 @@ REWARD: Mapping[str, Faults] = {
     "attempt": ((9, TRAINED),),
     "name": (("", TRAINED),),
     "value": (
-        *((each, NON_FINITE) for each in (NAN, INF, -INF, 1e308, -1e308, 1e39)),
-        *((each, TRAINED) for each in (0.0, -1.0, 1e-300, 1e6)),
+        *((value, NON_FINITE) for value in (NAN, INF, -INF, 1e308, -1e308, 1e39)),
+        *((value, TRAINED) for value in (0.0, -1.0, 1e-300, 1e6)),
     ),
     "source": (("", TRAINED), ("answer", TRAINED)),
     "call": (("nothing", TRAINED), ("", TRAINED), ("r0-c0", TRAINED)),
@@ -190,8 +190,8 @@ ATTEMPT: Mapping[str, Faults] = {
     "worker": (("", TRAINED),),
     "started": ((INF, TRAINED), (NAN, TRAINED)),
     "ended": ((None, TRAINED), (NAN, TRAINED)),
-    "ending": tuple((each, TRAINED) for each in (None, *Ending)),
-    "result": tuple((each, TRAINED) for each in (None, NAN, INF, "", {"a": []}, HUGE)),
+    "ending": tuple((ending, TRAINED) for ending in (None, *Ending)),
+    "result": tuple((result, TRAINED) for result in (None, NAN, INF, "", {"a": []}, HUGE)),
     "error": harmless,
     "passed_through": ((None, TRAINED), ({}, TRAINED), ({"embeddings": -1}, TRAINED), ({"": "many"}, TRAINED)),
     "bypassed": (
@@ -207,13 +207,13 @@ ROLLOUT: Mapping[str, Faults] = {
     "restart": ((-1, TRAINED), (HUGE, TRAINED)),
     "group": (("", WholeEpisode(DropReason.GROUP_TOO_SMALL)), ("rg1", TRAINED)),
     "task": ((Task("", None, "", {}), TRAINED), (Task("t", object()), REFUSED)),
-    "mode": tuple((each, TRAINED) for each in Mode),
+    "mode": tuple((mode, TRAINED) for mode in Mode),
     "step": ((-1, TRAINED),),
     "member": ((-1, TRAINED), (1, TRAINED)),
     "position": ((-1, TRAINED), (HUGE, TRAINED)),
-    "state": tuple((each, TRAINED) for each in RolloutState),
+    "state": tuple((state, TRAINED) for state in RolloutState),
     "counted_attempt": ((None, NOT_RUN), (7, NOT_RUN), (-1, NOT_RUN)),
-    "ending": tuple((each, TRAINED) for each in (None, *Ending)),
+    "ending": tuple((ending, TRAINED) for ending in (None, *Ending)),
 }
 PLANTED: Mapping[type, Mapping[str, Faults]] = {
     Call: CALL,

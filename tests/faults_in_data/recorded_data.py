@@ -36,15 +36,15 @@ class Data:
     calls: list[Call]
     tool_results: list[ToolResult]
     rewards: list[Reward]
-    """What the agents reported."""
+    """The rewards that the agents reported."""
 
     @classmethod
     def sound(cls, prefix: str) -> Data:
         """Nothing is wrong with any of it: every transition can be trained on."""
         data = cls(prefix, [], [], [], [], [])
         rng = np.random.default_rng(0)
-        for place in range(GROUPS * MEMBERS):
-            data._add(f"{prefix}{place}", place // MEMBERS, place % MEMBERS, rng)
+        for number in range(GROUPS * MEMBERS):
+            data._add(f"{prefix}{number}", number // MEMBERS, number % MEMBERS, rng)
         return data
 
     def _add(self, name: str, group: int, member: int, rng: np.random.Generator) -> None:
@@ -79,11 +79,11 @@ class Data:
         if kind is Choice:
             self.change(Call, "choices", (replace(self.calls[1].choices[0], **{field: value}),))
             return
-        records, place = {
+        records, key = {
             Rollout: (self.rollouts, 0),
             Attempt: (self.attempts, 0),
             Call: (self.calls, 1),
             ToolResult: (self.tool_results, 0),
             Reward: (self.rewards, 0),
         }[kind]
-        records[place] = replace(records[place], **{field: value})  # type: ignore[type-var]
+        records[key] = replace(records[key], **{field: value})  # type: ignore[type-var]

@@ -81,10 +81,10 @@ def test_every_credit_rule_and_algorithm_is_on_the_line() -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_sound_data_are_trained_on_to_the_last(line: Line, data: Data, tmp_path: Path, way: Way) -> None:
-    found = line.learn(way, await judged(data, tmp_path))
+    fates = line.learn(way, await judged(data, tmp_path))
 
-    assert len(found) == 12
-    assert set(found.values()) == {""}
+    assert len(fates) == 12
+    assert set(fates.values()) == {""}
 
 
 @pytest.mark.parametrize(("kind", "field", "value", "fate"), [*cases()])
@@ -101,9 +101,9 @@ async def test_a_fault(line: Line, tmp_path: Path, kind: type, field: str, value
         assert_fate(line.learn(way, groups), fate, exact=way is GRPO)
 
 
-def assert_fate(found: dict[TransitionKey, str], fate: Fate, exact: bool) -> None:
+def assert_fate(fates: dict[TransitionKey, str], fate: Fate, exact: bool) -> None:
     """The victim has this fate; with `exact` nothing else was dropped."""
-    mine = {key: reason for key, reason in found.items() if key.rollout not in ("r1", "r2", "r3", "r4", "r5")}
+    mine = {key: reason for key, reason in fates.items() if key.rollout not in ("r1", "r2", "r3", "r4", "r5")}
     victims = {reason for key, reason in mine.items() if not key.call.endswith("-c0")}
     match fate:
         case WholeEpisode(reason):
@@ -115,7 +115,7 @@ def assert_fate(found: dict[TransitionKey, str], fate: Fate, exact: bool) -> Non
         case _ if exact:
             assert victims == {""}
     if exact:
-        others = [reason for key, reason in found.items() if key not in mine]
+        others = [reason for key, reason in fates.items() if key not in mine]
         assert set(others) == {""}
         assert len(others) == 10
 
@@ -134,17 +134,17 @@ async def test_a_rule_that_gives_a_call_such_a_reward(
     dropped = abs(value) > 3.4e38 or math.isnan(value)
     assert groups[0][0].dropped is (DropReason.NON_FINITE if dropped else None)
     for way in SOME:
-        found = line.learn(way, groups)
+        fates = line.learn(way, groups)
         if dropped:
-            assert {r for key, r in found.items() if key.rollout == "r0"} == {"non_finite"}
-            assert {r for key, r in found.items() if key.rollout != "r0"} == {""}
+            assert {r for key, r in fates.items() if key.rollout == "r0"} == {"non_finite"}
+            assert {r for key, r in fates.items() if key.rollout != "r0"} == {""}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_groups_that_lost_members(line: Line, data: Data, tmp_path: Path, way: Way) -> None:
     """r3 has no transition that can be trained on, and r4 none at all."""
-    for place in (0, 1):
-        data.attempts[place] = replace(data.attempts[place], ending=Ending.LOST)
+    for number in (0, 1):
+        data.attempts[number] = replace(data.attempts[number], ending=Ending.LOST)
     data.calls[:] = [replace(c, prompt_ids=None) if c.rollout == "r3" else c for c in data.calls if c.rollout != "r4"]
 
     groups = await judged(data, tmp_path, endings={**JUDGED, Ending.LOST: "drop"})
@@ -194,6 +194,6 @@ async def test_the_metrics_of_a_step_stay_finite(data: Data, tmp_path: Path, val
 
     metrics = episode_metrics([e for group in await judged(data, tmp_path) for e in group])
 
-    assert all(math.isfinite(each) for each in metrics.values())
+    assert all(math.isfinite(value) for value in metrics.values())
     # r0 and r1 count as 0; of the others 0.25, 0.5, 1, 0.25 and 0.125 each, over six.
     assert metrics["reward/mean"] == pytest.approx((2.0 + 4 * 0.125) / 6)

@@ -76,7 +76,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     beyond: Sequence[str] = ()
-    """What is not as it has to be, one sentence each."""
+    """The failed checks, one sentence each."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ STAND_IN = Model(
 
 async def replies(engine: EngineCase, questions: int, tokens: int) -> list[Row]:
     """Sampled replies of at most so many tokens to questions asked at the same time, each with its own seed."""
-    asked = (f"What is {number + 11} plus {7 * number + 5}? " * 6 for number in range(questions))
+    texts = (f"What is {number + 11} plus {7 * number + 5}? " * 6 for number in range(questions))
     answers = await asyncio.gather(
-        *(engine.ask(question, max_tokens=tokens, seed=number) for number, question in enumerate(asked))
+        *(engine.ask(question, max_tokens=tokens, seed=number) for number, question in enumerate(texts))
     )
     return [Row.of_reply(answer.raise_for_status().json(), float(i % 2)) for i, answer in enumerate(answers)]
 
@@ -186,7 +186,7 @@ async def agreement(setup: Setup) -> Table:
     models = (CALC,) if setup.stand_in else (CALC, SMOLLM_SHAPED)
     tables = [await compare(model, setup) for model in models]
     torch.cuda.empty_cache()  # The parts that follow start engines on the same GPU.
-    rows, beyond = ([*chain(*parts)] for parts in zip(*((made.rows, made.beyond) for made in tables), strict=True))
+    rows, beyond = ([*chain(*parts)] for parts in zip(*((part.rows, part.beyond) for part in tables), strict=True))
     return Table(tables[0].columns, rows, beyond)
 
 
@@ -331,7 +331,7 @@ LARGEST_MEAN = 0.02
 it many times as much."""
 
 
-async def three_steps(make: Make, setup: Setup, dtype: str, asked: tuple[int, int]) -> Table:
+async def three_steps(make: Make, setup: Setup, dtype: str, sizes: tuple[int, int]) -> Table:
     """Two updates, a checkpoint, another process that goes on from it, and a third update.
 
     At its learning rate two updates change a tiny policy so much that serving its base would be noticed.
@@ -343,7 +343,7 @@ async def three_steps(make: Make, setup: Setup, dtype: str, asked: tuple[int, in
             if checkpoint.exists():
                 await engine.engine.load(checkpoint)
             for step in steps:
-                batch = await sampled(engine, *asked)
+                batch = await sampled(engine, *sizes)
                 began = time.perf_counter()
                 result = await engine.update(batch)
                 seconds, metrics = time.perf_counter() - began, result.metrics
@@ -409,7 +409,7 @@ def play(part: Part, device: str, folder: Path, deadline: float) -> tuple[str, b
 
 
 def machine(device: str) -> str:
-    """What it is measured on: the device, the versions, the date."""
+    """The conditions of the measurement: the device, the versions, the date."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}; {time.strftime('%d %B %Y')}"
     if device == "cpu":
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), {versions}"

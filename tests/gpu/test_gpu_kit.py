@@ -49,7 +49,7 @@ def test_the_parts_of_the_torch_engine_play_on_a_cpu() -> None:
 
 @pytest.mark.storm
 async def test_three_steps_with_a_restart(tmp_path: Path) -> None:
-    """What is asked of the veRL engine, asked of the torch engine."""
+    """The questions to the veRL engine, put to the torch engine."""
     table = await three_steps(torch_engine("cpu"), Setup("cpu", tmp_path), "float32", (8, 24))
     assert [row[0] for row in table.rows] == ["1", "2", "3, resumed"]
     assert table.beyond == []

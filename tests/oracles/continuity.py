@@ -79,7 +79,7 @@ class Family:
     end: str
     end_of_calls: str = ""
     thinks: bool = True
-    """Whether it does so if the template has tags for it."""
+    """True if it does so where the template has tags for it."""
 
     @functools.cached_property
     def text(self) -> ChatText:

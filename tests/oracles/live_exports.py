@@ -1,4 +1,4 @@
-"""What `agl export` writes, trained on by TRL itself as it is; `make oracles` runs this."""
+"""TRL itself trains on what `agl export` writes, as it is; `make oracles` runs this."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.toml").write_text("config_version = 1\n[capture]\n")
     records: list[Any] = [Run("run", 0, 0.0, {})]
     for group in range(20):
-        asked = {"role": "user", "content": f"how many, {group}?"}
+        question = {"role": "user", "content": f"how many, {group}?"}
         for member in range(2):
             name = f"g{group}-m{member}"
             done = {"state": RolloutState.DONE, "counted_attempt": 0}
             records += [make.rollout(name, run="run", group=f"g{group}", member=member, step=1, **done)]
             records += [make.attempt(name), Reward(name, 0, "right", float(member), "right")]
-            request = {"messages": [asked], "tools": TOOLS}
-            said = {"role": "assistant", "content": "none"}
+            request = {"messages": [question], "tools": TOOLS}
+            reply = {"role": "assistant", "content": "none"}
             if member:
                 function = {"name": "add", "arguments": json.dumps({f"a{group}": group, "b": None})}
                 tool_calls = [{"id": "t", "type": "function", "function": function}]
-                said = {"role": "assistant", "content": None, "tool_calls": tool_calls}
-                answered = [asked, said, {"role": "tool", "tool_call_id": "t", "content": "3"}]
+                reply = {"role": "assistant", "content": None, "tool_calls": tool_calls}
+                answered = [question, reply, {"role": "tool", "tool_call_id": "t", "content": "3"}]
                 last = make.choice(message={"role": "assistant", "content": "three"})
                 then = make.call(1, last, rollout=name, request={"messages": answered, "tools": TOOLS})
                 records.append(then)
-            records.append(make.call(0, make.choice(message=said), rollout=name, request=request))
+            records.append(make.call(0, make.choice(message=reply), rollout=name, request=request))
 
     async def put() -> None:
         async with SqliteStore(folder / "store.sqlite") as store:
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedTokenizerFast]:
     characters = ["<pad>", "<eos>", *map(chr, range(32, 127))]
-    words = Tokenizer(WordLevel({each: n for n, each in enumerate(characters)}, unk_token="<pad>"))
+    words = Tokenizer(WordLevel({character: n for n, character in enumerate(characters)}, unk_token="<pad>"))
     words.pre_tokenizer = Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = TEMPLATE

@@ -79,7 +79,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind of random batch has; a number is drawn between the two of a pair, both included."""
+    """The shape of a kind of random batch; a number is drawn between the two of a pair, both included."""
 
     groups: int = 3
     members: tuple[int, int] = (2, 4)

@@ -102,8 +102,8 @@ class Case:
 
     def theirs(self, batch: Batch) -> Outputs:
         module, function = self.function.split(".")
-        found: Outputs = getattr(importlib.import_module(f".{module}", __package__), function)(batch, **self.arguments)
-        return found
+        result: Outputs = getattr(importlib.import_module(f".{module}", __package__), function)(batch, **self.arguments)
+        return result
 
     def batch(self, seed: int) -> Batch:
         return draw(self.kind, seed)
@@ -118,7 +118,7 @@ def check(case: Case, own: Outputs, expected: Outputs) -> None:
             expected[name],
             rtol=1e-6,
             atol=1e-7,
-            msg=lambda found, name=name: f"{case.name}: {name}: {found}",
+            msg=lambda text, name=name: f"{case.name}: {name}: {text}",
         )
     if case.differs:
         off = max(_relative(own[name], expected[name]) for name in case.differs)
@@ -131,7 +131,7 @@ def _relative(own: Tensor, expected: Tensor) -> float:
 
 
 def _of(ours: Callable[..., Outputs], *algorithm: str, **defaults: Any) -> Callable[..., Callable[[Batch], Outputs]]:
-    """What makes `Case.ours` of the options that a case has beside these."""
+    """The functions that make `Case.ours` of the options that a case has beside these."""
     return lambda **options: lambda batch: ours(batch, *algorithm, options=defaults | options)
 
 

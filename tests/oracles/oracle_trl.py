@@ -25,7 +25,7 @@ from .oracle_batches import Batch
 Outputs = dict[str, Tensor]
 
 EPSILON = 1e-4
-"""What TRL adds to a group's standard deviation; it has no setting for it."""
+"""TRL adds it to a group's standard deviation; it has no setting for it."""
 
 
 class ScriptedTrainer(GRPOTrainer):
@@ -94,10 +94,10 @@ def grpo(batch: Batch, importance: tuple[str, float] | None = None, **settings: 
 
 def grpo_summed(batch: Batch, **settings: Any) -> Outputs:
     """`dr_grpo`, which is the token mean but for a factor: responses · longest length, by tokens that count."""
-    found = grpo(batch, loss_type="dr_grpo", **settings)
+    outputs = grpo(batch, loss_type="dr_grpo", **settings)
     rows_NL = batch.padded("mask")
     factor = rows_NL.numel() / rows_NL.sum()
-    return found | {"loss": factor * found["loss"], "gradient": factor * found["gradient"]}
+    return outputs | {"loss": factor * outputs["loss"], "gradient": factor * outputs["gradient"]}
 
 
 def _tiny_checkpoint(folder: Path) -> tuple[Path, PreTrainedTokenizerFast]:

@@ -40,7 +40,7 @@ class Rows:
 
 
 def rows_of(batch: Batch, step: Step) -> Rows:
-    """What a column is: a token of a response, the whole response, a call of a rollout, or the whole rollout.
+    """The meaning of a column: a token of a response, the whole response, a call of a rollout, or the whole rollout.
 
     The reward is at the last unmasked token; a rollout's is that of its first call.
     """
@@ -74,8 +74,8 @@ def rows_of(batch: Batch, step: Step) -> Rows:
 
     def of_calls(numbers_KT: Tensor) -> Tensor:
         last = numbers_KT.shape[1] - 1
-        found = [numbers_KT[row_of[row.rollout], min(row.turn, last)] for row in batch.transitions]
-        return batch.spread(torch.stack(found))
+        numbers = [numbers_KT[row_of[row.rollout], min(row.turn, last)] for row in batch.transitions]
+        return batch.spread(torch.stack(numbers))
 
     def at_prompts(numbers_KT: Tensor) -> Tensor:
         numbers_NL = torch.zeros_like(mask_NL)

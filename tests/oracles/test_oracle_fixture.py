@@ -11,10 +11,10 @@ from .oracle_cases import Case, check, every_case
 
 FIXTURE = oracle_fixture.read()
 EACH = [(case, seed) for case in every_case() for seed in oracle_fixture.SEEDS]
-each = pytest.mark.parametrize(("case", "seed"), EACH, ids=[f"{case.name}-{seed}" for case, seed in EACH])
+in_each_case = pytest.mark.parametrize(("case", "seed"), EACH, ids=[f"{case.name}-{seed}" for case, seed in EACH])
 
 
-@each
+@in_each_case
 def test_equals_the_oracle(case: Case, seed: int) -> None:
     check(case, case.ours(case.batch(seed)), FIXTURE.outputs[case.name, seed])
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings", "tests/tutorial")
-"""What runs whole runs, or every part."""
+"""The parts that run whole runs, or every part."""
 STORMS: Mapping[str, tuple[str, ...]] = {
     "adapters/": ("adapters", "core/tests/cli", "tests/conformance", "tests/repository"),
     "algorithms/": ("algorithms", "tests/gpu", *ACROSS),
@@ -37,7 +37,7 @@ def affected(paths: Iterable[str]) -> list[str]:
     >>> affected(["core/agl_core/errors.py"]) == list(EVERYWHERE)
     True
     """
-    found: set[str] = set()
+    areas_affected: set[str] = set()
     for path in paths:
         if path.endswith(".md") and not path.startswith(PLAYED):
             continue
@@ -47,8 +47,8 @@ def affected(paths: Iterable[str]) -> list[str]:
             areas = [(folder,)]
         if not areas:
             return list(EVERYWHERE)
-        found.update(*areas)
-    return sorted(found)
+        areas_affected.update(*areas)
+    return sorted(areas_affected)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the repository's tests share: where everything is, and how its sources are read."""
+"""Helpers of the repository's tests: where everything is, and how its sources are read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Import:
     importer: str
     """The dotted name of the importing module."""
     target: str
-    place: str
+    line: str
     """`file:line`."""
     always: bool
-    """Whether importing the importer runs it: not inside a function or under TYPE_CHECKING."""
+    """True if importing the importer runs it: not inside a function or under TYPE_CHECKING."""
 
     @property
     def package(self) -> str:
@@ -52,13 +52,13 @@ class Distribution:
     @functools.cached_property
     def imports(self) -> Sequence[Import]:
         """Every import in its sources."""
-        found: list[Import] = []
+        imports: list[Import] = []
         for file in self.sources:
             parts = file.relative_to(self.folder).with_suffix("").parts
             is_package = parts[-1] == "__init__"
             module = ".".join(parts[:-1] if is_package else parts)
-            found += _imports_of(file, module, is_package)
-        return found
+            imports += _imports_of(file, module, is_package)
+        return imports
 
 
 def _imports_of(file: Path, module: str, is_package: bool) -> Iterator[Import]:
@@ -66,10 +66,10 @@ def _imports_of(file: Path, module: str, is_package: bool) -> Iterator[Import]:
     pending: list[tuple[ast.AST, bool]] = [(tree, True)]
     while pending:
         node, always = pending.pop()
-        place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        line = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(module, alias.name, place, always)
+                yield Import(module, alias.name, line, always)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -78,7 +78,7 @@ def _imports_of(file: Path, module: str, is_package: bool) -> Iterator[Import]:
             for alias in node.names:
                 inside = ROOT_OF.get(base.split(".")[0])
                 target = f"{base}.{alias.name}"
-                yield Import(module, target if inside and _is_module(inside, target) else base, place, always)
+                yield Import(module, target if inside and _is_module(inside, target) else base, line, always)
         lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
             isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         )
@@ -91,11 +91,11 @@ def _is_module(folder: Path, dotted: str) -> bool:
 
 
 def _distributions() -> dict[str, Distribution]:
-    found = {}
+    by_name = {}
     for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")]):
         distribution = Distribution(file.parent, tomllib.loads(file.read_text())["project"])
-        found[distribution.project["name"]] = distribution
-    return found
+        by_name[distribution.project["name"]] = distribution
+    return by_name
 
 
 DISTRIBUTIONS = _distributions()

@@ -1,4 +1,4 @@
-"""What the documentation says is what the code does: generated pages, how-to pages, names in texts, and the site."""
+"""The documentation is true: generated pages, how-to pages, names in texts, and the site."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ CONFIGURATIONS = [key for key in FILES if key[1].endswith(".toml")]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """What the pages take for granted: an agent, tasks and a model."""
+    """The files that the pages take for granted: an agent, tasks and a model."""
     (tmp_path / "my_agent.py").write_text("def solve(task_input):\n    return task_input\n")
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "input": "Oslo?", "answer": "4"}\n')
     (tmp_path / "tiny-model").symlink_to(ROOT / "examples" / "calc" / "policy")
@@ -173,7 +173,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("page", "name"), CONFIGURATIONS, ids=lambda each: each)
+@pytest.mark.parametrize(("page", "name"), CONFIGURATIONS, ids=lambda text: text)
 def test_a_run_with_the_pages_files_is_accepted(page: str, name: str, folder: Path) -> None:
     for (of, file), text in FILES.items():
         if of == page:
@@ -209,7 +209,7 @@ CONFIGURATION = ROOT / "docs" / "site" / "mkdocs.yml"
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|link(?! rel="(?:canonical|prev|next)"))\b[^>]*?\b(?:src|href)="?([^" >]+)"""
 )
-"""What a browser loads with a page: scripts, styles, fonts, pictures."""
+"""The addresses that a browser loads with a page: scripts, styles, fonts, pictures."""
 
 
 @pytest.fixture(scope="module")

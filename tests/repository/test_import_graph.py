@@ -33,7 +33,7 @@ NEIGHBOURS = {
     "agl-torch": {"agl_core", "agl_algorithms", "agl_chat"},
     "agl-verl": {"agl_core", "agl_algorithms", "agl_chat"},
 }
-"""What may be imported of the repository; anything else: agl_core alone."""
+"""Packages of the repository that may be imported; anything else: agl_core alone."""
 
 NOT_INSTALLED = {
     "haystack": ["haystack-ai"],
@@ -69,9 +69,9 @@ def floor_of(module: str) -> int:
 
 def test_each_floor_of_the_core_imports_only_what_is_below(distributions: dict[str, Any]) -> None:
     upward = [
-        f"{each.place}: {each.importer} imports {each.target}"
-        for each in distributions["agl-core"].imports
-        if each.package == "agl_core" and floor_of(each.importer) < floor_of(each.target)
+        f"{i.line}: {i.importer} imports {i.target}"
+        for i in distributions["agl-core"].imports
+        if i.package == "agl_core" and floor_of(i.importer) < floor_of(i.target)
     ]
 
     assert upward == []
@@ -80,11 +80,11 @@ def test_each_floor_of_the_core_imports_only_what_is_below(distributions: dict[s
 def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
     ours = {distribution.package for distribution in distributions.values()}
     sideways = [
-        f"{each.place}: imports {each.target}"
+        f"{i.line}: imports {i.target}"
         for name, distribution in distributions.items()
-        for each in distribution.imports
-        if each.package in ours - {distribution.package} - NEIGHBOURS.get(name, {"agl_core"})
-        or (name == "agl-core" and each.package in ours - {"agl_core"})
+        for i in distribution.imports
+        if i.package in ours - {distribution.package} - NEIGHBOURS.get(name, {"agl_core"})
+        or (name == "agl-core" and i.package in ours - {"agl_core"})
     ]
 
     assert sideways == []
@@ -95,33 +95,32 @@ REAL_USE = re.compile(
     r"|agl (learn|policy|serve|sessions|versions)\b",
     re.IGNORECASE,
 )
-"""What is not the loop is an app: to the core a session is a rollout that is opened from outside."""
+"""All but the loop is an app: to the core a session is a rollout that is opened from outside."""
 
 
 def test_the_core_names_no_sibling_and_nothing_of_real_use(distributions: dict[str, Any]) -> None:
-    """What else is installed it learns from entry points."""
-    names = {name for each in distributions.values() for name in (each.project["name"], each.package)}
+    """It learns from entry points what else is installed."""
+    names = {name for d in distributions.values() for name in (d.project["name"], d.package)}
     siblings = re.compile(rf"\b({'|'.join(sorted(names - {'agl-core', 'agl_core'}))})\b")
-    found = [
+    wrong = [
         f"{file.name}:{number}: {line.strip()}"
         for file in distributions["agl-core"].sources
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if siblings.search(line) or REAL_USE.search(line)
     ]
 
-    assert found == []
+    assert wrong == []
 
 
 def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
     """Except that its tools for tests use OpenAI's client, as agents do."""
-    found = [
-        each.place
-        for each in distributions["agl-core"].imports
-        if each.package in NEVER_IN_THE_CORE
-        and not (each.importer.startswith("agl_core.testing") and each.package == "openai")
+    wrong = [
+        i.line
+        for i in distributions["agl-core"].imports
+        if i.package in NEVER_IN_THE_CORE and not (i.importer.startswith("agl_core.testing") and i.package == "openai")
     ]
 
-    assert found == []
+    assert wrong == []
 
 
 def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
@@ -140,19 +139,19 @@ def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
         testing = server | _names(extras.get("testing", [])) | {"pytest"}
         if "agl-core[server]" in project["dependencies"]:
             server |= _names(distributions["agl-core"].project["optional-dependencies"]["server"])
-        for each in distribution.imports:
-            if not each.always or each.package in sys.stdlib_module_names or each.package == distribution.package:
+        for i in distribution.imports:
+            if not i.always or i.package in sys.stdlib_module_names or i.package == distribution.package:
                 continue
-            is_testing = each.importer.startswith("agl_core.testing")
-            allowed = testing if is_testing else base if _is_light(each.importer) else server
-            if not allowed & _names(providers.get(each.package, [each.package])):
-                undeclared.append(f"{each.place}: {each.package}")
+            is_testing = i.importer.startswith("agl_core.testing")
+            allowed = testing if is_testing else base if _is_light(i.importer) else server
+            if not allowed & _names(providers.get(i.package, [i.package])):
+                undeclared.append(f"{i.line}: {i.package}")
 
     assert sorted(undeclared) == []
 
 
 def _is_light(module: str) -> bool:
-    """Whether a module belongs to the core that an agent's environment has."""
+    """True if a module belongs to the core that an agent's environment has."""
     return module.startswith("agl_core") and not module.startswith(
         (
             "agl_core.apis",

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.storm, pytest.mark.timeout(600)]
 def run(*command: str | Path, **environment: str) -> str:
     """Run a command that must succeed; returns what it printed."""
     result = subprocess.run(
-        [str(each) for each in command],
+        [str(part) for part in command],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -42,15 +42,15 @@ def wheels(distributions: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
 def test_every_distribution_makes_a_wheel_with_its_types(wheels: Path, distributions: dict[str, Any]) -> None:
     from zipfile import ZipFile
 
-    made = {file.name.split("-")[0]: set(ZipFile(file).namelist()) for file in wheels.glob("*.whl")}
+    packed = {file.name.split("-")[0]: set(ZipFile(file).namelist()) for file in wheels.glob("*.whl")}
 
-    assert set(made) == {distribution.package for distribution in distributions.values()}
+    assert set(packed) == {distribution.package for distribution in distributions.values()}
     for distribution in distributions.values():
         sources = {str(file.relative_to(distribution.folder)) for file in distribution.sources}
         package = distribution.folder / distribution.package
         shown = [file for name in ("templates", "static") for file in package.rglob(f"{name}/*")]
-        assert sources | {str(file.relative_to(distribution.folder)) for file in shown} <= made[distribution.package]
-        assert f"{distribution.package}/py.typed" in made[distribution.package]
+        assert sources | {str(file.relative_to(distribution.folder)) for file in shown} <= packed[distribution.package]
+        assert f"{distribution.package}/py.typed" in packed[distribution.package]
 
 
 def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
         *(root / "core", root / "adapters" / "langchain"),
     )
 
-    installed = {each["name"].lower() for each in json.loads(run(python, "-m", "pip", "list", "--format=json"))}
+    installed = {package["name"].lower() for package in json.loads(run(python, "-m", "pip", "list", "--format=json"))}
     assert {"agl-core", "agl-langchain", "langchain-core"} <= installed
     assert not installed & {"torch", "transformers", "starlette", "uvicorn", "aiohttp", "langgraph", "openai"}
 
@@ -71,13 +71,13 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
         "-c",
         "import agl_langchain, agl_core.worker.client, agl_core.config, agl_core.store, agl_core.cli",
     )
-    listed = {each["name"]: each["origin"] for each in json.loads(run(python.parent / "agl", "plugins", "--json"))}
+    listed = {p["name"]: p["origin"] for p in json.loads(run(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")
     assert {"sqlite", "jsonl", "identical"} <= set(listed)
 
 
 PIP = """#!/bin/sh
-echo "$PIP_CONSTRAINT: $(grep -c '^cuda-toolkit<0' "$PIP_CONSTRAINT")" >>"$(dirname "$0")/asked"
+echo "$PIP_CONSTRAINT: $(grep -c '^cuda-toolkit<0' "$PIP_CONSTRAINT")" >>"$(dirname "$0")/reads"
 grep -q '^cuda-toolkit<0' "$PIP_CONSTRAINT" || exit 0
 echo 'The conflict is caused by:'
 echo '    torch 2.13.0 depends on cuda-toolkit[cublas]==13.0.2; platform_system == "Linux"'
@@ -105,6 +105,6 @@ def test_make_install_takes_the_cuda_build_where_there_is_no_other_and_says_so(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no CPU build of torch, so its CUDA build is installed" in done.stdout
     assert "PIP_EXTRA_INDEX_URL" in done.stdout
-    asked = (python.parent / "asked").read_text().splitlines()
-    assert asked == ["constraints.txt: 1", f"{tmp_path}/constraints.txt: 0"]
+    reads = (python.parent / "reads").read_text().splitlines()
+    assert reads == ["constraints.txt: 1", f"{tmp_path}/constraints.txt: 0"]
     assert (tmp_path / ".installed").exists()

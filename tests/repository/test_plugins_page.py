@@ -56,14 +56,14 @@ def files(tmp_path: Path) -> Iterator[list[Path]]:
         (tmp_path / name).write_text(code)
     yield [tmp_path / name for name in EXAMPLES]
     sys.path[:] = path
-    for name in {Path(each).stem for each in EXAMPLES} - modules:
+    for name in {Path(file).stem for file in EXAMPLES} - modules:
         sys.modules.pop(name, None)
 
 
 def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
     plugins, origins = Plugins.load(files), {str(file) for file in files}
     brought = {
-        kind: {name for name, each in plugins.components(kind).items() if each.origin in origins}
+        kind: {name for name, component in plugins.components(kind).items() if component.origin in origins}
         for kind in kinds.KINDS
     }
     assert brought == MADE
@@ -112,7 +112,7 @@ store = {{ name = "fast_disk" }}
 def exercise(plugins: Plugins) -> None:
     """Try each of the page's components; AssertionError for one that does not do what the page says."""
 
-    def made(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
+    def built(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
         component = plugins.component(kind, name, "the page")
         assert component.doc, f"{kind} {name} has no description"
         return component.build(component.options(**settings), *context)
@@ -120,35 +120,35 @@ def exercise(plugins: Plugins) -> None:
     for kind, names in MADE.items():
         assert names <= plugins.components(kind).keys(), kind
     short, long = _episode(0, "4", terminal=1.0), _episode(1, "It is four.")
-    assert made(kinds.REWARD, "brevity", limit=5)(short) == 1.0
-    assert made(kinds.REWARD, "brevity", limit=5)(long) == 0.0
-    assert made(kinds.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
+    assert built(kinds.REWARD, "brevity", limit=5)(short) == 1.0
+    assert built(kinds.REWARD, "brevity", limit=5)(long) == 0.0
+    assert built(kinds.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
     calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
-    assert asyncio.run(made(kinds.REWARD, "calculated")(calculated)) == 1.0
-    assert made(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
-    assert made(kinds.REWARD, "shortest").reward([short]) == [None]
-    assert made(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
-    assert made(kinds.ALGORITHM, "cispo", clip=0.1).clip == (0.1, 0.1)
-    sums = made(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
+    assert asyncio.run(built(kinds.REWARD, "calculated")(calculated)) == 1.0
+    assert built(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
+    assert built(kinds.REWARD, "shortest").reward([short]) == [None]
+    assert built(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
+    assert built(kinds.ALGORITHM, "cispo", clip=0.1).clip == (0.1, 0.1)
+    sums = built(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
-    unequal = made(kinds.BUFFER, "unequal")
+    unequal = built(kinds.BUFFER, "unequal")
     unequal.add([short, replace(short, member=1)])
     assert len(unequal) == 0
     unequal.add([short, long])
     assert len(unequal) == 1
     asyncio.run(
-        _try_engine(made(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
+        _try_engine(built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
     )
-    assert made(kinds.SECTION, "opening", hour=8).hour == 8
+    assert built(kinds.SECTION, "opening", hour=8).hour == 8
     with TemporaryDirectory() as name:
         folder = Path(name)
-        curve = made(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")
+        curve = built(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")
         curve.log(1, {"reward/mean": 0.5})
         curve.log(2, {"loss": 0.5})
         assert (folder / "rewards.csv").read_text() == "1,0.5\n"
-        asyncio.run(_try_store(made(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
+        asyncio.run(_try_store(built(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
         assert (folder / "my-run.sqlite").exists()
-    _try_adapter(made(kinds.ADAPTER, "tiny"))
+    _try_adapter(built(kinds.ADAPTER, "tiny"))
     _try_run_hooks(plugins, short)
 
 
@@ -238,7 +238,7 @@ AGL = "from agl_core.cli import main; main()"
 @pytest.mark.storm
 def test_the_package_is_listed_with_its_settings_and_brings_its_command(installed: str) -> None:
     listed = json.loads(run("-c", AGL, "plugins", "--json", path=installed))
-    mine = {(each["kind"], each["name"]): each for each in listed if each["origin"] == "my-agl-plugins 0.1"}
+    mine = {(plugin["kind"], plugin["name"]): plugin for plugin in listed if plugin["origin"] == "my-agl-plugins 0.1"}
     assert set(mine) == {(kind, name) for kind, names in MADE.items() for name in names}
     brevity = mine["reward", "brevity"]
     assert brevity["doc"] == "1 if the answer is short."

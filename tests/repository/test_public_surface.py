@@ -1,4 +1,4 @@
-"""What is promised is there, and is described."""
+"""Names that are promised are there, and are described."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ async def solve_somewhere(task_input: Any, context: AgentContext) -> int:
 def solve_big(task_input: Any, context: AgentContext) -> Any:
     """A sync agent that asks for two gibibytes."""
     asyncio.run(solve(task_input, context))
-    with mmap.mmap(-1, 2**31, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as asked:
-        return len(asked)
+    with mmap.mmap(-1, 2**31, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        return len(memory)
 
 
 async def _ask(base_url: str, key: str, agent: str = "solver") -> None:

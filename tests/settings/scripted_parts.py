@@ -21,9 +21,9 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Task
 
 SEEN = "seen.json"
-"""What the engine writes into the run's folder when it is stopped."""
+"""The file that the engine writes into the run's folder when it is stopped."""
 WEIGHTS = "weights.json"
-"""What it writes into a checkpoint."""
+"""The file that it writes into a checkpoint."""
 MEASURED = {"loss": 0.5, "prob_gap_mean": 0.05, "prob_sampled_mean": 0.9, "prob_trained_mean": 0.85}
 """The metrics of every update."""
 

@@ -1,4 +1,4 @@
-"""What the tables of effects are made of: an effect, and the bench on which it is observed."""
+"""The parts of the tables of effects: an effect, and the bench on which it is observed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ TASKS: Mapping[str, list[dict[str, Any]]] = {
         {"id": "b", "input": {"answer": "6 apples"}, "result": "7 apples", "also": "8 apples"},
     ],
     "by_turns": [
-        {"id": each, "input": {"answer": "5", "calls": 4, "agents": ["writer", "critic"]}, "result": "5"}
-        for each in "ab"
+        {"id": id, "input": {"answer": "5", "calls": 4, "agents": ["writer", "critic"]}, "result": "5"} for id in "ab"
     ],
-    "other": [{"id": each, "input": {"answer": "5"}, "result": "5", "also": "4"} for each in "pqrs"],
-    "fragile": [{"id": each, "input": {"answer": "5", "fails": "first-member"}, "result": "5"} for each in "ab"],
-    "restarting": [{"id": each, "input": {"answer": "5", "fails": "first-attempt"}, "result": "5"} for each in "ab"],
+    "other": [{"id": id, "input": {"answer": "5"}, "result": "5", "also": "4"} for id in "pqrs"],
+    "fragile": [{"id": id, "input": {"answer": "5", "fails": "first-member"}, "result": "5"} for id in "ab"],
+    "restarting": [{"id": id, "input": {"answer": "5", "fails": "first-attempt"}, "result": "5"} for id in "ab"],
     "slow": [{"id": "a", "input": {"answer": "5", "wait": 1.0}, "result": "5"}],
 }
 """Files of tasks beside the configuration."""
@@ -76,8 +75,8 @@ class Ran:
 
     @property
     def updates(self) -> list[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = self.seen["updates"]
-        return found
+        updates: list[Mapping[str, Any]] = self.seen["updates"]
+        return updates
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -140,11 +139,11 @@ class Bench:
         return load(file)
 
     async def observed(self, observe: Observe, given: Given) -> Any:
-        """What is seen with these changes; it is looked at once."""
+        """The effect's observation with these changes, made once."""
         key = observe, json.dumps(given, sort_keys=True)
         if key not in self._observed:
-            found = observe(self, given)
-            self._observed[key] = await found if inspect.isawaitable(found) else found
+            observed = observe(self, given)
+            self._observed[key] = await observed if inspect.isawaitable(observed) else observed
         return self._observed[key]
 
     async def run(self, given: Given) -> Ran:

@@ -21,7 +21,7 @@ from .settings_bench import Bench, Lines
 
 
 def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[str]]:
-    """What a training of this agent's code raises, and what was said before that."""
+    """The error of a training of this agent's code, and the lines before it."""
     name = f"failing_{abs(hash(agent))}"
     (bench.folder / f"{name}.py").write_text(agent)
     loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, "train.patience": 2, **given})
@@ -49,7 +49,7 @@ def test_one_that_always_raises(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "told"),
+    ("agent", "text"),
     [
         ("import no_such_module_of_mine\n", r"(?s)no_such_module_of_mine'\).*line 1, in <module>\n    import no_such"),
         ("raise SystemExit('usage: agent.py')\n", "SystemExit: usage: agent.py"),
@@ -58,10 +58,10 @@ def test_one_that_always_raises(bench: Bench) -> None:
     ],
     ids=["an import", "an exit", "more parameters", "no parameter"],
 )
-def test_one_that_cannot_be_called_is_found_out_before_the_engine_starts(bench: Bench, agent: str, told: str) -> None:
+def test_one_that_cannot_be_called_is_found_out_before_the_engine_starts(bench: Bench, agent: str, text: str) -> None:
     error, lines = refused(bench, agent)
     assert isinstance(error, AgentError)
-    with pytest.raises(AgentError, match=told):
+    with pytest.raises(AgentError, match=text):
         raise error
     assert "starting the engine" not in lines
 
@@ -100,7 +100,7 @@ async def solve(task, context):
 
 
 @pytest.mark.parametrize(
-    ("end", "rewards", "status", "told"),
+    ("end", "rewards", "status", "reason"),
     [
         ("raise KeyError('Ghent')", {"exact_match": {}}, 1, "no rollout finished; all 8 ended as crashed."),
         ("return 'ten'", {"exact_match": {}}, 0, "no group had contrast: every advantage was 0."),
@@ -109,7 +109,7 @@ async def solve(task, context):
     ids=["crashed", "equal", "unrewarded"],
 )
 def test_a_run_that_learned_nothing_says_so_and_why(
-    bench: Bench, end: str, rewards: dict[str, Any], status: int, told: str
+    bench: Bench, end: str, rewards: dict[str, Any], status: int, reason: str
 ) -> None:
     """Also where the engine says that it trained on every transition, each with an advantage of 0."""
     folder, state = bench.folder, "failed" if status else "finished"
@@ -120,15 +120,15 @@ def test_a_run_that_learned_nothing_says_so_and_why(
     ended = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
 
     assert ended.exit_code == status, ended.output
-    assert f"verdict: cannot: {told}" in ended.output
+    assert f"verdict: cannot: {reason}" in ended.output
     assert "8 trained on (8 of them with an advantage of 0)" in ended.output
     summary = json.loads((folder / "runs" / name / "summary.json").read_text())
     assert summary["verdict"]["word"] == "cannot"
     listed = json.loads(CliRunner().invoke(app, ["runs", "list", str(folder / "runs"), "--json"]).output)
-    [entry] = [each for each in listed if each["folder"].endswith(f"/{name}")]
+    [entry] = [run for run in listed if run["folder"].endswith(f"/{name}")]
     assert (entry["state"], entry["verdict"]) == (state, summary["verdict"])
     seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / name)])
-    assert f"verdict: cannot: {told}".rstrip(".") in seen.output
+    assert f"verdict: cannot: {reason}".rstrip(".") in seen.output
     assert seen.exit_code == status
 
 

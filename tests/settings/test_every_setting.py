@@ -77,21 +77,21 @@ def start_timeout(bench: Bench, given: Given) -> float:
 
 
 async def ended(ending: Ending, bench: Bench, given: Given) -> Any:
-    """What becomes of a rollout with this ending: whether it is dropped, and its terminal reward."""
+    """The fate of a rollout with this ending: its drop, and its terminal reward."""
     loaded = bench.load(given)
     scored, _ = await score(make.episode(ending=ending), scoring_rules(loaded), loaded.config.train.endings)
     return scored.dropped, scored.terminal
 
 
 async def limited(bench: Bench, given: Given) -> Any:
-    """Whether an answer on which the search takes about a second is searched to the end."""
+    """True if an answer on which the search takes about a second is searched to the end."""
     rules = [rule for rule in scoring_rules(bench.load(given)) if rule.name == "regex_format"]
     _, errors = await score(make.episode(result="a" * 21), rules, dict.fromkeys(Ending, "score"))
     return errors == []
 
 
 def who_is_scored(bench: Bench, given: Given) -> list[bool]:
-    """Whether the rule says anything of a task's rollout, and of a session."""
+    """True for a task's rollout and for a session, if the rule says anything of it."""
     [rule] = [rule for rule in scoring_rules(bench.load(given)) if rule.name == "exact_match"]
     return [mode in rule.modes for mode in (Mode.TRAIN, Mode.USE)]
 
@@ -132,13 +132,13 @@ def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[
     return observe
 
 
-async def place(server: LightningServer, url: str) -> tuple[Any, bool]:
+async def served_at(server: LightningServer, url: str) -> tuple[Any, bool]:
     """The host, and whether it has our port."""
     return urlsplit(url).hostname, urlsplit(url).port == PORT
 
 
 async def terms(server: LightningServer, url: str) -> tuple[float, float]:
-    """What a lease says of heartbeats."""
+    """The heartbeats that a lease names."""
     await server.queue.enqueue([make.rollout("a")])
     (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
     return lease.heartbeat, lease.expires
@@ -180,7 +180,7 @@ def evaluations(run: Ran) -> list[tuple[Any, ...]]:
 def most_at_once(run: Ran) -> int:
     """How many attempts of the first training step were under way at the same time."""
     steps = [attempt for attempt in run.attempts if attempt.rollout.startswith("s1-g")]
-    return max(sum(other.started <= each.started < (other.ended or 0) for other in steps) for each in steps)
+    return max(sum(other.started <= step.started < (other.ended or 0) for other in steps) for step in steps)
 
 
 def endings(run: Ran) -> list[tuple[str, int, Ending | None]]:
@@ -205,7 +205,7 @@ IN_FLIGHT, KEPT = (
     ran(lambda run: run.metrics[1]["groups/in_flight"]),
     ran(lambda run: run.summary.as_json()["transitions"]["kept"]),
 )
-PLACE, GROUPS, EVALUATIONS = serving(place), ran(groups_and_rollouts), ran(evaluations)
+PLACE, GROUPS, EVALUATIONS = serving(served_at), ran(groups_and_rollouts), ran(evaluations)
 CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
 APART: Given = {"workers.embedded": False}
 TORCH: Given = {"plugins": [], "engine.name": "torch"}

@@ -42,8 +42,8 @@ async def resumed(run_dir: Path, *overrides: str, heard: Lines | None = None) ->
 
 
 def agl(*arguments: str | Path) -> str:
-    """What a command prints; what it raises on purpose is raised."""
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    """The output of a command; an error that it raises on purpose is raised."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(part) for part in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -80,7 +80,7 @@ async def test_a_checkpoint_that_is_named_is_gone_on_from_and_what_came_after_is
     assert metrics(run_dir) == [(1, 0), (2, 1), (3, 1)]
     runs, rollouts = await recorded(run_dir)
     assert [run.resumed_step for run in runs] == [None, 1]
-    gone = {(each.step, each.restart) for each in rollouts if is_superseded(each, runs)}
+    gone = {(r.step, r.restart) for r in rollouts if is_superseded(r, runs)}
     assert gone == {(2, 0), (3, 0)}
 
 
@@ -131,11 +131,11 @@ async def test_what_cannot_change_is_refused_before_anything_begins(
     other = shutil.copytree(bench.weights, tmp_path / "other")
     before = (settled / "config.toml").read_text()
 
-    for override, told in REFUSED.items():
+    for override, message in REFUSED.items():
         with pytest.raises(ConfigError) as raised:
             await resumed(settled, "train.steps=9", override.replace("WEIGHTS", str(other)))
         assert f"cannot go on from {settled}/checkpoints/step-000003" in str(raised.value)
-        assert told in str(raised.value)
+        assert message in str(raised.value)
         assert "train.steps" not in str(raised.value), "it can change"
         assert "start a new run from the weights" in str(raised.value)
 
@@ -204,7 +204,7 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
     assert [(run.id, run.restart, run.resumed_step) for run in runs] == [("run", 0, None), ("run", 1, 2)]
 
     shutil.rmtree(project)
-    trained_on = next(each.id for each in rollouts if each.mode.trains)
+    trained_on = next(r.id for r in rollouts if r.mode.trains)
     shown = await asyncio.to_thread(agl, "show", kept, trained_on)
     assert f"rollout {trained_on}" in shown
     assert trained_on in await asyncio.to_thread(agl, "rollouts", kept, "--limit=100")

@@ -24,7 +24,7 @@ from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
 from .settings_bench import Bench
 
 OF_OTHERS = {"seen.json", "weights.json", "store.sqlite.lock"}
-"""What the engine writes, and an empty file."""
+"""The files that the engine writes, and an empty one."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def run_dir(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    return [each for each in folder.rglob("*") if each.is_file()]
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 async def keys_of_a_session(bench: Bench, run_dir: Path) -> tuple[str, str]:
@@ -53,7 +53,7 @@ async def test_workers_of_the_same_user_find_it(bench: Bench, run_dir: Path) -> 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert json.loads(file.read_text())["worker_key"] == first[0]
     assert await keys_of_a_session(bench, run_dir) == first, "whoever holds a key can go on when a run is resumed"
-    others = {each.name: each.read_bytes() for each in files(run_dir) if each != file}
+    others = {file_.name: file_.read_bytes() for file_ in files(run_dir) if file_ != file}
     assert {"config.toml", "store.sqlite"} <= others.keys()
     assert [name for name, content in others.items() if any(key.encode() in content for key in first)] == []
 
@@ -76,12 +76,12 @@ async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
     assert {"metrics.jsonl", "summary.json", "state.json"} <= after.keys()
     written = {**serving, **after}
     assert {name: mode for name, mode in written.items() if mode != 0o600 and name not in OF_OTHERS} == {}
-    assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, ran.folder)} == {0o700}
+    assert {stat.S_IMODE(f.stat().st_mode) for f in (folder, ran.folder)} == {0o700}
     assert stat.S_IMODE(mine.stat().st_mode) == 0o666, "the umask is that of the agents too"
 
 
 def modes(folder: Path) -> dict[str, int]:
-    return {each.name: stat.S_IMODE(each.stat().st_mode) for each in files(folder)}
+    return {f.name: stat.S_IMODE(f.stat().st_mode) for f in files(folder)}
 
 
 async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_anything_starts(
@@ -104,10 +104,10 @@ async def test_with_a_key_it_does(bench: Bench, run_dir: Path, monkeypatch: pyte
     ):
         assert (server.worker_key, server.keys.operator) == ("chosen-by-me", "chosen-too")
         assert not {WORKER_KEY, OPERATOR_KEY} & os.environ.keys(), "what agents start inherits the environment"
-        told = json.loads((run_dir / SERVER_FILE).read_text())
-    assert told["worker_key"] is None
-    assert told["base_url"] == server.base_url
-    assert "chosen-by-me" not in json.dumps(told)
+        server_file = json.loads((run_dir / SERVER_FILE).read_text())
+    assert server_file["worker_key"] is None
+    assert server_file["base_url"] == server.base_url
+    assert "chosen-by-me" not in json.dumps(server_file)
 
 
 async def test_what_clients_find_as_their_key_is_good_for_no_attempt(bench: Bench, run_dir: Path) -> None:

@@ -33,8 +33,8 @@ def agl_in_process(
             main()
         except SystemExit as ended:
             status = ended.code or 0
-        said = capsys.readouterr()
-        return CompletedProcess(["agl", *arguments], int(str(status)), said.out, said.err)
+        output = capsys.readouterr()
+        return CompletedProcess(["agl", *arguments], int(str(status)), output.out, output.err)
 
     return run
 

@@ -31,18 +31,18 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What the browser answers."""
+        """The browser's answer."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            said = json.loads(self._socket.recv(timeout=PATIENCE))
-            if said.get("id") == number:
-                assert "error" not in said, said
-                return dict(said["result"])
-            if said.get("method") == "Runtime.exceptionThrown":
-                self.complaints.append(str(said["params"]["exceptionDetails"]))
-            elif said.get("method") == "Log.entryAdded":
-                self.complaints.append(str(said["params"]["entry"]["text"]))
+            message = json.loads(self._socket.recv(timeout=PATIENCE))
+            if message.get("id") == number:
+                assert "error" not in message, message
+                return dict(message["result"])
+            if message.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(str(message["params"]["exceptionDetails"]))
+            elif message.get("method") == "Log.entryAdded":
+                self.complaints.append(str(message["params"]["entry"]["text"]))
 
     def run(self, script: str) -> Any:
         """The value of a script's expression; a promise is awaited."""
@@ -66,11 +66,11 @@ class Page:
     def click(self, element: str) -> None:
         """Press the mouse where the element is that a script's expression gives."""
         self.run(f"({element}).scrollIntoView({{block: 'center'}})")
-        place = self.run(
+        point = self.run(
             f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])(({element}).getBoundingClientRect())"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            self.send("Input.dispatchMouseEvent", type=kind, x=point[0], y=point[1], button="left", clickCount=1)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -99,7 +99,7 @@ def opened(folder: Path) -> Iterator[Page]:
             assert time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.05)
         port = ready.read_text().splitlines()[0]
-        (page,) = (each for each in httpx.get(f"http://127.0.0.1:{port}/json/list").json() if each["type"] == "page")
+        (page,) = (tab for tab in httpx.get(f"http://127.0.0.1:{port}/json/list").json() if tab["type"] == "page")
         with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Page(socket)
     finally:

@@ -1,4 +1,4 @@
-"""What tests of several packages run: a server for clients that block, `agl worker`, a vendor's model server."""
+"""Servers for tests of several packages: one for clients that block, `agl worker`, a vendor's model server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stack_in_thread() -> Iterator[tuple[Stack, BlockingPortal]]:
 
 
 async def run_worker(stack: Stack, rollout: Rollout, folder: Path, *arguments: str, **variables: str) -> Attempt:
-    """What becomes of the rollout by `agl worker` as a user runs it, in this folder and with these variables."""
+    """The rollout after `agl worker` ran it as a user would, in this folder and with these variables."""
     server = stack.server
     await server.queue.enqueue([rollout])
     worker = await asyncio.create_subprocess_exec(

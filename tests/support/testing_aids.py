@@ -1,4 +1,4 @@
-"""What tests of several packages share and plugin authors do not need: clients that do not wait, privacy, pages.
+"""Aids for tests of several packages, of no use to plugin authors: clients that do not wait, privacy, pages.
 
 Tests of packages import it as `testing_aids` (pyproject.toml's `pythonpath`), those in tests/ relatively.
 """
@@ -36,15 +36,15 @@ def fast_clients() -> Iterator[None]:
 @contextlib.contextmanager
 def certificates_read_once() -> Iterator[None]:
     """A client reads all certificates when it is made, which takes 40 ms: here the first one reads them for all."""
-    create, made = ssl.create_default_context, dict[Any, ssl.SSLContext]()
+    create, contexts = ssl.create_default_context, dict[Any, ssl.SSLContext]()
 
     def once(purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, **given: Any) -> ssl.SSLContext:
         if purpose is not ssl.Purpose.SERVER_AUTH:
             return create(purpose, **given)
         key = (os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"), *sorted(given.items()))
-        if key not in made:
-            made[key] = create(purpose, **given)
-        return made[key]
+        if key not in contexts:
+            contexts[key] = create(purpose, **given)
+        return contexts[key]
 
     with mock.patch.object(ssl, "create_default_context", once):
         yield
@@ -67,23 +67,23 @@ _OURS = ("127.0.0.1", "localhost", "::1", None)
 @contextlib.contextmanager
 def only_this_machine() -> Iterator[None]:
     """Meanwhile the name of another machine is not found; AssertionError at the end if one was looked up."""
-    asked: list[Any] = []
+    hosts: list[Any] = []
     look_up = socket.getaddrinfo
 
     def watched(host: Any, *args: Any, **kwargs: Any) -> Any:
         if host not in _OURS:
-            asked.append(host)
+            hosts.append(host)
             raise OSError(f"{host} is another machine")
         return look_up(host, *args, **kwargs)
 
     with mock.patch.object(socket, "getaddrinfo", watched):
         yield
-    assert not asked, f"names of other machines were looked up: {asked}"
+    assert not hosts, f"names of other machines were looked up: {hosts}"
 
 
 @contextlib.contextmanager
 def instrumenting() -> Iterator[Callable[[Any, Any], None]]:
-    """What instruments the client with an instrumentor; at the end all of it is undone.
+    """A function that instruments the client with an instrumentor; at the end all of it is undone.
 
     Instrumentors leave some of what they patched: of OpenLLMetry's, `create` and `parse` of the async resources.
     """
@@ -97,19 +97,19 @@ def instrumenting() -> Iterator[Callable[[Any, Any], None]]:
     try:
         yield instrument
     finally:
-        for each in reversed(used):
-            each.uninstrument()
+        for instrumentor in reversed(used):
+            instrumentor.uninstrument()
         for (kind, name), value in before.items():
             if vars(kind).get(name) is not value:
                 setattr(kind, name, value)
 
 
 def resource_methods() -> dict[tuple[type, str], Any]:
-    """What the classes of the client that make requests have, as it is now."""
+    """The methods of the client's classes that make requests, as they are now."""
     import openai.resources
 
-    found = pkgutil.walk_packages(openai.resources.__path__, "openai.resources.")
-    modules = [importlib.import_module(each.name) for each in found]
+    infos = pkgutil.walk_packages(openai.resources.__path__, "openai.resources.")
+    modules = [importlib.import_module(info.name) for info in infos]
     kinds = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     return {
         (kind, name): value
@@ -122,8 +122,8 @@ def resource_methods() -> dict[tuple[type, str], Any]:
 
 def blocks(page: Path, language: str = "") -> list[str]:
     """The page's code blocks that are marked with this language; without one, those that show what is printed."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [text for each, text in found if each == language]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for kind, text in blocks if kind == language]
 
 
 def run_snippets(page: Path) -> dict[str, Any]:
@@ -141,7 +141,4 @@ def weather(city: str) -> str:
 
 def tools_by_call(episode: Episode) -> list[tuple[Any, ...]]:
     """Of each call, the agent, and each tool that it asked for with its status."""
-    return [
-        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
-        for each in episode.transitions
-    ]
+    return [(t.agent, *((result.tool, str(result.status)) for result in t.tool_results)) for t in episode.transitions]

@@ -78,7 +78,7 @@ class Terminals:
         assert ran.returncode == 0, f"$ {command}\n{ran.stdout}"
 
     def wait_for(self, log: Path, address: str) -> None:
-        """What runs in the second terminal is a server, and prints where."""
+        """The commands of the second terminal start a server, and print where."""
         assert self.second is not None
         until = time.monotonic() + 300
         while not (log.exists() and address in log.read_text()):

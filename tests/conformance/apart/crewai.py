@@ -23,15 +23,15 @@ DRIVER = CrewAI
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's LLMs, made once; the crews are made for each question."""
     everyone = scenario.everyone()
-    if scenario.react or any(each.handoffs for each in everyone):
+    if scenario.react or any(agent.handoffs for agent in everyone):
         raise InexpressibleError
-    models = {each.name: _model(each, scenario, setting) for each in everyone}
-    forgetful = {each.name for each in everyone if each.keeps}
+    models = {agent.name: _model(agent, scenario, setting) for agent in everyone}
+    forgetful = {agent.name for agent in everyone if agent.keeps}
 
     async def run(question: Question) -> None:
-        crews = [_crew(each, models, question.text) for each in scenario.agents for _ in range(scenario.samples)]
+        crews = [_crew(agent, models, question.text) for agent in scenario.agents for _ in range(scenario.samples)]
         with _forgetting(forgetful):
-            await asyncio.gather(*(each.kickoff_async() for each in crews))
+            await asyncio.gather(*(crew.kickoff_async() for crew in crews))
 
     return run
 
@@ -52,12 +52,12 @@ def _model(agent: Agent, scenario: Scenario, setting: Setting) -> LLM:
 def _crew(agent: Agent, models: Mapping[str, LLM], question: str) -> Crew:
     tools = [
         *(FunctionTool(TOOLS[name]) for name in agent.tools),
-        *(_consulting(each, models) for each in agent.experts),
+        *(_consulting(expert, models) for expert in agent.experts),
     ]
     # Its system prompt begins with "You are ROLE.".
-    made = CrewAgent(role=agent.name, goal="Answer.", backstory="You know it.", llm=models[agent.name], tools=tools)
-    task = Task(description=question, expected_output="An answer.", agent=made)
-    return Crew(agents=[made], tasks=[task], verbose=False, cache=False)
+    member = CrewAgent(role=agent.name, goal="Answer.", backstory="You know it.", llm=models[agent.name], tools=tools)
+    task = Task(description=question, expected_output="An answer.", agent=member)
+    return Crew(agents=[member], tasks=[task], verbose=False, cache=False)
 
 
 def _consulting(expert: Agent, models: Mapping[str, LLM]) -> BaseTool:
@@ -73,7 +73,7 @@ def _forgetting(names: set[str]) -> Iterator[None]:
     """Meanwhile these agents send the question and their last step alone: the tool calls, and what they gave."""
 
     def forget(context: LLMCallHookContext) -> None:
-        steps = [place for place, each in enumerate(context.messages) if each["role"] == "assistant"]
+        steps = [number for number, message in enumerate(context.messages) if message["role"] == "assistant"]
         if context.agent.role in names and steps:
             del context.messages[2 : steps[-1]]
 

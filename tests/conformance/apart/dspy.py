@@ -17,7 +17,7 @@ DRIVER = DSPy
 
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's program, made once."""
-    if any(each.handoffs for each in scenario.everyone()):
+    if any(agent.handoffs for agent in scenario.everyone()):
         raise InexpressibleError
     lm = dspy.LM(
         "openai/default",
@@ -26,11 +26,11 @@ def program(scenario: Scenario, setting: Setting) -> Program:
         num_retries=setting.retries,
         n=scenario.choices,
     )
-    made = [_Team(agent) for agent in scenario.agents for _ in range(scenario.samples)]
+    teams = [_Team(agent) for agent in scenario.agents for _ in range(scenario.samples)]
 
     async def run(question: Question) -> None:
         with dspy.context(lm=lm, adapter=_AsItIs()):
-            await asyncio.gather(*(each.acall(task=question.text) for each in made))
+            await asyncio.gather(*(team.acall(task=question.text) for team in teams))
 
     return run
 
@@ -61,7 +61,7 @@ class _Team(dspy.Module):  # type: ignore[misc]
             dspy.Predict(fields if agent.tools or agent.experts else "conversation: list -> answer: str"),
         )
         self.tools = {name: dspy.Tool(TOOLS[name]) for name in agent.tools} | {
-            each.name: dspy.Tool(_Team(each).ask, name=each.name) for each in agent.experts
+            expert.name: dspy.Tool(_Team(expert).ask, name=expert.name) for expert in agent.experts
         }
 
     async def ask(self, task: str) -> str:
@@ -70,7 +70,7 @@ class _Team(dspy.Module):  # type: ignore[misc]
 
     async def aforward(self, task: str) -> Any:
         agent = self.agent
-        said: list[dict[str, Any]] = []
+        conversation: list[dict[str, Any]] = []
         options: dict[str, Any] = {}
         if agent.answers:
             schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
@@ -78,36 +78,36 @@ class _Team(dspy.Module):  # type: ignore[misc]
         if self.tools:
             options["tools"] = list(self.tools.values())
         while True:
-            kept = said[-agent.keeps :] if agent.keeps else said
+            kept = conversation[-agent.keeps :] if agent.keeps else conversation
             before = [{"role": "system", "content": agent.prompt}, {"role": "user", "content": task}]
-            found = await getattr(self, agent.name).acall(conversation=[*before, *kept], **options)
-            calls = found.calls.tool_calls if self.tools and found.calls else []
-            asked = action(found.answer) if self.tools and not calls else None
-            if asked:
-                name, topic = asked
-                said += [
-                    {"role": "assistant", "content": found.answer},
+            prediction = await getattr(self, agent.name).acall(conversation=[*before, *kept], **options)
+            calls = prediction.calls.tool_calls if self.tools and prediction.calls else []
+            step = action(prediction.answer) if self.tools and not calls else None
+            if step:
+                name, topic = step
+                conversation += [
+                    {"role": "assistant", "content": prediction.answer},
                     {"role": "user", "content": f"Observation: {await _run(self.tools[name], {'topic': topic})}"},
                 ]
             elif calls:
-                results = await asyncio.gather(*(_run(self.tools[each.name], each.args) for each in calls))
+                results = await asyncio.gather(*(_run(self.tools[call.name], call.args) for call in calls))
                 requested = [
                     {
-                        "id": each.id,
+                        "id": call.id,
                         "type": "function",
-                        "function": {"name": each.name, "arguments": json.dumps(each.args)},
+                        "function": {"name": call.name, "arguments": json.dumps(call.args)},
                     }
-                    for each in calls
+                    for call in calls
                 ]
-                said += [
+                conversation += [
                     {"role": "assistant", "content": None, "tool_calls": requested},
                     *(
-                        {"role": "tool", "tool_call_id": each.id, "content": str(result)}
-                        for each, result in zip(calls, results, strict=True)
+                        {"role": "tool", "tool_call_id": call.id, "content": str(result)}
+                        for call, result in zip(calls, results, strict=True)
                     ),
                 ]
             else:
-                return found
+                return prediction
 
 
 async def _run(tool: Any, arguments: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ DRIVER = GoogleADK
 
 
 class Task(BaseModel):
-    """What an expert is asked."""
+    """The question to an expert."""
 
     task: str
 
@@ -31,11 +31,11 @@ def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once; each question has sessions of its own."""
     if scenario.react:
         raise InexpressibleError
-    agents = [_agent(each, scenario, setting) for each in scenario.agents]
-    runners = [InMemoryRunner(each, app_name="app") for each in agents] * scenario.samples
+    agents = [_agent(agent, scenario, setting) for agent in scenario.agents]
+    runners = [InMemoryRunner(agent, app_name="app") for agent in agents] * scenario.samples
 
     async def run(question: Question) -> None:
-        await asyncio.gather(*(_run(each, question.text, setting) for each in runners))
+        await asyncio.gather(*(_run(runner, question.text, setting) for runner in runners))
 
     return run
 
@@ -60,11 +60,11 @@ def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Settin
         instruction=agent.prompt,
         tools=[
             *(_failing_softly(TOOLS[name]) for name in agent.tools),
-            *(_handing_over(each.name) for each in agent.handoffs),
+            *(_handing_over(other.name) for other in agent.handoffs),
         ],
         sub_agents=[
-            *(_agent(each, scenario, setting, mode="single_turn", input_schema=Task) for each in agent.experts),
-            *(_agent(each, scenario, setting) for each in agent.handoffs),
+            *(_agent(expert, scenario, setting, mode="single_turn", input_schema=Task) for expert in agent.experts),
+            *(_agent(other, scenario, setting) for other in agent.handoffs),
         ],
         before_model_callback=forget,
         **options,

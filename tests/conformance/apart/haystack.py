@@ -36,10 +36,10 @@ def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if scenario.react or (scenario.choices > 1 and setting.api == RESPONSES):
         raise InexpressibleError
-    made = [_Team(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
+    teams = [_Team(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
 
     async def run(question: Question) -> None:
-        await asyncio.gather(*(each.ask(question.text) for each in made))
+        await asyncio.gather(*(team.ask(question.text) for team in teams))
 
     return run
 
@@ -62,10 +62,10 @@ class _Team:
 
     async def _go_on(self, messages: list[ChatMessage]) -> None:
         out = await self._pipeline.run_async({self._name: {"messages": messages}})
-        said = out[self._name].get("messages") or ()
-        for result in said[-1].tool_call_results if said else ():
+        spoken = out[self._name].get("messages") or ()
+        for result in spoken[-1].tool_call_results if spoken else ():
             # The agent has stopped at this tool, which is one of its exit conditions.
-            conversation = [message for message in said if not message.is_from("system")]
+            conversation = [message for message in spoken if not message.is_from("system")]
             await self._others[result.origin.tool_name]._go_on(conversation)
 
 

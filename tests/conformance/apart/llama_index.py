@@ -21,10 +21,10 @@ def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if any(agent.answers for agent in scenario.agents):
         raise InexpressibleError
-    made = [_asked(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
+    teams = [_asked(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
 
     async def run(question: Question) -> None:
-        await asyncio.gather(*(each.run(question.text, max_iterations=30) for each in made))
+        await asyncio.gather(*(team.run(question.text, max_iterations=30) for team in teams))
 
     return run
 
@@ -32,7 +32,7 @@ def program(scenario: Scenario, setting: Setting) -> Program:
 def _asked(agent: Agent, scenario: Scenario, setting: Setting) -> Any:
     if not agent.handoffs:
         return _agent(agent, scenario, setting)
-    team = [_agent(each, scenario, setting) for each in agent.everyone()]
+    team = [_agent(member, scenario, setting) for member in agent.everyone()]
     return AgentWorkflow(team, root_agent=agent.name)
 
 
@@ -104,8 +104,8 @@ class _Actions(ReActOutputParser):
     """Reads the scenarios' form of an action."""
 
     def parse(self, output: str, is_streaming: bool = False) -> BaseReasoningStep:
-        asked = action(output)
-        if asked is None:
+        step = action(output)
+        if step is None:
             return ResponseReasoningStep(thought="", response=output, is_streaming=is_streaming)
-        tool, topic = asked
+        tool, topic = step
         return ActionReasoningStep(thought="", action=tool, action_input={"topic": topic})

@@ -23,10 +23,10 @@ def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if scenario.react:
         raise InexpressibleError
-    made = [_agent(each, scenario, setting) for each in scenario.agents for _ in range(scenario.samples)]
+    agents = [_agent(agent, scenario, setting) for agent in scenario.agents for _ in range(scenario.samples)]
 
     async def run(question: Question) -> None:
-        await asyncio.gather(*(_run(each, question.text, setting) for each in made))
+        await asyncio.gather(*(_run(agent, question.text, setting) for agent in agents))
 
     return run
 
@@ -44,14 +44,14 @@ def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Settin
     def forget(messages: list[Any]) -> list[Any]:
         return [messages[0], *messages[1:][-agent.keeps :]] if agent.keeps else messages
 
-    handoffs = [_handing_over(each, scenario, setting) for each in agent.handoffs]
+    handoffs = [_handing_over(other, scenario, setting) for other in agent.handoffs]
     return Agent(
         _model(scenario, setting),
         name=agent.name,
         instructions=agent.prompt,
         tools=[
             *(_failing_softly(TOOLS[name]) for name in agent.tools),
-            *(_consulting(each, scenario, setting) for each in agent.experts),
+            *(_consulting(expert, scenario, setting) for expert in agent.experts),
         ],
         output_type=NativeOutput(agent.answers) if agent.answers else [str, *handoffs],
         retries=3,

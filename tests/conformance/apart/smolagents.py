@@ -19,13 +19,13 @@ DRIVER = Smolagents
 
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's models, made once; the agents are made for each question."""
-    if any(each.handoffs for each in scenario.everyone()):
+    if any(agent.handoffs for agent in scenario.everyone()):
         raise InexpressibleError
-    models = {each.name: _model(each, scenario, setting) for each in scenario.everyone()}
+    models = {agent.name: _model(agent, scenario, setting) for agent in scenario.everyone()}
 
     async def run(question: Question) -> None:
-        agents = [_agent(each, models, setting) for each in scenario.agents for _ in range(scenario.samples)]
-        await asyncio.gather(*(asyncio.to_thread(_run, each, question.text, setting) for each in agents))
+        agents = [_agent(agent, models, setting) for agent in scenario.agents for _ in range(scenario.samples)]
+        await asyncio.gather(*(asyncio.to_thread(_run, agent, question.text, setting) for agent in agents))
 
     return run
 
@@ -35,10 +35,10 @@ class _PlainModel(OpenAIServerModel):
 
     def parse_tool_calls(self, message: ChatMessage) -> ChatMessage:
         if not message.tool_calls:
-            asked = action(str(message.content))
-            name, given = (asked[0], {"topic": asked[1]}) if asked else ("final_answer", {"answer": message.content})
-            made = {"id": str(uuid.uuid4()), "type": "function", "function": {"name": name, "arguments": given}}
-            message.tool_calls = ChatMessage.from_dict({"role": "assistant", "tool_calls": [made]}).tool_calls
+            step = action(str(message.content))
+            name, given = (step[0], {"topic": step[1]}) if step else ("final_answer", {"answer": message.content})
+            call = {"id": str(uuid.uuid4()), "type": "function", "function": {"name": name, "arguments": given}}
+            message.tool_calls = ChatMessage.from_dict({"role": "assistant", "tool_calls": [call]}).tool_calls
         return message
 
 
@@ -58,23 +58,23 @@ def _agent(agent: Agent, models: dict[str, OpenAIServerModel], setting: Setting)
     def forget(_: Any, agent: Any) -> None:
         del agent.memory.steps[1:]
 
-    made = ToolCallingAgent(
+    built = ToolCallingAgent(
         tools=[FunctionTool(TOOLS[name]) for name in agent.tools],
         model=models[agent.name],
         name=agent.name,
         description=f"The {agent.name}.",
         instructions=agent.prompt,
-        managed_agents=[_agent(each, models, setting) for each in agent.experts],
+        managed_agents=[_agent(expert, models, setting) for expert in agent.experts],
         final_answer_checks=[is_valid],
         # What the question is followed by is one step of two messages: the tool calls, and what they gave.
         step_callbacks=[forget] if agent.keeps else [],
         stream_outputs=setting.streaming,
         verbosity_level=LogLevel.OFF,
     )
-    for each in made.managed_agents.values():
+    for expert in built.managed_agents.values():
         # Before smolagents 1.26 a call without it was refused.
-        each.inputs["additional_args"]["nullable"] = True
-    return made
+        expert.inputs["additional_args"]["nullable"] = True
+    return built
 
 
 class FunctionTool(Tool):  # type: ignore[misc]

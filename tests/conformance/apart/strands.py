@@ -18,12 +18,12 @@ DRIVER = Strands
 
 def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """Agents are made for each question."""
-    if scenario.react or any(each.handoffs for each in scenario.everyone()):
+    if scenario.react or any(agent.handoffs for agent in scenario.everyone()):
         raise InexpressibleError
 
     async def run(question: Question) -> None:
-        made = [_agent(each, scenario, setting) for each in scenario.agents for _ in range(scenario.samples)]
-        await asyncio.gather(*(each.invoke_async(question.text) for each in made))
+        agents = [_agent(agent, scenario, setting) for agent in scenario.agents for _ in range(scenario.samples)]
+        await asyncio.gather(*(agent.invoke_async(question.text) for agent in agents))
 
     return run
 
@@ -39,7 +39,7 @@ def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Settin
         system_prompt=agent.prompt,
         tools=[
             *(tool(TOOLS[name]) for name in agent.tools),
-            *(_consulting(each, scenario, setting) for each in agent.experts),
+            *(_consulting(expert, scenario, setting) for expert in agent.experts),
         ],
         hooks=[forget],
         callback_handler=None,

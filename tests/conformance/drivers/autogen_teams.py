@@ -60,12 +60,12 @@ class AutoGen(Driver):
             elif scenario.samples > 1 or scenario.choices > 1:
                 await _Sampler(first, client, setting, scenario).run(task=question.text)
             elif first.handoffs:
-                *_, last = team = [_assistant(each, client, setting) for each in scenario.everyone()]
+                *_, last = team = [_assistant(agent, client, setting) for agent in scenario.everyone()]
                 ending = TextMessageTermination(source=last.name)
                 await _cancellable(Swarm(team, termination_condition=ending), question.text)
             else:
                 await asyncio.gather(
-                    *(_assistant(each, client, setting).run(task=question.text) for each in [first, *others])
+                    *(_assistant(member, client, setting).run(task=question.text) for member in [first, *others])
                 )
 
         return program
@@ -143,14 +143,14 @@ class _Thinker(_Own):
 
     async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken) -> Response:
         self._messages += [UserMessage(content=message.to_text(), source=message.source) for message in messages]
-        said = await self.ask(self._messages)
-        self._messages.append(AssistantMessage(content=said, source=self.name))
-        asked = action(said)
-        if asked is not None:
-            name, topic = asked
-            found = await self._tools[name].run_json({"topic": topic}, cancellation_token)
-            self._messages.append(UserMessage(content=f"Observation: {found}", source="tool"))
-        return Response(chat_message=TextMessage(content=said, source=self.name))
+        reply = await self.ask(self._messages)
+        self._messages.append(AssistantMessage(content=reply, source=self.name))
+        step = action(reply)
+        if step is not None:
+            name, topic = step
+            result = await self._tools[name].run_json({"topic": topic}, cancellation_token)
+            self._messages.append(UserMessage(content=f"Observation: {result}", source="tool"))
+        return Response(chat_message=TextMessage(content=reply, source=self.name))
 
 
 class _Sampler(_Own):
@@ -162,6 +162,6 @@ class _Sampler(_Own):
         self._options = {"n": scenario.choices} if scenario.choices > 1 else {}
 
     async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken) -> Response:
-        asked = [UserMessage(content=message.to_text(), source=message.source) for message in messages]
-        said = await asyncio.gather(*(self.ask(asked, **self._options) for _ in range(self._count)))
-        return Response(chat_message=TextMessage(content=said[0], source=self.name))
+        conversation = [UserMessage(content=message.to_text(), source=message.source) for message in messages]
+        replies = await asyncio.gather(*(self.ask(conversation, **self._options) for _ in range(self._count)))
+        return Response(chat_message=TextMessage(content=replies[0], source=self.name))

@@ -77,22 +77,22 @@ class Loop:
     async def _work(self, agent: Agent, question: str) -> str:
         talk = self._conversation(agent, question)
         while True:
-            said, successor = await self._until_handoff(agent, talk)
+            reply, successor = await self._until_handoff(agent, talk)
             if successor is None:
-                return said.text
+                return reply.text
             agent, talk = successor, self._taken_over(talk, successor)
 
     async def _until_handoff(self, agent: Agent, talk: Conversation) -> tuple[ModelReply, Agent | None]:
         with self._reporter.speaking(agent.name):
             while True:
-                said = await self._reporter.called(talk.ask(agent))
-                if not said.calls:
-                    return said, None
-                talk.tell(await asyncio.gather(*(self._use(agent, call) for call in said.calls)))
-                names = {call.name for call in said.calls}
+                reply = await self._reporter.called(talk.ask(agent))
+                if not reply.calls:
+                    return reply, None
+                talk.tell(await asyncio.gather(*(self._use(agent, call) for call in reply.calls)))
+                names = {call.name for call in reply.calls}
                 for other in agent.handoffs:
                     if f"transfer_to_{other.name}" in names:
-                        return said, other
+                        return reply, other
 
     async def _use(self, agent: Agent, call: ToolCall) -> Answer:
         try:
@@ -116,23 +116,23 @@ class Loop:
         with self._reporter.speaking(agent.name):
             while True:
                 with self._reporter.step(agent.name):
-                    said = await self._reporter.called(talk.ask(agent))
-                    asked = action(said.text)
-                    if asked is None:
-                        return said.text
-                    name, topic = asked
+                    reply = await self._reporter.called(talk.ask(agent))
+                    step = action(reply.text)
+                    if step is None:
+                        return reply.text
+                    name, topic = step
                     with self._reporter.using(name, {"topic": topic}, None) as tell:
-                        found = str(TOOLS[name](topic))
-                        tell(found)
-                talk.say(f"Observation: {found}")
+                        result = str(TOOLS[name](topic))
+                        tell(result)
+                talk.say(f"Observation: {result}")
 
     async def _sample(self, agent: Agent, question: str) -> str:
         with self._reporter.speaking(agent.name):
-            asked = [self._conversation(agent, question) for _ in range(self._scenario.samples)]
-            said = await asyncio.gather(
-                *(self._reporter.called(each.ask(agent, self._scenario.choices)) for each in asked)
+            conversations = [self._conversation(agent, question) for _ in range(self._scenario.samples)]
+            replies = await asyncio.gather(
+                *(self._reporter.called(talk.ask(agent, self._scenario.choices)) for talk in conversations)
             )
-        return said[0].text
+        return replies[0].text
 
     def _conversation(self, agent: Agent, question: str) -> Conversation:
         talk = conversation(self._client, self._setting, self._reporter.headers(agent.name))

@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool told, or how it failed."""
+    """The result of a tool, or its failure."""
 
     call: ToolCall
     text: str
@@ -87,13 +87,13 @@ class ChatConversation(Conversation):
         id, message = await _joined(reply) if self.streaming else (reply.id, _plain(reply.choices[0].message))
         self.items.append(message)
         calls = [
-            ToolCall(each["id"], each["function"]["name"], json.loads(each["function"]["arguments"]))
-            for each in message.get("tool_calls", ())
+            ToolCall(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls", ())
         ]
         return ModelReply(id, message["content"] or "", tuple(calls))
 
     def tell(self, answers: Sequence[Answer]) -> None:
-        self.items += [{"role": "tool", "tool_call_id": each.call.id, "content": each.text} for each in answers]
+        self.items += [{"role": "tool", "tool_call_id": answer.call.id, "content": answer.text} for answer in answers]
 
 
 class ResponsesConversation(Conversation):
@@ -121,7 +121,7 @@ class ResponsesConversation(Conversation):
 
     def tell(self, answers: Sequence[Answer]) -> None:
         self.items += [
-            {"type": "function_call_output", "call_id": each.call.id, "output": each.text} for each in answers
+            {"type": "function_call_output", "call_id": answer.call.id, "output": answer.text} for answer in answers
         ]
 
 
@@ -137,12 +137,12 @@ class MessagesConversation(Conversation):
         if agent.answers:
             schema = {"type": "json_schema", "schema": agent.answers.model_json_schema()}
             options["output_config"] = {"format": schema}
-        asked = {"model": "default", "max_tokens": 1000, "system": agent.prompt, "messages": items, **options}
+        request = {"model": "default", "max_tokens": 1000, "system": agent.prompt, "messages": items, **options}
         if self.streaming:
-            async with self.client.messages.stream(**asked) as stream:
+            async with self.client.messages.stream(**request) as stream:
                 reply = await stream.get_final_message()
         else:
-            reply = await self.client.messages.create(**asked)
+            reply = await self.client.messages.create(**request)
         self.items.append(
             {"role": "assistant", "content": [block.model_dump(include=_BLOCK) for block in reply.content]}
         )
@@ -152,8 +152,8 @@ class MessagesConversation(Conversation):
 
     def tell(self, answers: Sequence[Answer]) -> None:
         results = [
-            {"type": "tool_result", "tool_use_id": each.call.id, "content": each.text, "is_error": each.failed}
-            for each in answers
+            {"type": "tool_result", "tool_use_id": answer.call.id, "content": answer.text, "is_error": answer.failed}
+            for answer in answers
         ]
         self.items.append({"role": "user", "content": results})
 
@@ -181,9 +181,9 @@ def conversation(client: Any, setting: Setting, headers: Mapping[str, str]) -> C
 
 def schemas(agent: Agent) -> list[tuple[str, dict[str, Any]]]:
     """The name of each tool of an agent and the schema of its arguments."""
-    found = [(name, _schema(TOOLS[name])) for name in agent.tools]
-    found += [(expert.name, _object({"task": "string"})) for expert in agent.experts]
-    return found + [(f"transfer_to_{other.name}", _object({})) for other in agent.handoffs]
+    schemas = [(name, _schema(TOOLS[name])) for name in agent.tools]
+    schemas += [(expert.name, _object({"task": "string"})) for expert in agent.experts]
+    return schemas + [(f"transfer_to_{other.name}", _object({})) for other in agent.handoffs]
 
 
 def _schema(function: Any) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _object(types: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    calls = [_call(each.id, each.function.name, each.function.arguments) for each in message.tool_calls or ()]
+    calls = [_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     return {"role": "assistant", "content": message.content, **({"tool_calls": calls} if calls else {})}
 
 

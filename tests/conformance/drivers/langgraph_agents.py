@@ -119,8 +119,8 @@ def _handing_over(name: str) -> BaseTool:
     @tool(f"transfer_to_{name}")
     def transfer(runtime: ToolRuntime) -> Command[Any]:
         """Hand over."""
-        told = ToolMessage(f"Transferred to {name}.", tool_call_id=runtime.tool_call_id)
-        return Command(goto=name, graph=Command.PARENT, update={"messages": [*runtime.state["messages"], told]})
+        answer = ToolMessage(f"Transferred to {name}.", tool_call_id=runtime.tool_call_id)
+        return Command(goto=name, graph=Command.PARENT, update={"messages": [*runtime.state["messages"], answer]})
 
     return transfer
 
@@ -157,13 +157,13 @@ def _react_step(agent: Agent, model: ChatOpenAI) -> Any:
     tools = {name: tool(TOOLS[name]) for name in agent.tools}
 
     async def step(state: MessagesState) -> Any:
-        said = await model.ainvoke([SystemMessage(agent.prompt), *state["messages"]])
-        asked = action(said.text)
-        if asked is None:
-            return {"messages": [said]}
-        name, topic = asked
-        found = await tools[name].ainvoke({"topic": topic})
-        return {"messages": [said, HumanMessage(f"Observation: {found}")]}
+        reply = await model.ainvoke([SystemMessage(agent.prompt), *state["messages"]])
+        step = action(reply.text)
+        if step is None:
+            return {"messages": [reply]}
+        name, topic = step
+        result = await tools[name].ainvoke({"topic": topic})
+        return {"messages": [reply, HumanMessage(f"Observation: {result}")]}
 
     return step
 

@@ -52,17 +52,17 @@ class _Spans(Reporter):
 
     @contextlib.contextmanager
     def using(self, tool: str, arguments: Mapping[str, Any], id: str | None) -> Iterator[Callable[[str], None]]:
-        told = {"gen_ai.tool.name": tool, "gen_ai.tool.call.arguments": json.dumps(dict(arguments))}
-        with self._span("execute_tool", **told, **({"gen_ai.tool.call.id": id} if id else {})) as span:
+        attributes = {"gen_ai.tool.name": tool, "gen_ai.tool.call.arguments": json.dumps(dict(arguments))}
+        with self._span("execute_tool", **attributes, **({"gen_ai.tool.call.id": id} if id else {})) as span:
             yield lambda result: span.set_attribute("gen_ai.tool.call.result", result)
 
     async def called(self, call: Awaitable[ModelReply]) -> ModelReply:
         if not self._calls:
             return await call
         with self._span("chat") as span:
-            said = await call
-            span.set_attribute("gen_ai.response.id", said.id)
-            return said
+            reply = await call
+            span.set_attribute("gen_ai.response.id", reply.id)
+            return reply
 
     def _span(self, operation: str, **attributes: str) -> AbstractContextManager[Any]:
         return self._tracer.start_as_current_span(

@@ -39,7 +39,7 @@ PROCESSOR = "AglProcessor()"
 
 @dataclasses.dataclass
 class Task:
-    """What an agent that is a tool is asked."""
+    """The question to an agent that is a tool."""
 
     task: str
 
@@ -71,12 +71,12 @@ class OpenAIAgents(Driver):
             raise InexpressibleError
         if setting.form == PROCESSOR:
             agents.add_trace_processor(AglProcessor())
-        made = [_agent(each, setting, scenario) for each in scenario.agents] * scenario.samples
+        members = [_agent(agent, setting, scenario) for agent in scenario.agents] * scenario.samples
         keeps = scenario.agents[0].keeps
         config = RunConfig(call_model_input_filter=_keeping(keeps)) if keeps else RunConfig()
 
         async def program(question: Question) -> None:
-            await asyncio.gather(*(_run(each, question.text, setting, config) for each in made))
+            await asyncio.gather(*(_run(member, question.text, setting, config) for member in members))
 
         return program
 
