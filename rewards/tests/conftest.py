@@ -50,9 +50,9 @@ class Episodes:
         metadata: Mapping[str, Any] | None = None,
     ) -> Episode:
         """An episode; a list of tool results stands for the transition that asked for them."""
-        made = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
+        whole = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
         task = Task("t1", question, metadata=metadata or {})
-        return make.episode(*made, task=task, result=result, terminal=terminal)
+        return make.episode(*whole, task=task, result=result, terminal=terminal)
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -65,7 +65,7 @@ class Endpoint(ThreadingHTTPServer):
         self.reply: str | None = '{"score": 7}'
         self.status = 200
         self.has_format = True
-        """Whether it takes a `response_format`."""
+        """True if it takes a `response_format`."""
         self.delay = 0.0
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []

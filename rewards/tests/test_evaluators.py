@@ -138,16 +138,16 @@ class TestInARun:
 WORDS = st.lists(st.sampled_from(["cat", "sat", "mat", "dog"]), max_size=6).map(" ".join)
 
 
-@given(found=WORDS, expected=WORDS)
-def test_it_is_symmetric_and_one_only_for_the_same_words(found: str, expected: str) -> None:
-    value = word_f1(found, expected)
-    assert value == word_f1(expected, found)
+@given(answer=WORDS, expected=WORDS)
+def test_it_is_symmetric_and_one_only_for_the_same_words(answer: str, expected: str) -> None:
+    value = word_f1(answer, expected)
+    assert value == word_f1(expected, answer)
     assert 0 <= value <= 1
-    assert (value == 1) == (sorted(found.split()) == sorted(expected.split()))
+    assert (value == 1) == (sorted(answer.split()) == sorted(expected.split()))
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "value"),
+    ("answer", "expected", "value"),
     [
         ("cat cat", "cat", 2 / 3),
         ("dog", "cat", 0.0),
@@ -168,8 +168,8 @@ def test_it_is_symmetric_and_one_only_for_the_same_words(found: str, expected: s
         ("Zürich", "zürich", 1.0),
     ],
 )
-def test_examples(found: str, expected: str, value: float) -> None:
-    assert word_f1(found, expected) == pytest.approx(value)
+def test_examples(answer: str, expected: str, value: float) -> None:
+    assert word_f1(answer, expected) == pytest.approx(value)
 
 
 def test_the_best_of_several_answers_counts_and_the_field_is_chosen(make: Any) -> None:
@@ -191,7 +191,7 @@ def names_and_values(rule: Callable[[Episode], Any], episode: Episode) -> dict[s
 
 class TestToolResults:
     def test_success_earns_what_failure_costs(self, make: Any) -> None:
-        episode = make.episode([make.tool_result(each) for each in ("ok", "error", "timeout", "empty")])
+        episode = make.episode([make.tool_result(status) for status in ("ok", "error", "timeout", "empty")])
         assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {
             "search.0.ok": 0.2,
             "search.1.error": -0.2,
@@ -259,7 +259,7 @@ class TestAir:
             if not call:
                 assert value == terminal
                 continue
-            status = sum(1 if each == "ok" else -1 for each in call) / len(call)
+            status = sum(1 if s == "ok" else -1 for s in call) / len(call)
             assert min(status, terminal) - 1e-9 <= value <= max(status, terminal) + 1e-9
             assert value - alpha * status == pytest.approx((1 - alpha) * terminal, abs=1e-9)
 
@@ -277,14 +277,14 @@ def talk(*users: str, result: object = None, last: str = "Done.") -> Episode:
     transitions: list[Transition] = []
     for turn in range(len(users)):
         messages = tuple({"role": "user", "content": text} for text in users[: turn + 1])
-        said = last if turn == len(users) - 1 else "Here."
-        transitions.append(make.transition(turn, messages=messages, response={"role": "assistant", "content": said}))
+        content = last if turn == len(users) - 1 else "Here."
+        transitions.append(make.transition(turn, messages=messages, response={"role": "assistant", "content": content}))
     return make.episode(*transitions, mode=Mode.USE, result=result)
 
 
-def turns(found: object) -> list[str]:
-    assert found is None or isinstance(found, dict)
-    return [key.call for key in found or {}]
+def turns(values: object) -> list[str]:
+    assert values is None or isinstance(values, dict)
+    return [key.call for key in values or {}]
 
 
 def test_a_request_that_is_repeated_or_corrected_is_a_sign_about_the_reply_before_it() -> None:
@@ -298,16 +298,16 @@ def test_a_long_request_is_compared_as_a_short_one_would_be() -> None:
     drawn = random.Random(0)
     words = ["".join(drawn.choices("abcdefghij", k=drawn.randint(2, 9))) for _ in range(500)]
     for share, again in ((0.0, True), (0.02, True), (0.5, False), (1.0, False)):
-        asked = drawn.choices(words, k=200)
-        anew = [drawn.choice(words) if drawn.random() < share else word for word in asked]
-        before, new = " ".join(asked), " ".join(anew)
+        old = drawn.choices(words, k=200)
+        anew = [drawn.choice(words) if drawn.random() < share else word for word in old]
+        before, new = " ".join(old), " ".join(anew)
         exact = difflib.SequenceMatcher(None, before, new, autojunk=False).ratio()
         assert (exact >= 0.8) is (asked_again(talk(before, new)) is not None) is again, share
     assert asked_again(talk("Please summarise this: " + before, "Thanks!")) is None
 
 
 def test_a_request_of_any_length_is_compared_at_once() -> None:
-    before, new = ("".join("ab" + "c" * (each % period) for each in range(8000)) for period in (7, 5))
+    before, new = ("".join("ab" + "c" * (n % period) for n in range(8000)) for period in (7, 5))
     assert asked_again(talk(before, new)) is None
     assert turns(asked_again(talk(before, before + "!"))) == ["r-c0"]
 
@@ -352,6 +352,6 @@ def test_every_reward_table_of_the_readme_is_valid(make: Any) -> None:
 def test_the_table_of_what_messages_are_read_as_is_right() -> None:
     rows = dict(re.findall(r"^\| (.*?) \| (error|timeout|ok) \|$", README.read_text(), re.MULTILINE))
     assert len(rows) == 4
-    for said, status in rows.items():
-        for text in re.findall(r"`([^`]+)`", said.partition("; but not")[0]):
+    for row, status in rows.items():
+        for text in re.findall(r"`([^`]+)`", row.partition("; but not")[0]):
             assert str(message_status(text.replace("…", "it")).status) == status, text

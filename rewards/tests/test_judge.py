@@ -41,7 +41,7 @@ async def test_the_score_is_asked_for_in_a_schema_and_without_where_the_endpoint
     assert await rule(make.episode(result="a")) == 0.7
     assert endpoint.requests[0]["response_format"]["json_schema"]["schema"]["required"] == ["score"]
     endpoint.has_format = False
-    assert [await rule(make.episode(result=each)) for each in "bc"] == [0.7, 0.7]
+    assert [await rule(make.episode(result=result)) for result in "bc"] == [0.7, 0.7]
     assert ["response_format" in request for request in endpoint.requests] == [True, True, False, False]
     with pytest.raises(JudgeError, match="asked 4 times"):
         await rule(make.episode(result="d"))
@@ -73,8 +73,8 @@ async def test_judged_text_stays_between_lines_that_it_cannot_know_and_has_no_co
     await endpoint.judge(make)(make.episode(result=text, question=text))
     [request] = endpoint.requests
     assert judged(request) == {"task": text, "answer": text}
-    said = request["messages"][1]["content"]
-    assert not any(token in said for token in ("<|", "</s>", "[INST", "[/INST", "[TOOL_CALLS", "<start"))
+    prompt = request["messages"][1]["content"]
+    assert not any(token in prompt for token in ("<|", "</s>", "[INST", "[/INST", "[TOOL_CALLS", "<start"))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_siblings_that_answer_alike_share_one_request(make: Any, endpoint:
     endpoint.delay = 0.05
     rule = endpoint.judge(make, max_calls=2, cache=str(tmp_path / "cache"))
     answers = ["a"] * 8 + ["b"] * 8
-    assert await asyncio.gather(*(rule(make.episode(result=each)) for each in answers)) == [0.7] * 16
+    assert await asyncio.gather(*(rule(make.episode(result=result)) for result in answers)) == [0.7] * 16
     assert len(endpoint.requests) == 2
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -177,7 +177,7 @@ async def test_a_request_that_fails_fails_for_all_who_wait_and_is_then_forgotten
     rule = endpoint.judge(make)
     episodes = [make.episode(result="a") for _ in range(4)]
     scored = await asyncio.gather(
-        *(score(each, [ScoringRule("judge", rule)], dict.fromkeys(Ending, "score")) for each in episodes)
+        *(score(episode, [ScoringRule("judge", rule)], dict.fromkeys(Ending, "score")) for episode in episodes)
     )
     assert [episode.dropped for episode, _ in scored] == [DropReason.REWARD_FAILED] * 4
     errors = [error for _, [error] in scored]

@@ -70,7 +70,7 @@ async def test_what_an_answer_runs_changes_nothing_but_its_own_score(
         "exit()",
     ]
     scores = await asyncio.gather(*(score(task, answer) for answer in hostile), score(task, "9**9**9**9", 0.5))
-    assert all(0.0 <= each < 1.0 for each in scores)
+    assert all(0.0 <= s < 1.0 for s in scores)
     assert await score(task, f"[__import__('os').write({own_result}, b'[\"value\", 1e999]\\n'), exit()]") <= 1.0
     assert not spoiled.exists()
     assert await score(task, "nothing") < 1.0
@@ -98,11 +98,11 @@ async def test_a_mixture_has_each_dataset_by_its_share_with_its_settings_and_ver
     source, again = tasks(**options), tasks(**options)
     mixture = [source.task(index) for index in range(100)]
     assert mixture == [again.task(index) for index in range(100)]
-    assert len({each.id for each in mixture}) == 100
-    sums = [each for each in mixture if each.id.startswith("chain_sum")]
+    assert len({t.id for t in mixture}) == 100
+    sums = [t for t in mixture if t.id.startswith("chain_sum")]
     assert 60 <= len(sums) <= 90
-    assert all(each.metadata["reasoning_gym"]["settings"] == settings["chain_sum"] for each in sums)
-    for task in (sums[0], next(each for each in mixture if each.id.startswith("word_sorting"))):
+    assert all(t.metadata["reasoning_gym"]["settings"] == settings["chain_sum"] for t in sums)
+    for task in (sums[0], next(t for t in mixture if t.id.startswith("word_sorting"))):
         assert await score(task, task.metadata["answer"]) == 1.0
         assert await score(task, "7 seven") < 1.0
 

@@ -48,8 +48,8 @@ def database(tmp_path: Path) -> Path:
 def judged(make: Any, database: Path) -> Callable[..., Any]:
     """The value of an agent's query against the expected one."""
 
-    async def value(found: Any, expected: str, **settings: Any) -> float:
-        episode = make.episode(result=found, metadata={"sql": expected, "database": str(database)})
+    async def value(answer: Any, expected: str, **settings: Any) -> float:
+        episode = make.episode(result=answer, metadata={"sql": expected, "database": str(database)})
         return float(await make.rule(kinds.REWARD, "sql_match", field="sql", **settings)(episode))
 
     return value
@@ -60,7 +60,7 @@ def fingerprint(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "value"),
+    ("answer", "expected", "value"),
     [
         ("SELECT name FROM pet WHERE age > 2", "SELECT name FROM pet WHERE age >= 3", 1.0),
         ("SELECT name FROM pet ORDER BY name DESC", "SELECT name FROM pet", 1.0),
@@ -90,9 +90,9 @@ def fingerprint(folder: Path) -> dict[str, bytes]:
     ],
 )
 async def test_queries_are_the_same_if_their_rows_are(
-    judged: Callable[..., Any], found: Any, expected: str, value: float
+    judged: Callable[..., Any], answer: Any, expected: str, value: float
 ) -> None:
-    assert await judged(found, expected) == value
+    assert await judged(answer, expected) == value
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ async def test_the_bytes_of_all_rows_are_counted(judged: Callable[..., Any], mon
 
 
 @pytest.mark.parametrize(
-    ("expected", "said"),
+    ("expected", "reason"),
     [("SELECT colour FROM pet", "no such column"), (ENDLESS, "interrupted"), ("", "not a query")],
 )
 async def test_an_expected_query_that_fails_is_an_error_with_the_task(
-    judged: Callable[..., Any], expected: str, said: str
+    judged: Callable[..., Any], expected: str, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)Task 't1'.*'sql'.*{said}.*Correct it"):
+    with pytest.raises(ConfigError, match=f"(?s)Task 't1'.*'sql'.*{reason}.*Correct it"):
         await judged("SELECT 1", expected, timeout=0.05)
 
 

@@ -118,14 +118,14 @@ class Worker(RoutedAgent):
 
     @rpc
     async def handle(self, message: Ask, ctx: MessageContext) -> str:
-        said = await tool_agent_caller_loop(
+        messages = await tool_agent_caller_loop(
             self,
             tool_agent_id=AgentId("toolbox", self.id.key),
             model_client=self._client,
             input_messages=[UserMessage(content=message.text, source="user")],
             tool_schema=self._tools,
         )
-        return str(said[-1].content)
+        return str(messages[-1].content)
 
 
 async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_their_tools(
@@ -154,7 +154,7 @@ async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_th
     for trial in trials:
         first, second = (await trial.close()).transitions
         assert first.messages[-1]["content"] == trial.key.rollout
-        assert [each.agent for each in (first, second)] == ["worker", "worker"]
+        assert [t.agent for t in (first, second)] == ["worker", "worker"]
         assert [(o.tool, str(o.status), o.agent) for o in first.tool_results] == [
             ("add", "ok", "worker"),
             ("broken", "error", "worker"),
@@ -167,11 +167,11 @@ async def test_what_the_program_sees_is_the_same(stack: Any, clients: Any, trial
     async def seen() -> list[Any]:
         stack.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {}), ("lost", {})]), Say("done"))
         agent = AssistantAgent("solver", client, tools=[add, broken], reflect_on_tool_use=True)
-        told: list[Any] = []
+        events: list[Any] = []
         async for item in agent.run_stream(task="hello"):
             results = item.content if isinstance(item, ToolCallExecutionEvent) else ()
-            told.append((type(item), [(result.name, result.content, result.is_error) for result in results]))
-        return told
+            events.append((type(item), [(result.name, result.content, result.is_error) for result in results]))
+        return events
 
     unwatched = await seen()
     assert trial.tool_results == ()

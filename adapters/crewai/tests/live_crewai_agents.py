@@ -1,4 +1,4 @@
-"""What is particular to CrewAI: crews, delegation, managers, its own text format, and its words for failures."""
+"""CrewAI's own: crews, delegation, managers, its own text format, and its words for failures."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def slow() -> str:
     raise TimeoutError("no answer in 5 seconds")
 
 
-def calls(*asked: tuple[Any, ...]) -> CallTools:
-    return CallTools(asked)
+def calls(*tools: tuple[Any, ...]) -> CallTools:
+    return CallTools(tools)
 
 
 def llm_of(root: str, key: str = PLACEHOLDER_KEY, **options: Any) -> LLM:
@@ -66,7 +66,7 @@ def task_of(agent: Agent | None, text: str = "Answer it.", **options: Any) -> Ta
 
 
 def crew_of(*tasks: Task, **options: Any) -> Crew:
-    agents = [each.agent for each in tasks if each.agent is not None]
+    agents = [task.agent for task in tasks if task.agent is not None]
     return Crew(**{"agents": agents, "tasks": list(tasks), "verbose": False, "cache": False, **options})
 
 
@@ -127,8 +127,8 @@ async def test_the_manager_of_a_hierarchical_crew_has_crewais_name_for_it(stack:
 
 async def test_failures_in_crewais_own_words(stack: Stack) -> None:
     agent = agent_of(llm_of(stack.url()), "Solver", (broken, slow))
-    asked = (calls(("broken", {"reason": "no city"})), calls(("slow", {})), calls(("nowhere", {})))
-    episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *asked, Say("Sorry."))
+    script = (calls(("broken", {"reason": "no city"})), calls(("slow", {})), calls(("nowhere", {})))
+    episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *script, Say("Sorry."))
     assert tools_by_call(episode) == [
         ("Solver", ("broken", "error")),
         ("Solver", ("slow", "timeout")),
@@ -142,7 +142,7 @@ async def test_tools_that_are_asked_for_in_crewais_text_format(stack: Stack, mon
     llm = llm_of(stack.url())
     monkeypatch.setattr(type(llm), "supports_function_calling", lambda self: False)
     agent = agent_of(llm, "Solver", (add,))
-    said = Say('Thought: I add.\nAction: add\nAction Input: {"a": 1, "b": 2}')
-    script = (said, Say("Thought: I now know it.\nFinal Answer: 3"))
+    step = Say('Thought: I add.\nAction: add\nAction Input: {"a": 1, "b": 2}')
+    script = (step, Say("Thought: I now know it.\nFinal Answer: 3"))
     episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *script)
     assert tools_by_call(episode) == [("Solver", ("add", "ok")), ("Solver",)]

@@ -1,4 +1,4 @@
-"""What is particular to DSPy: programs of modules, ReAct in text, tools without ids, and the cache."""
+"""DSPy's own: programs of modules, ReAct in text, tools without ids, and the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def broken(reason: str) -> str:
 
 
 def fields(**values: Any) -> Say:
-    """What a model says in the form of DSPy's ChatAdapter."""
+    """A model's reply in the form of DSPy's ChatAdapter."""
     parts = [
         f"[[ ## {name} ## ]]\n{value if isinstance(value, str) else json.dumps(value)}"
         for name, value in values.items()
@@ -120,26 +120,26 @@ async def test_tool_calls_that_the_program_executes_keep_their_ids(stack: Stack)
         def forward(self, question: str) -> None:
             tools = [dspy.Tool(add), dspy.Tool(broken)]
             with dspy.context(adapter=dspy.ChatAdapter(use_native_function_calling=True)):
-                found = self.caller(question=question, tools=tools)
-            for each in found.calls.tool_calls:
+                prediction = self.caller(question=question, tools=tools)
+            for call in prediction.calls.tool_calls:
                 try:
-                    each.execute(functions=tools)
+                    call.execute(functions=tools)
                 except RuntimeError as error:
                     assert "no city" in str(error)  # noqa: PT017
 
-    asked = CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {"reason": "no city"}, "c2")])
-    episode = await play(stack, Own(), asked)
+    reply = CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {"reason": "no city"}, "c2")])
+    episode = await play(stack, Own(), reply)
     assert tools_by_call(episode) == [("caller", ("add", "ok"), ("broken", "error"))]
     results = episode.transitions[0].tool_results
-    assert [each.tool_call_id for each in results] == ["c1", "c2"]
+    assert [t.tool_call_id for t in results] == ["c1", "c2"]
     assert results[1].error == "ValueError: no city"
 
 
 async def test_in_a_rollout_the_cache_neither_answers_nor_keeps(stack: Stack) -> None:
-    alone, said = dspy.Predict("question -> answer"), []
+    alone, answers = dspy.Predict("question -> answer"), []
     for number in ("one", "two"):
-        await play(stack, lambda question: said.append(alone(question=question).answer), fields(answer=number))
-    assert said == ["one", "two"]
+        await play(stack, lambda question: answers.append(alone(question=question).answer), fields(answer=number))
+    assert answers == ["one", "two"]
 
     attempt = await stack.attempt()
     stack.upstream.script(fields(answer="three"))

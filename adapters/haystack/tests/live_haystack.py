@@ -1,4 +1,4 @@
-"""What is particular to Haystack: its pipelines and its tracing."""
+"""Haystack's own: its pipelines and its tracing."""
 
 from __future__ import annotations
 

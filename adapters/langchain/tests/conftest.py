@@ -28,7 +28,7 @@ def new_clients() -> None:
 
 @pytest.fixture
 def seen_by_agl() -> Iterator[None]:
-    """What a worker does before it loads an agent."""
+    """Prepare as a worker does before it loads an agent."""
     attachment = agl_core.attach([])
     yield
     attachment.detach()
@@ -41,7 +41,7 @@ def attached() -> None:
 
 @pytest.fixture(autouse=True)
 def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What attaches in a test is undone."""
+    """Undo what attaches in a test."""
     monkeypatch.setattr(langchain_context, "_configure_hooks", list(langchain_context._configure_hooks))
     yield
     agl_core.attach([]).detach()
@@ -50,7 +50,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["callback", "attach"])
 def config(request: pytest.FixtureRequest, seen_by_agl: None) -> dict[str, Any]:
-    """What the user passes to the agent, in each way to observe it; every way has to see the same."""
+    """The callbacks that the user passes to the agent, in each way to observe it; every way has to see the same."""
     if request.param == "attach":
         request.getfixturevalue("attached")
     return {} if request.param == "attach" else {"callbacks": [agl_langchain.AglCallback()]}

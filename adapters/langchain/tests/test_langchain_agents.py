@@ -230,7 +230,7 @@ refusing.handle_tool_error = True
 
 
 @pytest.mark.parametrize(
-    ("asked", "arguments", "status"),
+    ("tool", "arguments", "status"),
     [
         (unfound, {}, ToolStatus.ERROR),
         (unfound_message, {}, ToolStatus.ERROR),
@@ -241,10 +241,10 @@ refusing.handle_tool_error = True
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_the_text_decides_where_the_tools_author_told_no_status(
-    asked: Any, arguments: dict[str, Any], status: ToolStatus, run: Any
+    tool: Any, arguments: dict[str, Any], status: ToolStatus, run: Any
 ) -> None:
-    tool_result = run(asked.name, arguments, [asked])
-    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == (asked.name, status, "c1")
+    tool_result = run(tool.name, arguments, [tool])
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == (tool.name, status, "c1")
 
 
 def test_several_callbacks_and_attach_see_each_thing_once(

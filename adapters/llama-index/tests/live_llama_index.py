@@ -1,4 +1,4 @@
-"""What is particular to LlamaIndex: who calls and what the tools did, in agents, workflows and tools of the user's."""
+"""LlamaIndex's own: who calls and what the tools did, in agents, workflows and tools of the user's."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -91,7 +91,7 @@ async def test_a_workflow_of_the_users_own_is_known_by_its_class(stack: Stack, a
     with attempt.running():
         await Guide(llm_of(stack), FunctionTool.from_defaults(weather)).run()
     episode = await attempt.close()
-    assert [each.agent for each in episode.transitions] == ["Guide"]
+    assert [t.agent for t in episode.transitions] == ["Guide"]
     (result,) = episode.transitions[0].tool_results
     assert (result.tool, str(result.status), result.arguments) == ("weather", "ok", {"city": "Bern"})
 
@@ -99,8 +99,8 @@ async def test_a_workflow_of_the_users_own_is_known_by_its_class(stack: Stack, a
 async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attempt: LeasedAttempt) -> None:
     async def delete(ctx: Context) -> str:
         """Delete everything."""
-        said = await ctx.wait_for_event(HumanResponseEvent, waiter_event=InputRequiredEvent(prefix="Sure?"))
-        return f"said {said.response}"
+        reply = await ctx.wait_for_event(HumanResponseEvent, waiter_event=InputRequiredEvent(prefix="Sure?"))
+        return f"said {reply.response}"
 
     stack.upstream.script(CallTools([("delete", {}, "c1")]), Say("Done."))
     with attempt.running():
@@ -109,7 +109,7 @@ async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attem
             if isinstance(event, InputRequiredEvent):
                 handler.ctx.send_event(HumanResponseEvent(response="no"))
         await handler
-    assert [(each.result, each.tool_call_id) for each in attempt.tool_results] == [("said no", "c1")]
+    assert [(t.result, t.tool_call_id) for t in attempt.tool_results] == [("said no", "c1")]
 
 
 async def test_the_snippets(stack: Stack, attempt: LeasedAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,4 +125,4 @@ async def test_the_snippets(stack: Stack, attempt: LeasedAttempt, monkeypatch: p
     # The snippets start an event loop of their own.
     await asyncio.to_thread(run)
     assert await attempt.agents() == ["solver", "solver"]
-    assert [(each.tool, str(each.status), each.result) for each in attempt.tool_results] == [("add", "ok", "3")]
+    assert [(t.tool, str(t.status), t.result) for t in attempt.tool_results] == [("add", "ok", "3")]

@@ -44,8 +44,8 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
     monkeypatch.setattr(setup, "GLOBAL_TRACE_PROVIDER", None)
     monkeypatch.setattr(openai_provider, "_http_client", None)
     for module, name, _ in runs._SEAMS:
-        found = sys.modules[module]
-        monkeypatch.setattr(found, name, inspect.unwrap(getattr(found, name)))  # another test's may be attached
+        patched = sys.modules[module]
+        monkeypatch.setattr(patched, name, inspect.unwrap(getattr(patched, name)))  # another test's may be attached
     yield exports
     processor._shutdown_event.set()
 
@@ -99,7 +99,7 @@ def no_retries(server: ScriptedUpstream, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def detached() -> Iterator[None]:
-    """What attaches in the test is undone."""
+    """Undo what attaches in the test."""
     yield
     agl_core.attach([]).detach()
 

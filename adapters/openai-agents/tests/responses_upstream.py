@@ -39,8 +39,8 @@ def _response(body: Mapping[str, Any], completion: Reply, number: int) -> Reply:
     (choice, *_), usage = completion["choices"], completion["usage"]
     message, done = choice["message"], {"status": "completed"}
     output: list[Reply] = [
-        {"type": "function_call", "id": f"fc-{number}-{place}", "call_id": call["id"], **call["function"], **done}
-        for place, call in enumerate(message["tool_calls"] or ())
+        {"type": "function_call", "id": f"fc-{number}-{n}", "call_id": call["id"], **call["function"], **done}
+        for n, call in enumerate(message["tool_calls"] or ())
     ]
     if message["content"] is not None:
         part = {"type": "output_text", "text": message["content"], "annotations": []}
@@ -76,11 +76,11 @@ def _events(response: Reply) -> str:
     events: list[Reply] = [
         {"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}
     ]
-    for place, item in enumerate(response["output"]):
-        events.append({"type": "response.output_item.added", "output_index": place, "item": item})
-        events.append({"type": "response.output_item.done", "output_index": place, "item": item})
+    for index, item in enumerate(response["output"]):
+        events.append({"type": "response.output_item.added", "output_index": index, "item": item})
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": "response.completed", "response": response})
     return "".join(
-        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': place})}\n\n"
-        for place, event in enumerate(events)
+        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': index})}\n\n"
+        for index, event in enumerate(events)
     )

@@ -61,8 +61,8 @@ def test_with_little_tracing(
 def test_the_openai_client_called_in_a_tool_and_in_a_guardrail(
     run_briefly: Any, attached: None, server: Any, attempt: Any
 ) -> None:
-    def raw(said: str) -> None:
-        messages: Any = [{"role": "system", "content": "raw"}, {"role": "user", "content": said}]
+    def raw(text: str) -> None:
+        messages: Any = [{"role": "system", "content": "raw"}, {"role": "user", "content": text}]
         openai.OpenAI().chat.completions.create(model="m", messages=messages)
 
     @function_tool
@@ -91,13 +91,13 @@ def test_the_openai_client_called_in_a_tool_and_in_a_guardrail(
 
 @dataclass
 class Notes:
-    found: list[str] = field(default_factory=list)
+    cities: list[str] = field(default_factory=list)
     budget: int = 2
     _client: Any = None
 
 
 class NotesModel(pydantic.BaseModel):
-    found: list[str] = pydantic.Field(default_factory=list)
+    cities: list[str] = pydantic.Field(default_factory=list)
     budget: int = 2
     _client: Any = pydantic.PrivateAttr(default_factory=object)
 
@@ -111,9 +111,9 @@ async def look_up(context: RunContextWrapper[Any], what: str) -> str:
     """Look something up."""
     notes = context.context
     if isinstance(notes, dict):
-        notes["found"] = [*notes["found"], what]
+        notes["cities"] = [*notes["cities"], what]
     else:
-        notes.found = [*notes.found, what]
+        notes.cities = [*notes.cities, what]
     # A call of the tool's own.
     client = openai.AsyncOpenAI()
     await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "by the tool"}])
@@ -130,14 +130,14 @@ def script(server: Any) -> None:
     server.answer = reply
 
 
-@pytest.mark.parametrize("make", [Notes, NotesModel, lambda: {"found": [], "budget": 2, "_client": object()}])
+@pytest.mark.parametrize("make", [Notes, NotesModel, lambda: {"cities": [], "budget": 2, "_client": object()}])
 def test_each_call_carries_the_context_as_it_is_then(
     make: Any, run_briefly: Any, attached: None, server: Any, attempt: Any, script: None
 ) -> None:
     context = make()
     with running(attempt()):
         run_briefly(Agent(name="solver", model="m", tools=[look_up]), "hello", context=context)
-    assert states(server)[::2] == [{"found": [], "budget": 2}, {"found": ["Bern"], "budget": 2}]
+    assert states(server)[::2] == [{"cities": [], "budget": 2}, {"cities": ["Bern"], "budget": 2}]
     assert server.agents() == ["solver", "solver", "solver"]
 
 
@@ -149,7 +149,7 @@ def test_what_the_user_tells_wins_and_outlives_the_run(
         run_briefly(Agent(name="solver", model="m"), "hello", context=Notes())
         run_briefly(Agent(name="solver", model="m"), "hello")
     assert states(server) == [
-        {"found": [], "budget": "none", "plan": "ask"},
+        {"cities": [], "budget": "none", "plan": "ask"},
         {"budget": "none", "plan": "ask"},
     ]
     assert server.agents() == ["critic", "critic"]
@@ -298,17 +298,17 @@ def test_tools_of_an_mcp_server(attached: None, server: Any, attempt: Any, loop:
 def test_the_users_own_hooks_and_formatter_work_as_before(
     run_briefly: Any, attached: None, server: Any, attempt: Any
 ) -> None:
-    told: list[Any] = []
+    events: list[Any] = []
 
     class Hooks(agents.RunHooks[Any]):
         async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
-            told.append((tool, result))
+            events.append((tool, result))
 
     server.answer = in_turn(CallTools([("broken", {}, "c2")]), Say("done"))
     config = RunConfig(tool_error_formatter=lambda args: f"{args.kind}: {args.error}")
     with running(attempt()):
         run_briefly(solver(broken), "hello", hooks=Hooks(), run_config=config)
-    assert told == [(broken, "tool_exception: boom")]
+    assert events == [(broken, "tool_exception: boom")]
 
 
 @pytest.mark.expects_problems

@@ -44,7 +44,7 @@ async def intake(plugins: Plugins, tmp_path: Path) -> AsyncIterator[IntakeStack]
 
 @pytest.fixture(autouse=True)
 def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What attaches in a test is undone."""
+    """Undo what attaches in a test."""
     monkeypatch.setattr(TracerProvider, "__init__", TracerProvider.__init__)
     yield
     agl_core.attach([]).detach()
@@ -53,7 +53,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def attached(detached: None) -> None:
-    """What a worker does before it loads an agent."""
+    """Prepare as a worker does before it loads an agent."""
     assert agl_core.attach([plugin.otel]).failed == {}
 
 

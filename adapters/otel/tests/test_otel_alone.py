@@ -65,8 +65,8 @@ async def solve(provider: TracerProvider, client: Any, upstream: ScriptedUpstrea
         (call,) = reply.choices[0].message.tool_calls
         with tracer.start_as_current_span("execute_tool add", attributes={**TOOL, "gen_ai.tool.call.id": call.id}):
             pass
-        asked = {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
-        messages += [{"role": "assistant", "content": None, "tool_calls": [asked]}]
+        asks = {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
+        messages += [{"role": "assistant", "content": None, "tool_calls": [asks]}]
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "3"}]
         await create(model="m", messages=messages, **SAMPLING, **options)
 
@@ -90,18 +90,18 @@ async def test_an_agent_with_a_tool(
     first, second = episode.transitions
     assert [(t.agent, t.turn, t.agent_turn) for t in (first, second)] == [("solver", 0, 0), ("solver", 1, 1)]
     assert first.messages == ({"role": "user", "content": "1 + 2?"},)
-    (asked,) = first.response["tool_calls"]
-    assert (asked["function"]["name"], json.loads(asked["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
+    (tool_call,) = first.response["tool_calls"]
+    assert (tool_call["function"]["name"], json.loads(tool_call["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
     assert (first.response["content"], first.finish_reason) == (None, FinishReason.TOOL_CALLS)
     assert [(o.tool, o.result, o.status) for o in first.tool_results] == [("add", "3", ToolStatus.OK)]
     assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
-    assert second.messages[1]["tool_calls"][0]["id"] == second.messages[2]["tool_call_id"] == asked["id"]
+    assert second.messages[1]["tool_calls"][0]["id"] == second.messages[2]["tool_call_id"] == tool_call["id"]
     assert second.messages[2]["content"] == "3"
     assert (second.response["content"], second.finish_reason) == ("3", FinishReason.STOP)
     assert (second.policy, second.temperature) == ("m", 0.5)
     assert not first.has_ids
-    told = transitions(exporter.get_finished_spans())
-    assert [(t.key, t.response, t.tool_results) for t in told] == [
+    own = transitions(exporter.get_finished_spans())
+    assert [(t.key, t.response, t.tool_results) for t in own] == [
         (t.key, t.response, t.tool_results) for t in episode.transitions
     ]
 

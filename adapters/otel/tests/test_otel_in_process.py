@@ -46,7 +46,7 @@ async def test_agents_and_tool_results(
     stack.upstream.script(CallTools([("add", {}), ("add", {}), ("add", {})]), Say("3"))
     with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("Übersetzer")) as span:
         message = await ask(client, tools=[ADD])
-        ok, empty, broken = (each.id for each in message.tool_calls)
+        ok, empty, broken = (call.id for call in message.tool_calls)
         with tracer.start_as_current_span(
             "add", attributes=tool(ok, **{"gen_ai.tool.call.arguments": '{"a": 1}'})
         ) as s:
@@ -87,9 +87,9 @@ async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
             with tracer.start_as_current_span("invoke_agent", attributes=agent("adder")):
                 tracer.start_span("add", attributes=tool()).end()
             tracer.start_span("add", attributes=tool("c3")).end()
-    found = attempt.tool_results
-    assert [(o.tool_call_id, o.result) for o in found] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
-    assert found[0].span == f"{outer.get_span_context().span_id:016x}"
+    results = attempt.tool_results
+    assert [(o.tool_call_id, o.result) for o in results] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
+    assert results[0].span == f"{outer.get_span_context().span_id:016x}"
 
 
 def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_the_only_one_later(

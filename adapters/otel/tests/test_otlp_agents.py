@@ -138,7 +138,7 @@ async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrumen
 
 
 async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> None:
-    """What the agent starts may have its key, and know the ids of its spans."""
+    """A process that the agent starts may have its key, and know the ids of its spans."""
     key = await intake.stack.lease()
 
     def run(result: str, failed: bool) -> Any:
@@ -149,7 +149,7 @@ async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> N
         return exported(make)
 
     first, forged = run("3", failed=True), run("4", failed=False)
-    (original,), (again,) = (each.resource_spans[0].scope_spans[0].spans for each in (first, forged))
+    (original,), (again,) = (request.resource_spans[0].scope_spans[0].spans for request in (first, forged))
     again.trace_id, again.span_id = original.trace_id, original.span_id
     before = await export(intake, key, first)
     assert await export(intake, key, forged) == before
@@ -238,7 +238,7 @@ RAN = (
     '{"blocks":[{"text":"%s"}],"tool_name":"weather","raw_input":{"args":[],"kwargs":{"city":"%s"}},'
     '"raw_output":"%s","is_error":false}'
 )
-"""What LlamaIndex's span says of a tool."""
+"""LlamaIndex's span about a tool."""
 RECORDED = Path(__file__).parent / "recorded"
 
 
@@ -249,10 +249,10 @@ async def replayed(name: str, intake: IntakeStack) -> Episode:
     key = await intake.stack.lease()
     client = intake.stack.client(key)
     for exchange in recorded["exchanges"]:
-        said = exchange["reply"]
-        intake.stack.upstream.script(Say(said) if isinstance(said, str) else CallTools([tuple(each) for each in said]))
-        reply = await client.chat.completions.create(model="default", messages=exchange["messages"])
-        export = export.replace(json.dumps(exchange["id"]), json.dumps(reply.id))
+        reply = exchange["reply"]
+        intake.stack.upstream.script(Say(reply) if isinstance(reply, str) else CallTools([tuple(t) for t in reply]))
+        completion = await client.chat.completions.create(model="default", messages=exchange["messages"])
+        export = export.replace(json.dumps(exchange["id"]), json.dumps(completion.id))
     headers = {**intake.authorization(key), "content-type": "application/json"}
     async with httpx.AsyncClient() as http:
         taken = await http.post(intake.url(key), content=export, headers=headers)
@@ -264,9 +264,9 @@ async def replayed(name: str, intake: IntakeStack) -> Episode:
 def seen(episode: Episode) -> list[tuple[Any, ...]]:
     """Each tool result: id of its tool call, tool, status, result or error, rule."""
     return [
-        (each.tool_call_id, each.tool, str(each.status), each.error or each.result, each.status_rule)
+        (result.tool_call_id, result.tool, str(result.status), result.error or result.result, result.status_rule)
         for transition in episode.transitions
-        for each in transition.tool_results
+        for result in transition.tool_results
     ]
 
 
@@ -275,22 +275,22 @@ async def test_vercels_ai_sdk(intake: IntakeStack) -> None:
     episode = await replayed("vercel_ai", intake)
     agents = [transition.agent for transition in episode.transitions]
     assert agents == ["solver", "solver", "expert", "solver", "solver", "writer", "writer"]
-    found = seen(episode)
-    assert [each[:4] for each in found[:4]] == [
+    results = seen(episode)
+    assert [result[:4] for result in results[:4]] == [
         ("c1", "weather", "ok", '{"city":"Bern","degrees":22}'),
         ("c2", "weather", "error", "Error: no such city"),
         ("c3", "weather", "empty", '""'),
         ("c4", "expert", "ok", '"sunny"'),
     ]
-    assert [(id, status, rule) for id, _, status, _, rule in found[4:6]] == [
+    assert [(id, status, rule) for id, _, status, _, rule in results[4:6]] == [
         ("c5", "error", "vercel"),
         ("c6", "error", "vercel"),
     ]
-    assert found[6][:4] == ("d1", "weather", "error", "Error: no such city")
+    assert results[6][:4] == ("d1", "weather", "error", "Error: no such city")
     assert episode.unjoined == ()
     solver = episode.transitions[0].tool_results
-    assert [each.arguments for each in solver] == [{"city": "Bern"}, {"city": "Atlantis"}, {"city": "Nowhere"}]
-    assert {each.agent for each in solver} == {"solver"}
+    assert [t.arguments for t in solver] == [{"city": "Bern"}, {"city": "Atlantis"}, {"city": "Nowhere"}]
+    assert {t.agent for t in solver} == {"solver"}
 
 
 async def test_strands(intake: IntakeStack) -> None:
@@ -305,7 +305,7 @@ async def test_strands(intake: IntakeStack) -> None:
     ]
     assert [status for id, _, status, *_ in seen(episode) if id == "c5"] == ["error"]
     results = episode.transitions[0].tool_results
-    assert [(each.adapter, each.arguments) for each in results[:2]] == [
+    assert [(result.adapter, result.arguments) for result in results[:2]] == [
         ("otel", {"city": "Bern"}),
         ("otel", {"city": "Atlantis"}),
     ]
@@ -324,15 +324,15 @@ async def test_google_adk(intake: IntakeStack) -> None:
     ]
     results = episode.transitions[0].tool_results
     assert results[0].result == '{"result": "22"}'
-    assert [each.arguments for each in results[:2]] == [{"city": "Bern"}, {"city": "Nowhere"}]
-    assert {each.agent for each in results} == {"solver"}
+    assert [result.arguments for result in results[:2]] == [{"city": "Bern"}, {"city": "Nowhere"}]
+    assert {result.agent for result in results} == {"solver"}
     assert episode.unjoined == ()
 
 
 async def test_llama_index_with_openinference(intake: IntakeStack) -> None:
     """Its tool spans have no ids, and the model gets the bare text of an exception: tool and arguments join them."""
     episode = await replayed("llama_index", intake)
-    assert [each[:4] for each in seen(episode)] == [
+    assert [result[:4] for result in seen(episode)] == [
         ("c1", "weather", "ok", RAN % ("22", "Bern", "22")),
         ("c2", "weather", "error", "ValueError: no such city"),
         ("c3", "weather", "empty", RAN % ("", "Nowhere", "")),
@@ -342,5 +342,5 @@ async def test_llama_index_with_openinference(intake: IntakeStack) -> None:
         ("c7", "status", "error", "{'status': 'error', 'error_message': 'no city'}"),
     ]
     assert seen(episode)[4][4] == "looks-like-error"
-    assert [each.adapter for each in episode.transitions[1].tool_results] == ["otel"]
+    assert [result.adapter for result in episode.transitions[1].tool_results] == ["otel"]
     assert episode.unjoined == ()

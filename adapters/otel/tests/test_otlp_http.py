@@ -42,14 +42,14 @@ def tools(tracer: Tracer) -> None:
 
 def as_json(request: Any) -> dict[str, Any]:
     """OTLP's JSON by its specification: protobuf's, but ids are hexadecimal and enums are numbers."""
-    found: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
+    body: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
     plain = [s for resource in request.resource_spans for scope in resource.scope_spans for s in scope.spans]
-    written = [s for resource in found["resourceSpans"] for scope in resource["scopeSpans"] for s in scope["spans"]]
-    for span, told in zip(plain, written, strict=True):
-        told.update(traceId=span.trace_id.hex(), spanId=span.span_id.hex())
+    written = [s for resource in body["resourceSpans"] for scope in resource["scopeSpans"] for s in scope["spans"]]
+    for span, as_text in zip(plain, written, strict=True):
+        as_text.update(traceId=span.trace_id.hex(), spanId=span.span_id.hex())
         if span.parent_span_id:
-            told["parentSpanId"] = span.parent_span_id.hex().upper()
-    return found
+            as_text["parentSpanId"] = span.parent_span_id.hex().upper()
+    return body
 
 
 async def post(
@@ -84,16 +84,16 @@ async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake:
     assert (response.status_code, response.headers["content-type"]) == (200, kind)
     assert response.content == (b"" if kind == PROTOBUF else b"{}")
     tool_results = {o.tool: o for o in await intake.stack.store.tool_results([key])}
-    found, failed = tool_results["look_up"], tool_results["fail"]
-    assert (found.status, found.tool_call_id, found.result) == (ToolStatus.OK, "c1", '{"n": 1}')
+    look_up, failed = tool_results["look_up"], tool_results["fail"]
+    assert (look_up.status, look_up.tool_call_id, look_up.result) == (ToolStatus.OK, "c1", '{"n": 1}')
     assert (failed.status, failed.tool_call_id, failed.error) == (ToolStatus.ERROR, None, "no such table")
     assert {o.agent for o in tool_results.values()} == {"Übersetzer"}
     assert {o.parent_span for o in tool_results.values()} == {
         span.span_id.hex() for span in request.resource_spans[0].scope_spans[0].spans if not span.parent_span_id
     }
-    assert found.started is not None
-    assert found.ended is not None
-    assert 1.7e9 < found.started <= found.ended
+    assert look_up.started is not None
+    assert look_up.ended is not None
+    assert 1.7e9 < look_up.started <= look_up.ended
 
 
 async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None:
@@ -103,9 +103,9 @@ async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None
     count, why = refused(await post(intake, request.SerializeToString(), key=key))
     assert (count, "id is not valid" in why) == (1, True)
     assert len(await intake.stack.store.tool_results([key])) == 1
-    told = as_json(exported(tools))
-    told["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["spanId"] = "ab"
-    response = await post(intake, json.dumps(told).encode(), JSON, key)
+    body = as_json(exported(tools))
+    body["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["spanId"] = "ab"
+    response = await post(intake, json.dumps(body).encode(), JSON, key)
     assert response.json()["partialSuccess"]["rejectedSpans"] == "1"
 
 

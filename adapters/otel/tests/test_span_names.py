@@ -1,4 +1,4 @@
-"""What spans call agents and tools, in the words of the instrumentations that make them."""
+"""Names of agents and tools in spans, in the words of the instrumentations that make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to smolagents: code, managed agents, agents without a name, streams, its words for failures."""
+"""smolagents' own: code, managed agents, agents without a name, streams, its words for failures."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def broken(reason: str) -> str:
 
 
 def code(text: str) -> Say:
-    """What a model says that writes this code."""
+    """The reply of a model that writes this code."""
     return Say(f"Thought: I write code.\n```py\n{text}\n```")
 
 
-def calls(*asked: tuple[Any, ...]) -> CallTools:
-    return CallTools(asked)
+def calls(*tools: tuple[Any, ...]) -> CallTools:
+    return CallTools(tools)
 
 
 ANSWER = calls(("final_answer", {"answer": "done"}))
 
 
-def made(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
+def built(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
     """An agent that prints nothing."""
     return kind(**{"tools": [add, broken], "model": model, "verbosity_level": LogLevel.OFF, **options})
 
@@ -84,23 +84,23 @@ async def a_stack() -> AsyncIterator[Stack]:
 
 async def test_tools_that_code_calls_belong_to_the_call_that_wrote_the_code(stack: Stack) -> None:
     writes = code("x = add(1, 2)\ny = add(a=x, b=4)\nprint(y)")
-    episode = await play(stack, made(CodeAgent, model_of(stack), name="coder"), writes, code("final_answer('7')"))
+    episode = await play(stack, built(CodeAgent, model_of(stack), name="coder"), writes, code("final_answer('7')"))
     assert tools_by_call(episode) == [
         ("coder", ("add", "ok"), ("add", "ok"), ("python_interpreter", "ok")),
         ("coder", ("python_interpreter", "ok")),
     ]
     first, second, whole = episode.transitions[0].tool_results
-    assert [(each.arguments, each.result) for each in (first, second)] == [
+    assert [(t.arguments, t.result) for t in (first, second)] == [
         ({"a": 1, "b": 2}, 3),
         ({"a": 3, "b": 4}, 7),
     ]
     assert whole.result["logs"].strip() == "7"
     assert "y = add(a=x, b=4)" in whole.arguments
-    assert {each.adapter for each in (first, second, whole)} == {"smolagents"}
+    assert {t.adapter for t in (first, second, whole)} == {"smolagents"}
 
 
 async def test_an_exception_of_the_code_is_its_error_and_that_of_a_tool_is_the_tools(stack: Stack) -> None:
-    agent = made(CodeAgent, model_of(stack), name="coder")
+    agent = built(CodeAgent, model_of(stack), name="coder")
     caught = "try:\n    broken('a')\nexcept ValueError:\n    print('caught')"
     episode = await play(
         stack, agent, code("1 / 0"), code("broken('no city')"), code(caught), code("x = ("), code("final_answer(1)")
@@ -112,26 +112,26 @@ async def test_an_exception_of_the_code_is_its_error_and_that_of_a_tool_is_the_t
         ("coder", ("python_interpreter", "error")),
         ("coder", ("python_interpreter", "ok")),
     ]
-    errors = [each.tool_results[0].error for each in episode.transitions[:2]]
+    errors = [t.tool_results[0].error for t in episode.transitions[:2]]
     assert errors[0].startswith("InterpreterError: Code execution failed at line '1 / 0' due to: ZeroDivisionError")
     assert errors[1] == "ValueError: no city"
 
 
 async def test_failures_in_smolagents_own_words(stack: Stack) -> None:
-    agent = made(ToolCallingAgent, model_of(stack), name="solver")
-    asked = [("broken", {"reason": "no city"}), ("nowhere", {}), ("add", {"a": 1}), ("final_answer", {})]
-    episode = await play(stack, agent, *(calls(each) for each in asked), ANSWER)
-    assert tools_by_call(episode)[:4] == [("solver", (tool, "error")) for tool, _ in asked]
-    errors = [each.tool_results[0].error for each in episode.transitions[:3]]
+    agent = built(ToolCallingAgent, model_of(stack), name="solver")
+    script = [("broken", {"reason": "no city"}), ("nowhere", {}), ("add", {"a": 1}), ("final_answer", {})]
+    episode = await play(stack, agent, *(calls(call) for call in script), ANSWER)
+    assert tools_by_call(episode)[:4] == [("solver", (tool, "error")) for tool, _ in script]
+    errors = [t.tool_results[0].error for t in episode.transitions[:3]]
     assert "Error executing tool 'broken' with arguments {'reason': 'no city'}: ValueError: no city" in errors[0]
     assert "nknown tool nowhere, should be one of" in errors[1]
     assert "rgument" in errors[2]
 
 
 async def test_a_tool_call_in_text_belongs_to_the_call_that_said_it(stack: Stack) -> None:
-    agent = made(ToolCallingAgent, model_of(stack), name="solver")
-    said = Say('Action:\n{"name": "add", "arguments": {"a": 1, "b": 2}}')
-    episode = await play(stack, agent, said, ANSWER)
+    agent = built(ToolCallingAgent, model_of(stack), name="solver")
+    reply = Say('Action:\n{"name": "add", "arguments": {"a": 1, "b": 2}}')
+    episode = await play(stack, agent, reply, ANSWER)
     assert tools_by_call(episode) == [("solver", ("add", "ok")), ("solver",)]
     assert episode.transitions[0].tool_results[0].tool_call_id is None
 
@@ -141,6 +141,6 @@ async def test_an_agent_without_a_name_has_that_of_the_code_around_it_or_of_its_
         with identify("critic"):
             agent.run("hello")
 
-    agent = made(ToolCallingAgent, model_of(stack))
+    agent = built(ToolCallingAgent, model_of(stack))
     assert tools_by_call(await play(stack, agent, ANSWER)) == [("ToolCallingAgent",)]
     assert tools_by_call(await play(stack, agent, ANSWER, run=with_a_name)) == [("critic",)]

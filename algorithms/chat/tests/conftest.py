@@ -19,7 +19,7 @@ from agl_core.types import FinishReason
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the chat layer knows of a model."""
+    """The chat layer's knowledge of a model."""
 
     tokenizer: Any
     eos_ids: frozenset[int]

@@ -201,9 +201,9 @@ async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: 
     backend = VllmBackend(client_of(engine, "key"))
     chat = client_of(create_app({"m": qwen.server()}, backend, api_key="key"), "key")
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-    asked = asyncio.ensure_future(chat.post("/v1/chat/completions", json=body))
+    answer = asyncio.ensure_future(chat.post("/v1/chat/completions", json=body))
     await began.wait()
-    asked.cancel()
+    answer.cancel()
     await asyncio.wait_for(heard.wait(), 10)
 
 

@@ -86,7 +86,7 @@ def test_call_ids_are_unique_in_a_rollout_and_repeatable(qwen: ServedModel) -> N
     def ids(session: str, seed: int) -> list[str]:
         chat = ScriptedChat(qwen)
         conversations = [[USER] * turn for turn in (1, 2, 3)]
-        bodies = [chat.ask(each, CALL, CALL, tools=[CALCULATOR], session=session, seed=seed) for each in conversations]
+        bodies = [chat.ask(talk, CALL, CALL, tools=[CALCULATOR], session=session, seed=seed) for talk in conversations]
         return [c["message"]["tool_calls"][0]["id"] for body in bodies for c in body["choices"]]
 
     assert len(set(ids("r/0", 1))) == 6
@@ -105,12 +105,12 @@ def test_a_malformed_call_is_told(chat: ScriptedChat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stops", "said"),
+    ("stops", "reason"),
     [(["xyz", "STOP"], "STOP"), ("STOP", "STOP"), (["STOP", "answer"], "answer"), (["xyz"], None), (None, None)],
 )
-def test_the_stop_string_is_told(stops: Any, said: str | None, chat: ScriptedChat) -> None:
+def test_the_stop_string_is_told(stops: Any, reason: str | None, chat: ScriptedChat) -> None:
     (choice,) = chat.ask([USER], chat.encode("The answer STOP"), stop=stops)["choices"]
-    assert choice["stop_reason"] == said
+    assert choice["stop_reason"] == reason
 
 
 def test_a_stop_string_is_noticed_at_its_last_token(qwen: ServedModel) -> None:

@@ -121,17 +121,17 @@ def test_plain_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) 
 
 def test_tools_in_plain_text_join_the_system_message() -> None:
     tools = [{"type": "function", "function": {"name": "now"}}, CALCULATOR]
-    asked = {"role": "user", "content": "hello"}
-    (alone, user) = in_plain_text([asked], tools)
-    assert user == asked
+    question = {"role": "user", "content": "hello"}
+    (alone, user) = in_plain_text([question], tools)
+    assert user == question
     assert "now()\ncalculator(expression: any)\n" in alone["content"]
-    (joined, _) = in_plain_text([{"role": "system", "content": "Be brief."}, asked], tools)
+    (joined, _) = in_plain_text([{"role": "system", "content": "Be brief."}, question], tools)
     assert joined == {"role": "system", "content": f"Be brief.\n\n{alone['content']}"}
     results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ab"]
-    assert in_plain_text([asked, *results, asked], None) == [
-        asked,
+    assert in_plain_text([question, *results, question], None) == [
+        question,
         {"role": "user", "content": "Observation: a\nObservation: b"},
-        asked,
+        question,
     ]
 
 
@@ -339,36 +339,36 @@ def test_sessions_are_bounded(chat: ScriptedChat, bound: dict[str, int]) -> None
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
 
 
-def said(body: dict[str, Any]) -> dict[str, Any]:
+def message_of(body: dict[str, Any]) -> dict[str, Any]:
     """The reply as a client keeps it."""
     return {key: value for key, value in body["choices"][0]["message"].items() if value is not None}
 
 
 def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
-    asked = chat.ask([USER], "The answer is 42.")
+    body = chat.ask([USER], "The answer is 42.")
 
-    made = tokenized(chat.served.text, RecordedReply([USER], [], said(asked)))
+    tokens = tokenized(chat.served.text, RecordedReply([USER], [], message_of(body)))
 
-    assert made is not None
-    assert made.prompt_ids.tolist() == asked["prompt_token_ids"]
-    assert made.response_ids.tolist() == asked["choices"][0]["token_ids"]
+    assert tokens is not None
+    assert tokens.prompt_ids.tolist() == body["prompt_token_ids"]
+    assert tokens.response_ids.tolist() == body["choices"][0]["token_ids"]
 
 
 def test_tool_calls_and_what_follows_them(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     first = chat.ask([USER], CALL, tools=[CALCULATOR])
-    called = said(first)["tool_calls"][0]
+    called = message_of(first)["tool_calls"][0]
     result = {"role": "tool", "tool_call_id": called["id"], "content": "42"}
-    then = chat.ask([USER, said(first), result], "The answer is 42.", tools=[CALCULATOR])
+    then = chat.ask([USER, message_of(first), result], "The answer is 42.", tools=[CALCULATOR])
 
-    for messages, body in (([USER], first), ([USER, said(first), result], then)):
-        made = tokenized(chat.served.text, RecordedReply(messages, [CALCULATOR], said(body)))
+    for messages, body in (([USER], first), ([USER, message_of(first), result], then)):
+        tokens = tokenized(chat.served.text, RecordedReply(messages, [CALCULATOR], message_of(body)))
 
-        assert made is not None
+        assert tokens is not None
         decoded = qwen.tokenizer.decode
-        assert decoded(made.prompt_ids) == decoded(body["prompt_token_ids"])
-        assert decoded(made.response_ids) == decoded(body["choices"][0]["token_ids"])
+        assert decoded(tokens.prompt_ids) == decoded(body["prompt_token_ids"])
+        assert decoded(tokens.response_ids) == decoded(body["choices"][0]["token_ids"])
 
 
 def test_a_reply_that_was_cut_short_has_no_end(qwen: ServedModel) -> None:

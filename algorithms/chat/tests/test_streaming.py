@@ -46,7 +46,7 @@ class Scripted:
     """A back end that gives these responses, and tells of their first tokens as the test says."""
 
     responses: Sequence[Sequence[int]]
-    told: int = 10**6
+    sent: int = 10**6
     pauses: Sequence[int] = ()
     """After which tokens those before are read."""
     failure: Exception | None = None
@@ -57,10 +57,10 @@ class Scripted:
             numbers = np.array([*ids, END], np.int32)
             likeliest = tuple({int(token): -0.5} for token in numbers) if request.top else ()
             answers.append(Response(numbers, -0.1 * numbers, None, FinishReason.STOP, likeliest))
-            for place, token in enumerate(answers[-1].tokens(choice)[: self.told]):
+            for number, token in enumerate(answers[-1].tokens(choice)[: self.sent]):
                 if request.watch:
                     request.watch(token)
-                if place in self.pauses:
+                if number in self.pauses:
                     await asyncio.sleep(0)
                     await asyncio.sleep(0)
         if self.failure:
@@ -68,7 +68,7 @@ class Scripted:
         return Generated(request, tuple(answers), 3, 5, 7)
 
 
-def asked(model: ServedModel, backend: Scripted, **fields: Any) -> tuple[int, str]:
+def answer(model: ServedModel, backend: Scripted, **fields: Any) -> tuple[int, str]:
     """Status and body of a reply."""
 
     async def ask() -> tuple[int, str]:
@@ -98,7 +98,7 @@ def added(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def without(body: dict[str, Any]) -> dict[str, Any]:
-    """What does not differ between two replies, and is not null."""
+    """The fields that two replies have in common and that are not null."""
     for choice in body["choices"]:
         choice["message"] = {name: value for name, value in choice["message"].items() if value}
         choice["logprobs"].pop("refusal", None)
@@ -108,30 +108,30 @@ def without(body: dict[str, Any]) -> dict[str, Any]:
 
 @given(
     ids=st.lists(responses, min_size=1, max_size=3),
-    told=st.integers(0, 40) | st.just(10**6),
+    sent=st.integers(0, 40) | st.just(10**6),
     pauses=st.sets(st.integers(0, 80)),
     tools=st.booleans(),
     stop=st.sampled_from([[], ["STOP"], ["42", "2 S", "界"]]),
     top=st.sampled_from([0, 1]),
 )
 def test_chunks_add_up_to_the_whole_reply(
-    ids: list[list[int]], told: int, pauses: set[int], tools: bool, stop: list[str], top: int
+    ids: list[list[int]], sent: int, pauses: set[int], tools: bool, stop: list[str], top: int
 ) -> None:
     fields: dict[str, Any] = {"tools": [CALCULATOR]} if tools else {}
     fields |= {"stop": stop, "top_logprobs": top}
-    backend = Scripted(ids, told, sorted(pauses))
-    status, body = asked(MODEL, backend, **fields)
+    backend = Scripted(ids, sent, sorted(pauses))
+    status, body = answer(MODEL, backend, **fields)
     assert status == 200, body
-    _, streamed = asked(MODEL, backend, **fields, stream=True)
+    _, streamed = answer(MODEL, backend, **fields, stream=True)
     chunks = chunks_of(streamed)
     assert without(added(chunks)) == without(json.loads(body))
-    assert [place for place, chunk in enumerate(chunks) if "prompt_token_ids" in chunk] == [0]
-    assert [place for place, chunk in enumerate(chunks) if "usage" in chunk] == [len(chunks) - 1]
+    assert [number for number, chunk in enumerate(chunks) if "prompt_token_ids" in chunk] == [0]
+    assert [number for number, chunk in enumerate(chunks) if "usage" in chunk] == [len(chunks) - 1]
 
 
 def test_text_comes_with_its_tokens_and_may_wait_for_more(qwen: ServedModel) -> None:
     ids = TOKENIZER("世 12 ST 3", add_special_tokens=False)["input_ids"]
-    _, body = asked(qwen, Scripted([ids], pauses=range(99)), stream=True, stop=["STOP"])
+    _, body = answer(qwen, Scripted([ids], pauses=range(99)), stream=True, stop=["STOP"])
     choices = [choice for chunk in chunks_of(body) for choice in chunk["choices"]]
     pieces = [choice["delta"].get("content", "") for choice in choices]
     assert "".join(pieces) == "世 12 ST 3"
@@ -141,11 +141,11 @@ def test_text_comes_with_its_tokens_and_may_wait_for_more(qwen: ServedModel) -> 
     assert before.startswith("".join(pieces[:4]))
 
 
-@pytest.mark.parametrize("told", [0, 4])
-def test_a_failure_has_a_status_before_the_first_token_and_ends_the_stream_later(told: int, qwen: ServedModel) -> None:
-    failing = Scripted([[5, 6, 7, 8]], told, range(9), EngineError("Sampling failed."))
-    status, body = asked(qwen, failing, stream=True)
-    assert status == (200 if told else 500)
+@pytest.mark.parametrize("sent", [0, 4])
+def test_a_failure_has_a_status_before_the_first_token_and_ends_the_stream_later(sent: int, qwen: ServedModel) -> None:
+    failing = Scripted([[5, 6, 7, 8]], sent, range(9), EngineError("Sampling failed."))
+    status, body = answer(qwen, failing, stream=True)
+    assert status == (200 if sent else 500)
     error = json.loads(body.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: "))["error"]
     assert (error["message"], error["code"]) == ("Sampling failed.", "engine_error")
     assert "[DONE]" not in body

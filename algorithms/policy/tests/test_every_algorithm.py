@@ -1,4 +1,4 @@
-"""What must hold for every algorithm on every batch; the package as a plugin, and an algorithm as a user writes it."""
+"""Every algorithm on every batch; the package as a plugin, and an algorithm as a user writes it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def whole_loss(algorithm: PolicyGradient, samples: Samples, logprobs: Logprobs) 
 
 @pytest.mark.parametrize(
     ("name", "base", "change"),
-    [(name, *each) for name, own in CHANGES.items() for each in (*OF_ALL, *own)],
+    [(name, *change) for name, own in CHANGES.items() for change in (*OF_ALL, *own)],
     ids=str,
 )
 def test_every_loss_option_changes_the_gradient(
@@ -193,7 +193,7 @@ ALWAYS = {Capability.TOKEN_IDS}
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "options", "takes", "needs"),
+    ("name", "algorithm_class", "options", "takes", "needs"),
     [
         ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS}),
         ("grpo", Grpo, {"beta": 0.04}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
@@ -206,14 +206,14 @@ ALWAYS = {Capability.TOKEN_IDS}
     ],
 )
 def test_each_is_registered_with_what_it_takes_and_needs(
-    name: str, made: type, options: dict[str, Any], takes: CreditKind, needs: set[Capability]
+    name: str, algorithm_class: type, options: dict[str, Any], takes: CreditKind, needs: set[Capability]
 ) -> None:
     plugins = Plugins()
     plugins.register(plugin, "test")
     component = plugins.components(kinds.ALGORITHM)[name]
     chosen = component.options(**options)
     algorithm = component.build(chosen)
-    assert isinstance(algorithm, made)
+    assert isinstance(algorithm, algorithm_class)
     assert component.needs(chosen) == ALWAYS | needs
     assert component.takes(chosen) is takes
     # What it tells the engine is what the check goes by.

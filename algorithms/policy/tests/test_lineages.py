@@ -52,7 +52,7 @@ def prompt(batch: Batch, i: int) -> list[int]:
 
 
 def continues(batch: Batch, one: int, other: int) -> bool:
-    """Whether `other` could follow `one` in a chain."""
+    """True if `other` could follow `one` in a chain."""
     alike = batch.rollout_N[one] == batch.rollout_N[other] and batch.temperature_N[one] == batch.temperature_N[other]
     before = tokens(batch, one)
     return bool(alike) and prompt(batch, other)[: len(before)] == before

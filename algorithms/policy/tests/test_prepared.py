@@ -1,4 +1,4 @@
-"""What an update works on, whatever engine makes it."""
+"""The arrays that an update works on, whatever engine makes it."""
 
 from __future__ import annotations
 

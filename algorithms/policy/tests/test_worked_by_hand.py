@@ -107,9 +107,9 @@ def test_the_means_over_what_was_sampled_are_the_kls(current: Tensor, behaviour:
 def test_a_token_that_became_unlikely_does_not_make_the_kl_explode() -> None:
     behaviour = torch.log_softmax(torch.tensor([0.0] * VOCABULARY, dtype=torch.float64), -1)
     current = torch.log_softmax(torch.tensor([-12.0] + [0.0] * (VOCABULARY - 1), dtype=torch.float64), -1)
-    found = metrics(current, behaviour, behaviour, drawn_from=behaviour)["kl_behaviour"].item()
-    assert found == pytest.approx(exactly(behaviour, current))
-    assert found < 2
+    estimate = metrics(current, behaviour, behaviour, drawn_from=behaviour)["kl_behaviour"].item()
+    assert estimate == pytest.approx(exactly(behaviour, current))
+    assert estimate < 2
 
 
 def ppo(**options: Any) -> Ppo:

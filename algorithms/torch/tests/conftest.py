@@ -31,7 +31,7 @@ from agl_torch.trainer import PolicyTrainer
 
 @dataclass(frozen=True)
 class Shape:
-    """What a test checkpoint is like."""
+    """The shape of a test checkpoint."""
 
     architecture: str = "qwen2"
     tied: bool = True
@@ -71,11 +71,11 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), template: str | None =
 
 @dataclass(frozen=True)
 class Loaded(LoadedModel):
-    """What `load_model` gives, made by hand."""
+    """A loaded model as `load_model` gives it, made by hand."""
 
     @property
     def token_bytes(self) -> int:
-        """What the cache needs for one token, in float32."""
+        """The bytes that the cache needs for one token, in float32."""
         config = self.model.config
         return int(config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4)
 

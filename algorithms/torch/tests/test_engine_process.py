@@ -115,7 +115,7 @@ async def test_sample_train_sample(case: EngineCase) -> None:
     assert stale.metrics["logprob_gap_max"] > 1e-3
     stats = await engine.stats()
     tokens = {name: value - stats_before[name] for name, value in stats.items() if name.startswith("tokens_")}
-    assert tokens["tokens_decoded"] == sum(each.mask_R.size for each in (batch, second, third))
+    assert tokens["tokens_decoded"] == sum(b.mask_R.size for b in (batch, second, third))
     assert tokens["tokens_prefilled"] + tokens["tokens_reused"] == 3 * batch.prompt_lengths_N.sum()
     assert 2**26 < stats["peak_rss_bytes"] < 2**30
 
@@ -204,10 +204,10 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
             np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
         assert len({tuple(row.logprobs) for row in answers.values()}) == len(specs)
 
-        asked = [asyncio.ensure_future(ask("run@2")) for _ in range(20)]
+        requests = [asyncio.ensure_future(ask("run@2")) for _ in range(20)]
         await asyncio.sleep(0)
         await engine.withdraw("run@1")
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
         with pytest.raises(openai.NotFoundError, match="no model 'run@1'"):
             await ask("run@1")
         await engine.publish("run@1", specs["run@1"])

@@ -87,7 +87,7 @@ def test_a_shared_prefix_is_computed_once(seed: int, alphabet: int) -> None:
     batch = make_shared(seed, groups=1, alphabet=alphabet)
     [micro] = laid_out(batch)
     sequences = [sequence(batch, i) for i in range(len(batch))]
-    prefixes = {each[:end] for each in sequences for end in range(1, len(each) + 1)}
+    prefixes = {s[:end] for s in sequences for end in range(1, len(s) + 1)}
     assert computed(micro) == len(prefixes)
 
 

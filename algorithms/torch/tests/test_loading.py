@@ -184,13 +184,13 @@ def spec(checkpoint: Path, **more: Any) -> PolicySpec:
 
 def train(policies: Policies, seed: int) -> list[dict[str, float]]:
     """One update of each policy; its metrics without seconds."""
-    found = []
+    steps = []
     for name in policies.policies:
         algorithm, options = KINDS[name][1]
         request = UpdateRequest(name, algorithm, options, make_batch(None, seed=seed))
         metrics = policies.update(request, lambda _: None).metrics
-        found.append({key: value for key, value in metrics.items() if "seconds" not in key})
-    return found
+        steps.append({key: value for key, value in metrics.items() if "seconds" not in key})
+    return steps
 
 
 def everything(policies: Policies) -> list[torch.Tensor]:
@@ -220,9 +220,9 @@ def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
     again.restore(tmp_path)
     assert again.versions == dict.fromkeys(KINDS, 1)
     assert train(again, seed=1) == metrics
-    expected, found = everything(policies), everything(again)
-    assert len(expected) == len(found) > 200
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected, loaded = everything(policies), everything(again)
+    assert len(expected) == len(loaded) > 200
+    assert all(torch.equal(one, other) for one, other in zip(loaded, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape("llama", tied=False, eos=("<|eot_id|>",))], ids=["qwen2", "llama"])

@@ -1,4 +1,4 @@
-"""What is recorded is what was sampled; who is answered when, what is computed again, and when a response ends."""
+"""Records are what was sampled; who is answered when, what is computed again, and when a response ends."""
 
 from __future__ import annotations
 

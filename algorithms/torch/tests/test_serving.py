@@ -103,11 +103,11 @@ async def test_an_error_that_ends_the_thread_is_told_and_fails_what_is_unanswere
     reasons: list[str] = []
     loop = EngineLoop({"m": sampler}, reasons.append)
     loop.start()
-    asked = [asyncio.create_task(loop.generate(request(qwen, name, max_tokens=400))) for name in ("a", "b")]
+    requests = [asyncio.create_task(loop.generate(request(qwen, name, max_tokens=400))) for name in ("a", "b")]
     await asyncio.to_thread(sampler.began.wait)
-    asked[0].cancel()
+    requests[0].cancel()
     with pytest.raises(EngineError, match="stopped"):
-        await asked[1]
+        await requests[1]
     with pytest.raises(EngineError, match="stopped"):
         await loop.generate(request(qwen, "c"))
     assert "RuntimeError: no such luck" in reasons[0]
@@ -149,8 +149,8 @@ async def url(qwen: Loaded) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made:
-        yield made
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as openai_client:
+        yield openai_client
 
 
 async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpenAI, url: str) -> None:
@@ -175,10 +175,10 @@ async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpe
 
 
 async def test_a_streamed_reply_is_the_one_that_comes_whole(client: openai.AsyncOpenAI) -> None:
-    asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 20, "seed": 5, "n": 2, "logprobs": True}
-    asked["extra_body"] = {"return_token_ids": True}
-    whole = await client.chat.completions.create(**asked)
-    chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    body: Any = {"model": "policy", "messages": [USER], "max_tokens": 20, "seed": 5, "n": 2, "logprobs": True}
+    body["extra_body"] = {"return_token_ids": True}
+    whole = await client.chat.completions.create(**body)
+    chunks = [chunk async for chunk in await client.chat.completions.create(**body, stream=True)]
     for choice in whole.choices:
         pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
         assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
@@ -195,14 +195,14 @@ async def test_a_streamed_reply_is_the_one_that_comes_whole(client: openai.Async
 
 async def test_what_tunes_a_hosted_service_is_ignored_and_noted(client: openai.AsyncOpenAI) -> None:
     """A field that is not known here does not fail an agent, and the reply names it."""
-    asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
+    body: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
     tuned: Any = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
     unknown = {"temprature": 0, "größe\n": {"a": 1}, "add_generation_prompt": False, "nothing": None}
-    reply = await client.chat.completions.with_raw_response.create(**asked, **tuned, extra_body=unknown)
+    reply = await client.chat.completions.with_raw_response.create(**body, **tuned, extra_body=unknown)
     noted = reply.headers["x-agl-ignored"]
     assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A", "add_generation_prompt"}
     neutral = {"modalities": ["text"], "response_format": {"type": "text"}, "top_k": -1, "best_of": 1, "user": None}
-    reply = await client.chat.completions.with_raw_response.create(**asked, extra_body=neutral)
+    reply = await client.chat.completions.with_raw_response.create(**body, extra_body=neutral)
     assert "x-agl-ignored" not in reply.headers
 
 

@@ -72,9 +72,9 @@ def test_unknown_log_probabilities_are_those_before_the_update(in_float64: Loade
 
     expected, _, dropped = trained(replace(own, behaviour_logprobs_R=noisy))
     unknown = np.where(known_R, noisy, np.nan).astype(np.float32)
-    found, metrics, also_dropped = trained(replace(own, behaviour_logprobs_R=unknown, sampled_N=known_N))
+    partly, metrics, also_dropped = trained(replace(own, behaviour_logprobs_R=unknown, sampled_N=known_N))
 
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(partly, expected, rtol=0, atol=1e-6)
     assert also_dropped == dropped
     assert all(math.isfinite(value) for value in metrics.values())
     assert 1 < metrics["importance_mean"] < 1.05
@@ -82,17 +82,17 @@ def test_unknown_log_probabilities_are_those_before_the_update(in_float64: Loade
 
 @pytest.mark.parametrize("steps", [(1, 2, 3, 4, 5), (2, 4)])
 def test_the_step_size_falls_along_a_cosine_over_the_runs_steps(in_float64: LoadedModel, steps: tuple[int]) -> None:
-    """Whether or not the policy has a batch in each of them; the critic's as the policy's."""
+    """Steps without a batch for the policy count too; the critic's step size falls as the policy's."""
     settings = OptimizerSection(learning_rate=1e-2, schedule="cosine")
     algorithm = Ppo(PpoOptions(epochs=2, critic_learning_rate=1e-2))
     trainer = trainer_of(in_float64, settings, steps=4, initial=lambda: copy.deepcopy(in_float64))
     batch = make_batch(in_float64)
     half = (1 + 0.5**0.5) / 2
-    left = [1, half, 0.5, 1 - half, 0, 0]
+    shares = [1, half, 0.5, 1 - half, 0, 0]
     for step in steps:
         metrics = trainer.update(replace(batch, step=step), algorithm).metrics
         for name in ("learning_rate", "critic_learning_rate"):
-            assert metrics[name] == pytest.approx(1e-2 * left[step - 1], abs=1e-12)
+            assert metrics[name] == pytest.approx(1e-2 * shares[step - 1], abs=1e-12)
 
 
 @pytest.mark.parametrize(("beta", "weights"), [(0.0, (1.0,)), (0.5, (1.0, 0.25, 0.0, 3.0))])
@@ -359,9 +359,9 @@ def test_policy_and_critic_do_not_move_each_other(checkpoint: Path) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(one.model).items())
 
 
-def poisoned(batch: Batch, field: str, place: int, value: float) -> Batch:
+def poisoned(batch: Batch, field: str, index: int, value: float) -> Batch:
     array = getattr(batch, field).copy()
-    array[place] = value
+    array[index] = value
     return replace(batch, **{field: array})
 
 
@@ -419,16 +419,16 @@ def test_nothing_to_train_on_changes_no_weight(loaded: LoadedModel) -> None:
 class Faulty(Grpo):
     """GRPO whose loss, gradient or advantage breaks."""
 
-    def __init__(self, fault: str, left: int = 1) -> None:
+    def __init__(self, fault: str, times: int = 1) -> None:
         super().__init__(GrpoOptions(beta=0.0, minibatches=2))
-        self.fault, self.left = fault, left
+        self.fault, self.times = fault, times
 
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         loss, metrics = super().loss(samples, logprobs, advantages_R, weights_R)
-        if self.left and self.fault in ("loss", "gradient"):
-            self.left -= 1
+        if self.times and self.fault in ("loss", "gradient"):
+            self.times -= 1
             zero = (logprobs.current_R - logprobs.current_R.detach()).sum()
             # The square root of zero is finite; its gradient is not.
             loss = loss * math.nan if self.fault == "loss" else loss + zero.abs().sqrt()
@@ -444,6 +444,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(loaded: LoadedModel, f
     assert all(torch.isfinite(weight).all() for weight in after.values())
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(map(math.isfinite, result.metrics.values()))
-    untrained = trainer_of(loaded).update(make_batch(loaded, members=4), Faulty(fault, left=9))
+    untrained = trainer_of(loaded).update(make_batch(loaded, members=4), Faulty(fault, times=9))
     assert (untrained.metrics["transitions_trained"], untrained.weight_N.any()) == (0, 0)
     assert DropReason.NON_FINITE in untrained.dropped

@@ -29,7 +29,7 @@ class ObjectStoreWeights(CheckpointEngine):  # type: ignore[misc]
         """The reference, until all have what it stands for."""
 
     def prepare(self) -> Queue | None:
-        """What `build_topology` gets of each worker."""
+        """The information of a worker that `build_topology` gets."""
         return self._queue
 
     @classmethod

@@ -107,7 +107,7 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, Any]], **field
     return answer
 
 
-def told(reply: dict[str, Any], choice: int = 0) -> list[float]:
+def reported(reply: dict[str, Any], choice: int = 0) -> list[float]:
     return [entry["logprob"] for entry in reply["choices"][choice]["logprobs"]["content"]]
 
 
@@ -123,7 +123,7 @@ async def test_prompts_of_five_turns_extend_the_recorded_ids(served: Served) -> 
             assert not reply["agl"]["prefix_broken"]
             masked = sum(not sampled for sampled in reply["agl"]["choices"][0]["mask"] or ())
             assert bool(masked) == bool(turn % 2)
-            assert told(reply)[masked:] == pytest.approx(served.logprobs(reply, 1.3)[masked:], abs=1e-4)
+            assert reported(reply)[masked:] == pytest.approx(served.logprobs(reply, 1.3)[masked:], abs=1e-4)
             before = [*prompt, *choice["token_ids"]]
             messages = [*messages, choice["message"]]
             calls = choice["message"].get("tool_calls", [])
@@ -156,7 +156,7 @@ async def test_choices_seeds_and_the_likeliest_tokens(served: Served) -> None:
         likeliest = served.distributions(first, 0.8, index).topk(4, -1)
         for entry, values in zip(choice["logprobs"]["content"], likeliest.values.tolist(), strict=True):
             assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(values, abs=1e-3)
-    assert told(greedy) == pytest.approx(served.logprobs(greedy), abs=1e-4)
+    assert reported(greedy) == pytest.approx(served.logprobs(greedy), abs=1e-4)
     assert served.distributions(greedy, 1.0).argmax(-1).tolist() == greedy["choices"][0]["token_ids"]
 
 

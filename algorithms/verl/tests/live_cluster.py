@@ -109,12 +109,12 @@ def cluster() -> Iterator[Cluster]:
         pytest.MonkeyPatch.context() as patched,
     ):
         patched.setenv("RAY_AUTH_MODE", "disabled")  # Unset, a head asks for the user's token, and nodes send none.
-        made = Cluster(Path(folder))
+        started = Cluster(Path(folder))
         try:
-            made.start()
-            yield made
+            started.start()
+            yield started
         finally:
-            made.stop()
+            started.stop()
 
 
 def new_engine(cluster: Cluster, run_dir: Path) -> VerlEngine:
@@ -133,20 +133,20 @@ def new_engine(cluster: Cluster, run_dir: Path) -> VerlEngine:
 async def engine(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[VerlEngine, Upstream]]:
-    made = new_engine(cluster, tmp_path_factory.mktemp("run"))
-    upstream = await made.start()
+    served = new_engine(cluster, tmp_path_factory.mktemp("run"))
+    upstream = await served.start()
     try:
-        yield made, upstream
+        yield served, upstream
     finally:
-        await made.stop()
+        await served.stop()
 
 
 @in_one_loop
 async def test_an_update_over_two_nodes_is_served_by_both(engine: tuple[VerlEngine, Upstream]) -> None:
-    made, upstream = engine
+    served, upstream = engine
     assert {urlsplit(url).hostname for url in upstream.urls} == {HEAD, OTHER}
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=3)
-    result = await made.update("default", batch, "grpo", live_engine.OPTIONS)
+    result = await served.update("default", batch, "grpo", live_engine.OPTIONS)
     assert result.metrics["grad_norm"] > 0
     for url in upstream.urls:
         assert (await live_engine.ask(replace(upstream, urls=(url,)))).headers[HEADER_POLICY] == "1"
@@ -166,10 +166,10 @@ async def test_a_node_that_is_lost_in_an_update_ends_it_with_the_remedy(
     cluster: Cluster, engine: tuple[VerlEngine, Upstream]
 ) -> None:
     """The engine's last: nothing works after it."""
-    made, upstream = engine
+    served, upstream = engine
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=4, rollouts=300)
     async with asyncio.timeout(300):
-        update = asyncio.create_task(made.update("default", batch, "grpo", live_engine.OPTIONS))
+        update = asyncio.create_task(served.update("default", batch, "grpo", live_engine.OPTIONS))
         await a_call_waits(upstream)
         assert not update.done()
         cluster.lose_a_node()
@@ -183,8 +183,8 @@ async def a_call_waits(upstream: Upstream) -> None:
     while True:
         call = asyncio.create_task(live_engine.ask(upstream))
         _, waiting = await asyncio.wait({call}, timeout=3)
-        for each in waiting:
-            each.cancel()
+        for task in waiting:
+            task.cancel()
         if waiting:
             return
 
@@ -201,18 +201,18 @@ def test_a_run_that_loses_a_node_between_updates_goes_on_when_it_is_back(cluster
             assert training.poll() is None, training.communicate()[0]
             time.sleep(0.1)
         cluster.lose_a_node()  # Agents ask for the fourth step.
-        said = training.communicate(timeout=300)[0]
+        output = training.communicate(timeout=300)[0]
     finally:
         training.kill()
-    assert training.returncode == 2, said
-    said = " ".join(said.split())
-    assert re.search(LOST, said), said
-    assert "agl train --resume" in said
+    assert training.returncode == 2, output
+    output = " ".join(output.split())
+    assert re.search(LOST, output), output
+    assert "agl train --resume" in output
 
     too_early = live_runs.resume(run)
     assert too_early.returncode == 2, too_early.stdout
-    said = " ".join((too_early.stdout + too_early.stderr).split())
-    assert f"The Ray cluster at '{cluster.address}' has 1 GPUs, but engine.verl asks for 2 nodes x 1" in said
+    output = " ".join((too_early.stdout + too_early.stderr).split())
+    assert f"The Ray cluster at '{cluster.address}' has 1 GPUs, but engine.verl asks for 2 nodes x 1" in output
 
     cluster.start()
     done = live_runs.resume(run)

@@ -37,7 +37,7 @@ OVERRIDDEN = {
     "verl.utils.fsdp_utils:CPUOffloadPolicy": "",
     "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension": "update_weights_from_ipc",
 }
-"""What this package overrides or replaces that is not veRL's public interface, and what of it; the README's table."""
+"""Names that are not veRL's public interface, and that this package overrides or replaces; the README's table."""
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 
 
@@ -84,14 +84,14 @@ def test_every_place_that_reaches_into_verl_is_there() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("name", "place"), [("dp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
-def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, place: str) -> None:
+@pytest.mark.parametrize(("name", "engine"), [("dp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
+def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, engine: str) -> None:
     verl_bench.one_process()
     from verl.utils.config import omega_conf_to_dataclass
 
     policy = PolicySpec(str(CALC.parent / "policy"), "bfloat16", optimizer={"learning_rate": 1e-4})
     context = EngineContext(Path("unused"), 3, {"default": policy}, False, (), "key", 10)
-    offload = [f"{role}.{place}.param_offload=True" for role in ("actor_rollout_ref.actor", "critic")]
+    offload = [f"{role}.{engine}.param_offload=True" for role in ("actor_rollout_ref.actor", "critic")]
     overrides = {"dp": [], "megatron": ["model_engine=megatron", *offload], "veomni": ["model_engine=veomni", *offload]}
     options = VerlOptions(device="cuda", gpus_per_node=4, overrides=overrides[name])
     algorithm = ChosenAlgorithm.of("grpo", {"beta": 0.1}).build()
@@ -110,16 +110,16 @@ def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reason"),
     [
         ("actor_rollout_ref.rollout.gpu_memory=0.4", "means nothing to veRL"),
         ("actor_rollout_ref.actor.ppo_epochs=4", "[algorithm] epochs"),
         ("actor_rollout_ref.rollout.seed", "KEY=VALUE"),
     ],
 )
-def test_a_key_that_means_nothing_is_an_error(tmp_path: Path, override: str, told: str) -> None:
+def test_a_key_that_means_nothing_is_an_error(tmp_path: Path, override: str, reason: str) -> None:
     done = dry_run(tmp_path, f'engine.verl.overrides=["{override}"]')
     assert done.returncode != 0
-    said = " ".join((done.stdout + done.stderr).split())
-    assert override.partition("=")[0] in said
-    assert told in said
+    output = " ".join((done.stdout + done.stderr).split())
+    assert override.partition("=")[0] in output
+    assert reason in output

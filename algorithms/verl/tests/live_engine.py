@@ -140,14 +140,14 @@ async def engine(
     )
     run_dir = tmp_path_factory.mktemp("run")
     context = EngineContext(run_dir, 0, {"default": spec}, False, (), "the-key", verl_bench.TRAINING_STEPS)
-    made = VerlEngine(options, context)
+    started = VerlEngine(options, context)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parent))
-        upstream = await made.start()
+        upstream = await started.start()
     try:
-        yield made, upstream
+        yield started, upstream
     finally:
-        await made.stop()
+        await started.stop()
 
 
 async def ask(upstream: Upstream, session: str = "", **settings: Any) -> httpx.Response:
@@ -166,17 +166,17 @@ async def ask(upstream: Upstream, session: str = "", **settings: Any) -> httpx.R
 
 
 def told_logprobs(reply: dict[str, Any]) -> list[float]:
-    """What vLLM says about its reply."""
-    return [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]]
+    """vLLM's log-probabilities of its reply."""
+    return [token["logprob"] for token in reply["choices"][0]["logprobs"]["content"]]
 
 
 def own_logprobs(model: LoadedModel, reply: dict[str, Any]) -> list[float]:
-    """What the torch engine's model says about it."""
+    """The log-probabilities of the torch engine's model."""
     prompt, response = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
     with torch.no_grad():
         logits = model.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
     chosen = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-    return [float(each) for each in chosen]
+    return [float(logprob) for logprob in chosen]
 
 
 async def test_a_checkpoint_of_the_torch_engine_is_served(
@@ -187,8 +187,8 @@ async def test_a_checkpoint_of_the_torch_engine_is_served(
     reply = await ask(upstream)
     assert reply.status_code == 200, reply.text
     assert reply.headers[HEADER_POLICY] == "0"
-    told = told_logprobs(reply.json())
-    assert told == pytest.approx(own_logprobs(loaded(trained_by_torch), reply.json()), abs=1e-4)
+    reported = told_logprobs(reply.json())
+    assert reported == pytest.approx(own_logprobs(loaded(trained_by_torch), reply.json()), abs=1e-4)
     async with httpx.AsyncClient(trust_env=False) as client:
         server = upstream.urls[0].removesuffix("/v1")
         for route in ("/v1/chat/completions", "/invocations", "/tokenize"):
@@ -207,20 +207,20 @@ async def check_served(upstream: Upstream, folder: Path, version: int) -> None:
 async def test_two_updates_are_those_of_the_torch_engine_also_from_a_checkpoint(
     engine: tuple[VerlEngine, Upstream], case: Case, trained_by_torch: Path, tmp_path: Path
 ) -> None:
-    made, upstream = engine
+    served, upstream = engine
     by_torch = verl_bench.TorchBench(trained_by_torch, case.algorithm, case.options)
     saved = [trained_by_torch]
     for number, step in enumerate(parity.STEPS):
         batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=number, step=step)
         expected = by_torch.update(batch)
         shares: list[float] = []
-        result = await made.update("default", batch, case.algorithm, dict(case.options), shares.append)
+        result = await served.update("default", batch, case.algorithm, dict(case.options), shares.append)
         assert result.version == number + 1
         assert shares == sorted(shares)
         assert len(shares) > 2, "also before the end"
-        await made.save(tmp_path / str(number))
+        await served.save(tmp_path / str(number))
         saved.append(tmp_path / str(number) / "default" / "model")
-        found = verl_bench.Made(
+        result_of_verl = verl_bench.Made(
             result.advantage_N,
             result.weight_N,
             result.dropped,
@@ -230,13 +230,13 @@ async def test_two_updates_are_those_of_the_torch_engine_also_from_a_checkpoint(
             None,
             result.metrics,
         )
-        distance = parity.compared((expected, found))
+        distance = parity.compared((expected, result_of_verl))
         assert distance.within, distance
         await check_served(upstream, saved[-1], version=number + 1)
-    await made.load(tmp_path / "0")
-    assert (await made.versions())["default"] == 1
+    await served.load(tmp_path / "0")
+    assert (await served.versions())["default"] == 1
     await check_served(upstream, saved[1], version=1)
-    again = await made.update("default", batch, case.algorithm, dict(case.options))
+    again = await served.update("default", batch, case.algorithm, dict(case.options))
     assert again.version == result.version
     assert again.metrics["grad_norm"] == pytest.approx(result.metrics["grad_norm"], rel=1e-4)
     await check_served(upstream, saved[2], version=2)
@@ -246,19 +246,19 @@ async def test_what_is_asked_during_an_update_is_answered_whole_by_one_version(
     engine: tuple[VerlEngine, Upstream], case: Case, tmp_path: Path
 ) -> None:
     """Servers of their own answer while weights are trained; those that share the workers afterwards."""
-    made, upstream = engine
-    before = (await made.versions())["default"]
-    await made.save(tmp_path / str(before))
+    served, upstream = engine
+    before = (await served.versions())["default"]
+    await served.save(tmp_path / str(before))
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=4, rollouts=90)
-    update = asyncio.create_task(made.update("default", batch, case.algorithm, dict(case.options)))
+    update = asyncio.create_task(served.update("default", batch, case.algorithm, dict(case.options)))
     long = [asyncio.create_task(long_replies(upstream, update)) for _ in range(2)]
     short: list[tuple[float, float, httpx.Response]] = []
     while not update.done():
-        asked = time.monotonic()
+        begin = time.monotonic()
         reply = await ask(upstream)
-        short.append((asked, time.monotonic(), reply))
+        short.append((begin, time.monotonic(), reply))
     ended, result = time.monotonic(), await update
-    await made.save(tmp_path / str(before + 1))
+    await served.save(tmp_path / str(before + 1))
 
     # What came after the exchange is counted to it, so both are a little late; a reply of the version before is not.
     exchanged = ended - result.metrics["seconds_update_weights"]
@@ -267,10 +267,10 @@ async def test_what_is_asked_during_an_update_is_answered_whole_by_one_version(
     assert versions == sorted(versions)
     meanwhile = [
         version
-        for version, (asked, answered, _) in zip(versions, short, strict=True)
-        if version == str(before) and begun < asked and answered < exchanged
+        for version, (begin, answered, _) in zip(versions, short, strict=True)
+        if version == str(before) and begun < begin and answered < exchanged
     ]
-    assert bool(meanwhile) is ("serving_gpus" in case.workers), (begun, exchanged, ended, [each[:2] for each in short])
+    assert bool(meanwhile) is ("serving_gpus" in case.workers), (begun, exchanged, ended, [r[:2] for r in short])
 
     whole = [reply for replies in await asyncio.gather(*long) for reply in replies]
     assert {len(reply.json()["choices"][0]["token_ids"]) for reply in whole} == {200}, "whole, not aborted"
@@ -301,18 +301,18 @@ async def long_replies(upstream: Upstream, update: asyncio.Task[Any]) -> list[ht
 
 async def test_a_server_that_dies_ends_the_run_with_the_remedy(engine: tuple[VerlEngine, Upstream], case: Case) -> None:
     """Last: nothing works after it."""
-    made, _ = engine
-    kill_a_server(made)
+    served, _ = engine
+    kill_a_server(served)
     batch = verl_bench.recorded_batch(parity.VOCABULARY)
     with pytest.raises(EngineError, match=r"(?s)A process of the engine was lost.*agl train --resume"):
-        await made.update("default", batch, case.algorithm, dict(case.options))
+        await served.update("default", batch, case.algorithm, dict(case.options))
     with pytest.raises(EngineError, match="was lost during 'update'"):
-        await made.update("default", batch, case.algorithm, dict(case.options))
+        await served.update("default", batch, case.algorithm, dict(case.options))
 
 
 def kill_a_server(engine: VerlEngine) -> None:
     """End a vLLM server's process, as a lack of memory would."""
     family = psutil.Process(engine.pid).children(recursive=True)
-    server = next(each for each in family if "VersionedServer" in " ".join(each.cmdline()))
+    server = next(process for process in family if "VersionedServer" in " ".join(process.cmdline()))
     server.kill()
     server.wait(30)

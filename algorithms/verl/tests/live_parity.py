@@ -91,7 +91,7 @@ def padded(name: str, **changes: Any) -> verl_bench.Made:
 
 
 def same(one: verl_bench.Made, other: verl_bench.Made) -> bool:
-    """Whether policy and critic moved by the same."""
+    """True if policy and critic moved by the same."""
     if one.critic_change is not None:
         assert other.critic_change is not None
         if not torch.equal(one.critic_change, other.critic_change):

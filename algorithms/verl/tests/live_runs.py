@@ -114,17 +114,17 @@ def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(
         if "lora_B" in name
     ]
     assert min(trained) > 0
-    prompt, found = torch.arange(20)[None], []
+    prompt, logits = torch.arange(20)[None], []
     written = [agl(), "policy", "export", f"{tmp_path / 'calc'}@latest", "--out", str(tmp_path / "export")]
     done = subprocess.run(written, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    for made in (
+    for model in (
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32),
         load_model(spec, torch.device("cpu"), 0).model,
     ):
         with torch.no_grad():
-            found.append(made.eval()(prompt).logits)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+            logits.append(model.eval()(prompt).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
 
 
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +156,11 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, monkey
 
 def processes_of(run: Path) -> list[int]:
     """The drivers that have this run's log open."""
-    found = []
+    ids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.readlink(process / "fd" / "2") == str(run / "engine.log"):
-                found.append(int(process.name))
+                ids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return ids

@@ -33,7 +33,7 @@ WEIGHTS = (1.0, 0.5, 2.0)
 
 
 class Kind(StrEnum):
-    """What becomes of a call."""
+    """The fate of a call."""
 
     KEPT = "kept"
     STALE = "stale"
@@ -61,7 +61,7 @@ def record(
     if stale:
         groups = without_stale(groups, {"default": VERSION}, MAX_STALENESS)
     rule = identical if kind is CreditKind.RETURN else immediate
-    weights = [WEIGHTS[place % len(WEIGHTS)] for place in range(len(groups))]
+    weights = [WEIGHTS[n % len(WEIGHTS)] for n in range(len(groups))]
     credit = {"default": PolicyCredit(rule.__name__, rule, kind)}
     return make_batches(groups, BatchPlan(credit, agents), weights=weights).batches["default"]
 

@@ -1,4 +1,4 @@
-"""What veRL exports of a LoRA policy becomes an adapter that peft, transformers and the torch engine read."""
+"""veRL's export of a LoRA policy becomes an adapter that peft, transformers and the torch engine read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TOKENS = torch.arange(20)[None]
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(TOKENS).logits
-    return found
+        logits: torch.Tensor = model.eval()(TOKENS).logits
+    return logits
 
 
 @pytest.fixture

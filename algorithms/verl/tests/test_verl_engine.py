@@ -114,28 +114,28 @@ KNOWN_ERRORS = [
 def test_known_errors_come_with_their_remedy(text: str, part: str, tmp_path: Path) -> None:
     engine = VerlEngine(VerlOptions(), context(tmp_path))
     lines = ["what came before", f"(Worker pid=7) {text}", "and what follows it"]
-    for said in ([text], lines):
-        assert part in (engine.remedy(said, 1) or "")
+    for log in ([text], lines):
+        assert part in (engine.remedy(log, 1) or "")
 
 
 def test_counters_of_all_servers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = """
+    metrics = """
 # HELP vllm:generation_tokens_total Number of generation tokens processed.
 vllm:generation_tokens_total{engine="0",model_name="default"} 5.0
 vllm:prompt_tokens_total{engine="0",model_name="default"} 1.2e+01
 vllm:prefix_cache_hits_total{engine="0",model_name="default"} 7.0
 vllm:num_requests_running{engine="0",model_name="default"} 3.0
 """
-    asked = []
+    urls = []
 
     def answer(self: httpx.Client, url: str) -> httpx.Response:
-        asked.append(url)
-        return httpx.Response(200, text=told)
+        urls.append(url)
+        return httpx.Response(200, text=metrics)
 
     monkeypatch.setattr(httpx.Client, "get", answer)
     counted = read_counters(["http://10.0.0.1:1/v1", "http://10.0.0.2:1/v1"])
     assert counted == {"tokens_prefilled": 24, "tokens_reused": 14, "tokens_decoded": 10}
-    assert asked == ["http://10.0.0.1:1/metrics", "http://10.0.0.2:1/metrics"]
+    assert urls == ["http://10.0.0.1:1/metrics", "http://10.0.0.2:1/metrics"]
 
 
 def test_a_server_that_is_gone_is_an_error() -> None:

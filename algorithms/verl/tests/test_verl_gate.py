@@ -61,26 +61,26 @@ def server() -> Server:
 
 async def test_nothing_is_sampled_before_the_first_weights_are_there(server: Server) -> None:
     server.permits.release()
-    asked = server.ask()
+    question = server.ask()
     await asyncio.sleep(0.05)
     assert server.calls == []
     assert (await server.client.get("/metrics")).status_code == 200, "everything else goes by"
     server.open(1)
-    reply = await asked
+    reply = await question
     assert reply.headers[HEADER_POLICY] == "1"
 
 
 async def test_a_reply_that_was_begun_before_an_exchange_is_sampled_anew_after_it(server: Server) -> None:
     server.open(4)
-    asked = server.ask()
+    question = server.ask()
     await server.entered.wait()
     server.gate.close()
     server.permits.release()  # The old weights finish it, or it is aborted: it counts for nothing.
     await asyncio.sleep(0.05)
-    assert not asked.done()
+    assert not question.done()
     server.permits.release()
     server.open(5)
-    reply = await asked
+    reply = await question
     assert reply.headers[HEADER_POLICY] == "5"
     assert reply.json() == {"call": 2}
     assert server.calls[0] == server.calls[1], "the same request, whole"
@@ -88,7 +88,7 @@ async def test_a_reply_that_was_begun_before_an_exchange_is_sampled_anew_after_i
 
 async def test_a_second_exchange_during_the_second_try_is_noticed_too(server: Server) -> None:
     server.open(1)
-    asked = server.ask()
+    question = server.ask()
     await server.entered.wait()
     for version in (2, 3):
         server.entered.clear()
@@ -97,7 +97,7 @@ async def test_a_second_exchange_during_the_second_try_is_noticed_too(server: Se
         server.permits.release()
         await server.entered.wait()
     server.permits.release()
-    assert (await asked).headers[HEADER_POLICY] == "3"
+    assert (await question).headers[HEADER_POLICY] == "3"
 
 
 @pytest.mark.parametrize("path", SAMPLING)
@@ -106,10 +106,10 @@ async def test_every_route_that_samples_needs_the_key_and_waits_at_the_gate(serv
         refused = await server.client.post(path, json={}, headers=headers)
         assert refused.status_code == 401
         assert "key" in refused.json()["error"]["message"]
-    asked = server.ask(path)
+    question = server.ask(path)
     server.permits.release()
     server.open(3)
-    reply = await asked
+    reply = await question
     assert (reply.status_code, reply.headers[HEADER_POLICY]) == (200, "3")
     assert len(server.calls) == 1, "what was refused has reached nothing"
 

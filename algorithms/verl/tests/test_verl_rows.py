@@ -22,7 +22,7 @@ def recorded(*lengths: tuple[int, int]) -> Batch:
     def take(count: int) -> list[int]:
         return list(itertools.islice(tokens, count))
 
-    rows = [Row(take(prompt), take(response), [], place + 0.5) for place, (prompt, response) in enumerate(lengths)]
+    rows = [Row(take(prompt), take(response), [], n + 0.5) for n, (prompt, response) in enumerate(lengths)]
     batch = batch_of(rows)
     return replace(batch, behaviour_logprobs_R=-np.arange(1, len(batch.mask_R) + 1, dtype=np.float32))
 

@@ -102,28 +102,28 @@ def test_settings_that_act_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"gpus_per_node": 3, "tensor_parallel": 2}, "tensor_parallel is 2, which does not divide the 3 GPUs (nodes x"),
         ({"serving_gpus": 3, "tensor_parallel": 2}, "tensor_parallel is 2, which does not divide the 3 GPUs (serving_"),
         ({"gpus_per_node": 3, "serving_gpus": 2, "sequence_parallel": 2}, "sequence_parallel is 2, which does not"),
     ],
 )
-def test_what_is_spread_fills_the_gpus(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(told)):
+def test_what_is_spread_fills_the_gpus(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
         VerlOptions(**options)
 
 
 def test_servers_of_their_own() -> None:
     rollout = "actor_rollout_ref.rollout"
-    found = mapping_of(nodes=2, gpus_per_node=8, serving_gpus=8, tensor_parallel=4)
-    assert (found["trainer.nnodes"], found["trainer.n_gpus_per_node"]) == (2, 8)
-    assert found[f"{rollout}.nnodes"] * found[f"{rollout}.n_gpus_per_node"] == 8
-    assert found[f"{rollout}.n_gpus_per_node"] == 4, "each replica on one node"
-    assert found[f"{rollout}.checkpoint_engine.backend"] == "nccl"
-    batch, exchange = found["data.train_batch_size"], found["trainer.v1.separate_async.parameter_sync_step"]
-    assert batch == exchange * found["actor_rollout_ref.actor.ppo_mini_batch_size"], "veRL asserts it"
-    assert found["trainer.v1.trainer_mode"] != mapping_of()["trainer.v1.trainer_mode"]
+    config = mapping_of(nodes=2, gpus_per_node=8, serving_gpus=8, tensor_parallel=4)
+    assert (config["trainer.nnodes"], config["trainer.n_gpus_per_node"]) == (2, 8)
+    assert config[f"{rollout}.nnodes"] * config[f"{rollout}.n_gpus_per_node"] == 8
+    assert config[f"{rollout}.n_gpus_per_node"] == 4, "each replica on one node"
+    assert config[f"{rollout}.checkpoint_engine.backend"] == "nccl"
+    batch, exchange = config["data.train_batch_size"], config["trainer.v1.separate_async.parameter_sync_step"]
+    assert batch == exchange * config["actor_rollout_ref.actor.ppo_mini_batch_size"], "veRL asserts it"
+    assert config["trainer.v1.trainer_mode"] != mapping_of()["trainer.v1.trainer_mode"]
     assert f"{rollout}.checkpoint_engine.backend" not in mapping_of(), "veRL's own, by turns"
 
 
@@ -146,13 +146,13 @@ def test_what_a_cluster_lacks_is_told_before_anything_waits_for_it(
 
 
 def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
-    found = mapping_of(Ppo(PpoOptions(critic_learning_rate=3e-3, epochs=2, critic_epochs=3)))
-    assert (found["actor_rollout_ref.actor.ppo_epochs"], found["critic.ppo_epochs"]) == (2, 3)
+    config = mapping_of(Ppo(PpoOptions(critic_learning_rate=3e-3, epochs=2, critic_epochs=3)))
+    assert (config["actor_rollout_ref.actor.ppo_epochs"], config["critic.ppo_epochs"]) == (2, 3)
     actor, critic = "actor_rollout_ref.actor.optim", "critic.optim"
-    assert (found[f"{actor}.lr"], found[f"{critic}.lr"]) == (2e-4, 3e-3)
+    assert (config[f"{actor}.lr"], config[f"{critic}.lr"]) == (2e-4, 3e-3)
     for optimizer in (actor, critic):
-        assert found[f"{optimizer}.lr_scheduler_type"] == "cosine"
-    assert found["trainer.total_training_steps"] == 40
+        assert config[f"{optimizer}.lr_scheduler_type"] == "cosine"
+    assert config["trainer.total_training_steps"] == 40
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
@@ -160,18 +160,18 @@ def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
 def test_step_sizes_are_the_torch_engines(schedule: Literal["constant", "cosine"], training_steps: list[int]) -> None:
     """Two optimizer steps an update, a warm-up of three, training steps without an update; over checkpoints too."""
 
-    def made() -> tuple[torch.optim.Optimizer, StepSizes]:
+    def new() -> tuple[torch.optim.Optimizer, StepSizes]:
         settings = SimpleNamespace(lr_scheduler_type=schedule, lr_warmup_steps=3, total_training_steps=4)
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
         return optimizer, StepSizes(optimizer, settings)
 
     section = OptimizerSection(learning_rate=0.5, schedule=schedule, warmup_steps=3)
     oracle = PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], section, training_steps=4)
-    optimizer, sizes = made()
+    optimizer, sizes = new()
     assert optimizer.param_groups[0]["lr"] > 0
     for training_step in training_steps:
         saved = sizes.state_dict()
-        optimizer, sizes = made()
+        optimizer, sizes = new()
         sizes.load_state_dict(saved)
         oracle.training_step = sizes.training_step = training_step
         for _ in range(2):
@@ -196,13 +196,13 @@ def test_an_algorithm_is_asked_for_what_it_needs_whatever_its_options_are_called
 
 
 def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
-    asked = context_of(deterministic=True)
-    found = mapped(VerlOptions(), asked, grpo(), False)
-    assert found["actor_rollout_ref.rollout.full_determinism"] is True
-    assert found["actor_rollout_ref.actor.fsdp_config.full_determinism"] is True
+    context = context_of(deterministic=True)
+    config = mapped(VerlOptions(), context, grpo(), False)
+    assert config["actor_rollout_ref.rollout.full_determinism"] is True
+    assert config["actor_rollout_ref.actor.fsdp_config.full_determinism"] is True
     assert variables(cpu=False, api_key="k", deterministic=True, cache_mib=1)["VLLM_BATCH_INVARIANT"] == "1"
     with pytest.raises(ConfigError, match="torch engine"):
-        mapped(VerlOptions(), asked, grpo(), True)
+        mapped(VerlOptions(), context, grpo(), True)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +224,12 @@ def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -
 
 def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
     lora = {"rank": 8, "alpha": 16.0, "targets": ("q_proj",)}
-    for found in (mapping_of(spec={"lora": lora}), mapping_of(spec={"lora": lora}, cpu=True, serving_gpus=1)):
-        assert found["actor_rollout_ref.model.lora_rank"] == 8
-        assert repr(found["actor_rollout_ref.model.lora_alpha"]) == "16", "veRL wants an integer"
-        assert found["actor_rollout_ref.model.target_modules"] == ["q_proj"]
-        assert found["critic.model.target_modules"] == ["q_proj", "score"], "a frozen last layer would stay at zero"
-        assert found["actor_rollout_ref.model.lora.merge"] is True
+    for config in (mapping_of(spec={"lora": lora}), mapping_of(spec={"lora": lora}, cpu=True, serving_gpus=1)):
+        assert config["actor_rollout_ref.model.lora_rank"] == 8
+        assert repr(config["actor_rollout_ref.model.lora_alpha"]) == "16", "veRL wants an integer"
+        assert config["actor_rollout_ref.model.target_modules"] == ["q_proj"]
+        assert config["critic.model.target_modules"] == ["q_proj", "score"], "a frozen last layer would stay at zero"
+        assert config["actor_rollout_ref.model.lora.merge"] is True
     assert "actor_rollout_ref.model.lora.merge" not in mapping_of()
 
 
@@ -243,10 +243,10 @@ MEGATRON: dict[str, Any] = {"overrides": ["model_engine=megatron"]}
 def test_policy_reference_and_critic_are_computed_alike() -> None:
     """veRL's own default for a reference is bfloat16, whatever the policy has."""
     for dtype, cpu, offload in (("float32", False, True), ("bfloat16", False, False), ("auto", True, False)):
-        found = mapping_of(grpo(beta=0.1), cpu=cpu, spec={"dtype": dtype}, offload=offload)
+        config = mapping_of(grpo(beta=0.1), cpu=cpu, spec={"dtype": dtype}, offload=offload)
         settings = [
-            {key.removeprefix(place): value for key, value in found.items() if key.startswith(f"{place}.")}
-            for place in FSDP
+            {key.removeprefix(part): value for key, value in config.items() if key.startswith(f"{part}.")}
+            for part in FSDP
         ]
         settings[0].pop(".seed")
         assert settings[0] == settings[1] == settings[2]
@@ -256,22 +256,22 @@ def test_policy_reference_and_critic_are_computed_alike() -> None:
 
 def test_tokens_of_a_transition_are_spread_over_whole_shares_of_the_gpus_by_flash_attention() -> None:
     spread: dict[str, Any] = {"gpus_per_node": 4, "sequence_parallel": 2}
-    found = mapping_of(**spread)
-    assert [found[f"{place}.ulysses_sequence_parallel_size"] for place in FSDP] == [2, 2, 2]
+    config = mapping_of(**spread)
+    assert [config[f"{part}.ulysses_sequence_parallel_size"] for part in FSDP] == [2, 2, 2]
     for unable in ({"attention": "sdpa"}, {"cpu": True}):
         with pytest.raises(ConfigError, match=r"sequence_parallel.*flash-attention"):
             mapping_of(**spread, **unable)
 
 
 def test_another_engine_gets_none_of_fsdps_keys_and_the_schedule_by_its_own_name() -> None:
-    found = mapping_of(spec={"optimizer": {"schedule": "cosine"}}, **MEGATRON)
-    assert not [key for key in found if "fsdp" in key or key.endswith(".strategy")]
-    assert found[f"{ACTOR}.optim.lr_decay_style"] == "cosine"
-    assert f"{ACTOR}.optim.lr_scheduler_type" not in found
+    config = mapping_of(spec={"optimizer": {"schedule": "cosine"}}, **MEGATRON)
+    assert not [key for key in config if "fsdp" in key or key.endswith(".strategy")]
+    assert config[f"{ACTOR}.optim.lr_decay_style"] == "cosine"
+    assert f"{ACTOR}.optim.lr_scheduler_type" not in config
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reason"),
     [
         ({"cpu": True}, "it needs GPUs"),
         ({"spec": {"lora": {"rank": 8}}}, "LoRA"),
@@ -280,6 +280,6 @@ def test_another_engine_gets_none_of_fsdps_keys_and_the_schedule_by_its_own_name
         ({"algorithm": Ppo(PpoOptions())}, "critics start at random"),
     ],
 )
-def test_what_does_not_go_with_another_engine_is_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"model_engine=megatron does not go with these settings: .*{told}"):
+def test_what_does_not_go_with_another_engine_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_engine=megatron does not go with these settings: .*{reason}"):
         mapping_of(**{**MEGATRON, **settings})

@@ -59,7 +59,7 @@ TIED = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Made:
-    """What an engine made of a batch."""
+    """The result of an engine's update with a batch."""
 
     advantage_N: NDArray[np.float64]
     weight_N: NDArray[np.float64]
@@ -189,7 +189,7 @@ class VerlBench:
         others: Collection[int] = (),
         weights: Mapping[int, float] | None = None,
     ) -> Made:
-        """What `AglTrainer.update` does with its rows; of one optimizer step, with `pads` pad rows after the others.
+        """`AglTrainer.update` with its rows; of one optimizer step, with `pads` pad rows after the others.
 
         `others`: places of rows that have other tokens. `weights`: by place, what each token of the row weighs instead;
         its advantage and return are 1 then.
@@ -214,8 +214,8 @@ class VerlBench:
             data["values"] = nested(values)
             prepared = prepare(usable, samples, self.algorithm, gather(whole, values, of_rows))
         for field, values in fields_of(prepared, steps, of_rows).items():
-            for place, weight in (weights or {}).items() if field != SPAN else ():
-                values[place] = torch.full_like(values[place], weight if field.endswith("weights") else 1.0)
+            for n, weight in (weights or {}).items() if field != SPAN else ():
+                values[n] = torch.full_like(values[n], weight if field.endswith("weights") else 1.0)
             data[field] = nested(values)
 
         def train(worker: Any, epochs: int, weights_R: Tensor) -> tuple[dict[str, float], Tensor]:
@@ -240,7 +240,7 @@ class VerlBench:
             change,
             critic_change,
             measured,
-            tuple(place for place, chain in enumerate(of_rows) if chain is None),
+            tuple(n for n, chain in enumerate(of_rows) if chain is None),
         )
 
     def rows(
@@ -250,15 +250,15 @@ class VerlBench:
         from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        made = [None if chain is None else row_of(whole, chain, 1) for chain in chains]
-        first = next(row for row in made if row is not None)
+        rows = [None if chain is None else row_of(whole, chain, 1) for chain in chains]
+        first = next(row for row in rows if row is not None)
         pad, _ = construct_minimal_padding_template(first.fields, first.tag, eos_token_id=0)
-        fields = [dict(pad if row is None else row.fields) for row in made]
+        fields = [dict(pad if row is None else row.fields) for row in rows]
         random = torch.Generator().manual_seed(5)
-        for place in others:
-            prompt, tokens = len(fields[place]["prompts"]), fields[place]["input_ids"]
+        for n in others:
+            prompt, tokens = len(fields[n]["prompts"]), fields[n]["input_ids"]
             tokens = torch.randint(vocabulary, tokens.shape, generator=random)
-            fields[place] |= {"input_ids": tokens, "prompts": tokens[:prompt], "responses": tokens[prompt:]}
+            fields[n] |= {"input_ids": tokens, "prompts": tokens[:prompt], "responses": tokens[prompt:]}
         data = list_of_dict_to_tensordict(fields)
         for name in ("prompts", "responses", "input_ids", "position_ids", *RESPONSE_FIELDS):
             data[name] = nested([row[name] for row in fields])  # TransferQueue's are ragged, also if lengths are equal.
@@ -271,8 +271,8 @@ class VerlBench:
 
         inputs = data.clone()
         tu.assign_non_tensor(inputs, calculate_entropy=False, compute_loss=False, temperature=0.8)
-        found = tu.get(worker.infer_batch(inputs), output)
-        return list(response_from_nested(found, data["response_mask"]).to("cpu", torch.float32).unbind())
+        output_of_worker = tu.get(worker.infer_batch(inputs), output)
+        return list(response_from_nested(output_of_worker, data["response_mask"]).to("cpu", torch.float32).unbind())
 
     def train(
         self, worker: Any, data: Any, epochs: int, weight: float, steps: int, training_step: int
@@ -311,8 +311,8 @@ def configuration(model: Path, chosen: ChosenAlgorithm, tokens_per_micro_batch: 
     settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=tokens_per_micro_batch)
     config = compose(settings, context, algorithm=chosen.build(), cpu=True)
     with open_dict(config):  # As `AglTrainer._init_dataloader` does.
-        for each in (config.actor_rollout_ref.actor.optim, config.critic.optim):
-            each.total_training_steps = TRAINING_STEPS
+        for section in (config.actor_rollout_ref.actor.optim, config.critic.optim):
+            section.total_training_steps = TRAINING_STEPS
     return config
 
 

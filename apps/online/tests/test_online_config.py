@@ -1,4 +1,4 @@
-"""What a configuration that learns from sessions needs, checked before anything starts."""
+"""A configuration that learns from sessions is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LEARNING: dict[str, Any] = {
 def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
     (folder / "parts.py").write_text(PLUGIN)
     config = {**LEARNING, **tables}
-    (folder / "train.toml").write_text(tomli_w.dumps({name: each for name, each in config.items() if each is not None}))
+    (folder / "train.toml").write_text(tomli_w.dumps({name: part for name, part in config.items() if part is not None}))
     return load(folder / "train.toml", overrides)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "parts"),
     [
         ({"algorithm": {"name": "comparing"}}, ("only one of its kind", "reinforce++ or ppo")),
         ({"algorithm": {"name": "grpo"}}, ("earlier versions answered", "Set its importance_cap")),
@@ -56,12 +56,12 @@ def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
         ({"rewards": {}}, ("no rule scores any", '[rewards.users] rule = "feedback"')),
     ],
 )
-def test_what_does_not_go_together_is_said(tmp_path: Path, changes: dict[str, Any], said: tuple[str, ...]) -> None:
+def test_what_does_not_go_together_is_said(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
     if "policies" in changes:
         changes["policies"]["a"] = {**changes["policies"]["a"], "agents": ["a"]}
     with pytest.raises(CapabilityError) as raised:
         check_learning(loaded(tmp_path, **changes))
-    assert all(text in str(raised.value) for text in said), raised.value
+    assert all(text in str(raised.value) for text in parts), raised.value
 
 
 @pytest.mark.parametrize(

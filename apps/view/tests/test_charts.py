@@ -33,9 +33,9 @@ def test_every_value_is_inside_the_picture(values: list[float]) -> None:
     root = ET.fromstring(str(chart.svg))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     places = [
-        tuple(map(float, each.split(",")))
+        tuple(map(float, point.split(",")))
         for line in root.findall("polyline")
-        for each in line.get("points", "").split()
+        for point in line.get("points", "").split()
     ]
     places = places or [(float(dot.attrib["cx"]), float(dot.attrib["cy"])) for dot in root.findall("circle")]
     assert len(places) == sum(map(math.isfinite, values))
@@ -48,7 +48,7 @@ def test_rounding_errors_are_a_line_at_zero() -> None:
 
     assert chart is not None
     (line,) = ET.fromstring(str(chart.svg)).findall("polyline")
-    assert len({place.split(",")[1] for place in line.attrib["points"].split()}) == 1
+    assert len({point.split(",")[1] for point in line.attrib["points"].split()}) == 1
 
 
 def test_without_values_there_is_no_chart() -> None:
@@ -76,10 +76,10 @@ def test_bars_are_stacked() -> None:
 
     assert chart is not None
     root = ET.fromstring(str(chart.svg))
-    low, high = (each for each in root.findall("rect") if each.attrib["class"].startswith("bar"))
+    low, high = (bar for bar in root.findall("rect") if bar.attrib["class"].startswith("bar"))
     assert float(high.attrib["y"]) + float(high.attrib["height"]) == pytest.approx(float(low.attrib["y"]), abs=0.2)
     assert float(low.attrib["height"]) == pytest.approx(3 * float(high.attrib["height"]), abs=0.5)
-    assert [each.attrib["href"] for each in root.findall("a")] == ["/steps/1"]
+    assert [a.attrib["href"] for a in root.findall("a")] == ["/steps/1"]
 
 
 def test_of_many_steps_the_parts_are_areas() -> None:
@@ -88,7 +88,7 @@ def test_of_many_steps_the_parts_are_areas() -> None:
 
     assert chart is not None
     low, high = ET.fromstring(str(chart.svg)).findall("polygon")
-    places = [[tuple(map(float, each.split(","))) for each in area.attrib["points"].split()] for area in (low, high)]
+    places = [[tuple(map(float, point.split(","))) for point in area.attrib["points"].split()] for area in (low, high)]
     assert len(places[0]) == len(places[1]) == 200
     assert places[1][100:] == places[0][:100][::-1]
     assert places[1][0] == places[0][0]
@@ -101,11 +101,11 @@ def test_names_are_text() -> None:
 
     assert chart is not None
     root = ET.fromstring(str(chart.svg))
-    assert {each.tag for each in root.iter()} <= {"svg", "line", "text", "polyline", "circle", "a", "rect", "title"}
+    assert {e.tag for e in root.iter()} <= {"svg", "line", "text", "polyline", "circle", "a", "rect", "title"}
 
 
 def test_one_rollout_stands_out_among_its_group() -> None:
     root = ET.fromstring(str(strip({"m0": 1.0, "m1": 0.0}, 0.5, 0.7, "m1")))
 
-    (mine,) = (each for each in root.findall("circle") if each.attrib["class"] == "mine")
-    assert [each.text for each in mine] == ["m1: 0"]
+    (mine,) = (circle for circle in root.findall("circle") if circle.attrib["class"] == "mine")
+    assert [e.text for e in mine] == ["m1: 0"]

@@ -59,18 +59,18 @@ class Running:
 
 @pytest.fixture
 def running(runs: Folder) -> Iterator[Running]:
-    found = Running(runs.trained())
-    found.start()
-    yield found
-    found.end()
+    running = Running(runs.trained())
+    running.start()
+    yield running
+    running.end()
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
-    with opened(tmp_path / "browser") as found:
-        found.look()
-        yield found
-        assert not found.complaints
+    with opened(tmp_path / "browser") as tab:
+        tab.look()
+        yield tab
+        assert not tab.complaints
 
 
 def test_runs_and_run_follow_a_run_without_losing_focus_selection_or_scroll(running: Running, page: Page) -> None:
@@ -126,11 +126,11 @@ def test_axe_finds_no_serious_fault_and_no_page_is_wider_than_a_phone(running: R
             page.open(running.page(path))
             assert page.run("document.documentElement.scrollWidth") <= 390, name
             page.send("Runtime.evaluate", expression=AXE_FILE_PATH.read_text())
-            found = page.run("axe.run().then((all) => all.violations)")
-            serious = [each for each in found if each["impact"] in ("serious", "critical")]
+            violations = page.run("axe.run().then((all) => all.violations)")
+            serious = [v for v in violations if v["impact"] in ("serious", "critical")]
             if serious:
-                faults[name, dark] = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in serious]
-    page.complaints[:] = [each for each in page.complaints if "404" not in each]  # The status of the last page.
+                faults[name, dark] = [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in serious]
+    page.complaints[:] = [c for c in page.complaints if "404" not in c]  # The status of the last page.
     assert not faults
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from agl_core.types import Attempt, Call, Ending, Mode, Rollout, Task, TrainingRecord
 
-from .viewed_runs import HERE, HOSTILE, Folder, Parsed, rollout, said
+from .viewed_runs import HERE, HOSTILE, Folder, Parsed, rollout, text_of
 
 STEP = "/runs/calc/rollouts?step=1&mode=train"
 
@@ -20,11 +20,11 @@ STEP = "/runs/calc/rollouts?step=1&mode=train"
 def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
     runs.trained()
 
-    page = said(runs.page("/"))
+    page = text_of(runs.page("/"))
 
     assert "calc stopped not yet 1 / 4" in page
-    assert "0.250 0.750" in said(runs.page("/?text=CAL&sort=after"))
-    assert "No run has this in its name." in said(runs.page("/?text=another"))
+    assert "0.250 0.750" in text_of(runs.page("/?text=CAL&sort=after"))
+    assert "No run has this in its name." in text_of(runs.page("/?text=another"))
 
 
 def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) -> None:
@@ -32,7 +32,7 @@ def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) 
 
     page = Parsed(runs.page("/runs/calc"))
 
-    charts = {found["aria-label"] for tag, found in page.tags if tag == "svg"}
+    charts = {attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"}
     assert "Reward. training from 1.5 to 1.5; eval, greedy from 0.25 to 0.75" in charts
     assert {"Dropped. no_advantage from 4 to 4", "Groups without contrast. from 0.5 to 0.5"} <= charts
     assert STEP in page.links
@@ -45,7 +45,7 @@ def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(ru
     rollouts = next(link for link in Parsed(runs.page(run)).links if link == STEP)
     group = next(link for link in Parsed(runs.page(rollouts)).links if "/groups/" in link)
     one = next(link for link in Parsed(runs.page(group)).links if link.endswith("rollouts/s1-g0-m1"))
-    page = said(runs.page(one))
+    page = text_of(runs.page(one))
 
     assert "Terminal reward 0" in page
     assert "right rule right 0 2" in page
@@ -54,7 +54,7 @@ def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(ru
 
 
 @pytest.mark.parametrize(
-    ("asked", "number"),
+    ("query", "number"),
     [
         ("", 4),
         ("agent=critic", 1),
@@ -72,25 +72,25 @@ def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(ru
         ("dropped=no_advantage", 2),
     ],
 )
-def test_filters_are_in_the_address(runs: Folder, asked: str, number: int) -> None:
+def test_filters_are_in_the_address(runs: Folder, query: str, number: int) -> None:
     runs.trained()
 
-    page = runs.page(f"/runs/calc/rollouts?{asked}")
+    page = runs.page(f"/runs/calc/rollouts?{query}")
 
-    assert f"{number} of {0 if asked in ('mode=eval-greedy', 'step=2') else 4} rollouts" in page
+    assert f"{number} of {0 if query in ('mode=eval-greedy', 'step=2') else 4} rollouts" in page
 
 
 def test_rollouts_come_in_pages_of_whole_groups_training_first(runs: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_view.pages.base.PAGE_SIZE", 3)
     runs.trained()
     evaluated = [
-        replace(each, mode=Mode.EVAL_GREEDY) for each in rollout("s9-g9-m0", answer="Bern") if isinstance(each, Rollout)
+        replace(r, mode=Mode.EVAL_GREEDY) for r in rollout("s9-g9-m0", answer="Bern") if isinstance(r, Rollout)
     ]
     runs.make("calc", *evaluated)
 
     def page(address: str) -> tuple[str, list[str]]:
         html = runs.page(f"/runs/calc/rollouts{address}")
-        return said(html), [link for link in Parsed(html).links if link.startswith("?")]
+        return text_of(html), [link for link in Parsed(html).links if link.startswith("?")]
 
     newest, [older] = page("?")
     assert "6 * 7 s1-g1 mean 2 deviation 0 no contrast m0 1 2 – m1 1 2 –" in newest
@@ -101,11 +101,11 @@ def test_rollouts_come_in_pages_of_whole_groups_training_first(runs: Folder, mon
     assert "s9-g9" in page("?mode=")[0]
 
 
-@pytest.mark.parametrize("asked", ["step=x", "step=inf", "step=1e40", "mode=other", "low=much"])
-def test_a_filter_that_cannot_be_read_is_named(runs: Folder, asked: str) -> None:
+@pytest.mark.parametrize("query", ["step=x", "step=inf", "step=1e40", "mode=other", "low=much"])
+def test_a_filter_that_cannot_be_read_is_named(runs: Folder, query: str) -> None:
     runs.trained()
 
-    assert asked in runs.page(f"/runs/calc/rollouts?{asked}", 400)
+    assert query in runs.page(f"/runs/calc/rollouts?{query}", 400)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_text_of_agents_is_text_on_every_page(runs: Folder) -> None:
     ):
         page = runs.page(address)
         parsed = Parsed(page)
-        assert [found["src"] for tag, found in parsed.tags if tag == "script"] == ["/static/view.js"], address
-        assert not [name for _, found in parsed.tags for name in found if name.startswith("on") or name == "style"]
+        assert [attributes["src"] for tag, attributes in parsed.tags if tag == "script"] == ["/static/view.js"], address
+        assert not [name for _, names in parsed.tags for name in names if name.startswith("on") or name == "style"]
         assert not set("\x1b\u202e\ud800") & set(page), address
-    assert "<script>alert(1)</script>" in said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
-    assert "{{ 7 * 7 }}" in said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+    assert "<script>alert(1)</script>" in text_of(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+    assert "{{ 7 * 7 }}" in text_of(runs.page("/runs/calc/rollouts/s1-g0-m0"))
 
 
 def test_names_of_runs_may_have_every_kind_of_character(runs: Folder) -> None:
@@ -176,8 +176,8 @@ def test_names_of_runs_may_have_every_kind_of_character(runs: Folder) -> None:
 
     link = next(link for link in Parsed(runs.page("/")).links if link.startswith("/runs/"))
 
-    assert said(runs.page(link)).startswith(f" {name} – agl")
-    assert runs.page(next(each for each in Parsed(runs.page(link)).links if each.endswith("step=1&mode=train")))
+    assert text_of(runs.page(link)).startswith(f" {name} – agl")
+    assert runs.page(next(link_ for link_ in Parsed(runs.page(link)).links if link_.endswith("step=1&mode=train")))
 
 
 def test_two_folders_of_one_name_are_two_runs(tmp_path: Path, runs: Folder) -> None:
@@ -233,8 +233,8 @@ def test_a_folder_that_is_no_run_of_agl(runs: Folder) -> None:
     (runs.path / "foreign" / "config.toml").write_text("train = 3")
     runs.trained()
 
-    assert "its folder cannot be read" in said(runs.page("/"))
-    assert "1 / 4" in said(runs.page("/"))
+    assert "its folder cannot be read" in text_of(runs.page("/"))
+    assert "1 / 4" in text_of(runs.page("/"))
     assert "is not what a run of agl writes" in runs.page("/runs/foreign", 404)
 
 
@@ -281,7 +281,7 @@ def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_count
     ]
     runs.make("calc", *records)
 
-    page = said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+    page = text_of(runs.page("/runs/calc/rollouts/s1-g0-m0"))
 
     assert page.count("A reply that solver did not get, and that does not count: look(") == 1
     assert page.index("did not get") < page.index("turn 0,")
@@ -292,7 +292,7 @@ def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_count
         for record in rollout("s1-g0-m0", answer="42")
     ]
     runs.make("other", *records)
-    page = said(runs.page("/runs/other/rollouts/s1-g0-m0"))
+    page = text_of(runs.page("/runs/other/rollouts/s1-g0-m0"))
     assert page.count("did not get") == 2
     assert "It is 42" in page
     assert "It made no call" not in page
@@ -317,7 +317,7 @@ def test_alarms_verdicts_and_reasons(runs: Folder) -> None:
         ],
     )
     page = runs.page("/runs/calc/health")
-    text = said(page)
+    text = text_of(page)
     assert "truncated since step 1 0.4: <script>" in text
     assert "What to do Raise the limit." in text
     assert "<script>alert" not in page
@@ -328,11 +328,11 @@ def test_alarms_verdicts_and_reasons(runs: Folder) -> None:
 
 def test_a_run_without_steps_and_one_with_damaged_metrics(runs: Folder) -> None:
     folder = runs.make("calc")
-    assert "No step has ended yet." in said(runs.page("/runs/calc/health"))
+    assert "No step has ended yet." in text_of(runs.page("/runs/calc/health"))
     (folder / "metrics.jsonl").write_bytes(
         b'{"step": 1, "kind": "train"}\n\xff{nonsense\n[1]\n{"step": 2, "kind": "train", "alarms": 7}\n{"step"'
     )
-    text = said(runs.page("/runs/calc/health"))
+    text = text_of(runs.page("/runs/calc/health"))
     for line in (2, 3, 4):
         assert f"Line {line} of metrics.jsonl is no line of metrics" in text
     assert "Line 5" not in text, "it may be half written"
@@ -343,17 +343,17 @@ def test_two_runs_are_compared_by_their_rewards_and_settings(runs: Folder) -> No
     runs.trained()
     config = runs.trained("other") / "config.toml"
     config.write_text(config.read_text().replace('name = "grpo"', 'name = "ppo"'))
-    chosen = {found.get("value") for tag, found in Parsed(runs.page("/")).tags if found.get("name") == "run"}
+    chosen = {names.get("value") for tag, names in Parsed(runs.page("/")).tags if names.get("name") == "run"}
     assert chosen == {"calc", "other"}
 
     page = runs.page("/compare?run=calc&run=other")
 
-    charts = [found["aria-label"] for tag, found in Parsed(page).tags if tag == "svg"]
+    charts = [attributes["aria-label"] for tag, attributes in Parsed(page).tags if tag == "svg"]
     assert charts == [
         "Reward. calc, training from 1.5 to 1.5; calc, eval, greedy from 0.25 to 0.75; "
         "other, training from 1.5 to 1.5; other, eval, greedy from 0.25 to 0.75"
     ]
-    assert "Settings that differ 1 setting calc other algorithm.name grpo ppo" in said(page)
+    assert "Settings that differ 1 setting calc other algorithm.name grpo ppo" in text_of(page)
     assert "Choose one or two runs" in runs.page("/compare", 400)
     assert "There is no run" in runs.page("/compare?run=nope", 404)
 
@@ -372,13 +372,13 @@ def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
     metrics = [{"step": at, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.5} for at in rewards]
     runs.make("calc", *records, metrics=metrics)
 
-    page = said(runs.page("/compare?run=calc"))
+    page = text_of(runs.page("/compare?run=calc"))
 
     assert "Solved now, or better 1 a higher reward than before task before after number 0 0 2 side by side" in page
     assert "Lost, or worse 1 a lower reward than before task before after number 1 2 0 side by side" in page
     assert "The same 1" in page
     assert "mean over the 3 tasks of both1.333 → 1.333" in page
-    assert page == said(runs.page("/compare?a=calc@0&b=calc@2&mode=eval-greedy"))
+    assert page == text_of(runs.page("/compare?a=calc@0&b=calc@2&mode=eval-greedy"))
     assert "no task in common" in runs.page("/compare?a=calc@0&b=calc@1")
     assert "a=x" in runs.page("/compare?a=calc@x&b=calc@1", 400)
 
@@ -400,7 +400,7 @@ def test_one_task_of_two_runs_is_side_by_side(runs: Folder) -> None:
     runs.trained()
     address = "/compare/task?a=calc%40home%40s1-g0-m1&b=calc%40s1-g0-m0"
 
-    page = said(runs.page(address))
+    page = text_of(runs.page(address))
 
     assert "One task, before and after" in page
     assert "calc@home, step 1 0 calc, step 1 2 turn 0" in page

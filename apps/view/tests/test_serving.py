@@ -43,9 +43,9 @@ def view(runs: Folder) -> Iterator[subprocess.Popen[str]]:
 def printed_address(view: subprocess.Popen[str]) -> str:
     assert view.stdout is not None
     first = view.stdout.readline()
-    found = re.fullmatch(r"view:  (http://127\.0\.0\.1:\d+/\?token=\S{30,})\n", first)
-    assert found is not None, first
-    return found[1]
+    match = re.fullmatch(r"view:  (http://127\.0\.0\.1:\d+/\?token=\S{30,})\n", first)
+    assert match is not None, first
+    return match[1]
 
 
 def test_the_printed_address_opens_and_ctrl_c_ends_it(runs: Folder, view: subprocess.Popen[str]) -> None:
@@ -56,10 +56,10 @@ def test_the_printed_address_opens_and_ctrl_c_ends_it(runs: Folder, view: subpro
         assert browser.get(address.partition("?")[0]).status_code == 401
         assert "/runs/calc" in browser.get(address).text
     view.send_signal(signal.SIGINT)
-    said, _ = view.communicate(timeout=60)
+    output, _ = view.communicate(timeout=60)
 
     assert view.returncode in (0, 130)
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 def test_a_folder_without_runs_is_named(runs: Folder, tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(ru
         refused = await asyncio.create_subprocess_exec(
             sys.executable, "-c", SECOND_WRITER, folder / "store.sqlite", stderr=subprocess.PIPE
         )
-        _, said = await refused.communicate()
+        _, errors = await refused.communicate()
 
     assert "running" in page
     assert 'data-changed="/runs/calc/changed"' in page
     assert "data-changed" not in runs.page("/runs/calc"), "it has ended"
     assert "reward 2: 1 rollouts" in later
-    assert StoreError.__name__.encode() in said
+    assert StoreError.__name__.encode() in errors
     with pytest.raises(httpx.ConnectError):
         await asyncio.to_thread(opened, address)
     assert psutil.Process().children() == before

@@ -70,10 +70,10 @@ class Parsed(HTMLParser):
 
     @property
     def links(self) -> list[str]:
-        return [str(found["href"]) for tag, found in self.tags if tag == "a"]
+        return [str(attributes["href"]) for tag, attributes in self.tags if tag == "a"]
 
 
-def said(page: str) -> str:
+def text_of(page: str) -> str:
     """The text of a page, with single spaces."""
     return re.sub(r"\s+", " ", Parsed(page).text)
 
@@ -137,9 +137,9 @@ def rollout(
 ) -> list[Record]:
     """A rollout of two calls with a tool between them."""
     step, group, member = id.split("-")
-    asked = {"id": f"{id}-t", "type": "function", "function": {"name": "look", "arguments": '{"at": "table"}'}}
+    call = {"id": f"{id}-t", "type": "function", "function": {"name": "look", "arguments": '{"at": "table"}'}}
     replies = [
-        {"role": "assistant", "content": None, "tool_calls": [asked]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": f"It is {answer}"},
     ]
     messages = [
@@ -149,17 +149,17 @@ def rollout(
     ]
     task = Task(f"t-{group}", {"question": question}, metadata={"answer": "42"})
     planned = Rollout(id, "calc", 0, f"{step}-{group}", task, Mode.TRAIN, int(step[1:]), int(member[1:]))
-    found: list[Record] = [
+    records: list[Record] = [
         planned if reward is None else replace(planned, state=RolloutState.DONE, counted_attempt=0, ending=ending),
         Attempt(id, 0, "w", 0.0, 1.0, ending, result=answer),
         *(_call(id, n, replies[n], messages[: 1 + 2 * n], agent) for n in (0, 1)),
         ToolResult(f"{id}-o", id, 0, "look", tool, f"{id}-t", {"at": "table"}, "found", started=1.0, ended=1.5),
     ]
     if reward is not None:
-        found.append(Reward(id, 0, "right", reward, "right"))
+        records.append(Reward(id, 0, "right", reward, "right"))
         value = advantage if dropped is None else 0.0
-        found += [TrainingRecord(id, 0, f"{id}-c{n}", 0, 1, 2 * reward, value, 0.125, dropped) for n in (0, 1)]
-    return found
+        records += [TrainingRecord(id, 0, f"{id}-c{n}", 0, 1, 2 * reward, value, 0.125, dropped) for n in (0, 1)]
+    return records
 
 
 def _call(id: str, sequence: int, reply: dict[str, Any], messages: list[Any], agent: str) -> Call:

@@ -35,9 +35,9 @@ class Place:
     """In this process; the server alone has one of its own."""
 
     def key(self, *arguments: str) -> str:
-        found = self.agl("sessions", "key", "support", "support", *arguments)
-        assert found.returncode == 0, found.stderr
-        return found.stdout.strip()
+        ended = self.agl("sessions", "key", "support", "support", *arguments)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[tuple[subprocess.Popen[str], str]]:
@@ -53,14 +53,14 @@ class Place:
                 server.communicate()
 
     def listed(self) -> list[dict[str, Any]]:
-        found = self.agl("sessions", "list", "support", "--json")
-        assert found.returncode == 0, found.stderr
-        sessions: list[dict[str, Any]] = json.loads(found.stdout)
+        ended = self.agl("sessions", "list", "support", "--json")
+        assert ended.returncode == 0, ended.stderr
+        sessions: list[dict[str, Any]] = json.loads(ended.stdout)
         return sessions
 
 
 @pytest.fixture
-def place(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def deployment(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """With the configuration with which the page begins: it names no tasks and no model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -75,71 +75,71 @@ def ask(url: str, key: str, text: str, name: str, **headers: str) -> Any:
         return client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}])
 
 
-def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_calls(place: Place) -> None:
+def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_calls(deployment: Place) -> None:
     replies = []
-    with place.serving() as (server, url):
-        key = place.key()
+    with deployment.serving() as (server, url):
+        key = deployment.key()
         begun = httpx.post(f"{url}/agl/v1/sessions", json={}, headers={"Authorization": f"Bearer {key}"}).json()
         replies.append(ask(url, key, "one", "talk"))
         server.kill()
-    with place.serving() as (server, url):
+    with deployment.serving() as (server, url):
         replies.append(ask(url, key, "two", "talk"))
         with openai.OpenAI(base_url=f"{url}{begun['path']}/v1", api_key=begun["key"]) as agent:
             agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "begun before the kill"}])
         replies.append(ask(url, key, "three", "talk", **{"x-agl-session-end": "1"}))
-        said = httpx.post(
+        answer = httpx.post(
             f"{url}/agl/v1/feedback",
             json={"call": replies[0].id, "rewards": {"thumbs": 1}, "id": "f"},
-            headers={"Authorization": f"Bearer {place.key('--feedback')}"},
+            headers={"Authorization": f"Bearer {deployment.key('--feedback')}"},
         )
-        assert said.status_code == 200, said.text
+        assert answer.status_code == 200, answer.text
         server.kill()
-    with place.serving() as (server, url):
+    with deployment.serving() as (server, url):
         again = httpx.post(
             f"{url}/agl/v1/feedback",
             json={"call": replies[0].id, "rewards": {"thumbs": 1}, "id": "f"},
-            headers={"Authorization": f"Bearer {place.key('--feedback')}"},
+            headers={"Authorization": f"Bearer {deployment.key('--feedback')}"},
         )
         assert again.json()["new"] is False
-    by_name = {each["name"]: each for each in place.listed()}
-    assert len(place.listed()) == 2
+    by_name = {s["name"]: s for s in deployment.listed()}
+    assert len(deployment.listed()) == 2
     assert by_name["talk"]["calls"] == 3
-    assert [each["rewards"] for each in by_name["talk"]["feedback"]] == [{"thumbs": 1.0}]
-    assert [each["calls"] for name, each in by_name.items() if name != "talk"] == [1]
-    shown = place.agl("show", "support", by_name["talk"]["id"])
+    assert [f["rewards"] for f in by_name["talk"]["feedback"]] == [{"thumbs": 1.0}]
+    assert [s["calls"] for name, s in by_name.items() if name != "talk"] == [1]
+    shown = deployment.agl("show", "support", by_name["talk"]["id"])
     assert shown.returncode == 0, shown.stderr
     assert all(text in shown.stdout for text in ("one", "two", "three"))
-    listed = place.agl("rollouts", "support", "--mode", "use")
+    listed = deployment.agl("rollouts", "support", "--mode", "use")
     assert by_name["talk"]["id"] in listed.stdout
 
 
-def test_sessions_are_deleted_by_the_server_or_without_one(place: Place) -> None:
+def test_sessions_are_deleted_by_the_server_or_without_one(deployment: Place) -> None:
     def raw() -> bytes:
-        return b"".join(each.read_bytes() for each in (place.folder / "runs" / "support").glob("store.sqlite*"))
+        return b"".join(f.read_bytes() for f in (deployment.folder / "runs" / "support").glob("store.sqlite*"))
 
-    with place.serving() as (_, url):
-        key = place.key()
+    with deployment.serving() as (_, url):
+        key = deployment.key()
         for name in ("Rapunzel", "Aschenputtel", "Dornröschen"):
             ask(url, key, name, f"talk-{name[0]}")
-        first, second, third = [each["id"] for each in place.listed()]
-        done = place.agl("sessions", "delete", "support", first)
+        first, second, third = [s["id"] for s in deployment.listed()]
+        done = deployment.agl("sessions", "delete", "support", first)
         assert done.returncode == 0, done.stderr
-        assert [each["id"] for each in place.listed()] == [second, third]
+        assert [s["id"] for s in deployment.listed()] == [second, third]
         assert b"Rapunzel" not in raw()
-        unknown = place.agl("sessions", "delete", "support", f"use-{'0' * 24}-{'0' * 12}")
+        unknown = deployment.agl("sessions", "delete", "support", f"use-{'0' * 24}-{'0' * 12}")
         assert unknown.returncode == 2
         assert "There is no session" in unknown.stderr
-    done = place.agl("sessions", "delete", "support", second)
+    done = deployment.agl("sessions", "delete", "support", second)
     assert done.returncode == 0, done.stderr
-    assert [each["id"] for each in place.listed()] == [third]
+    assert [s["id"] for s in deployment.listed()] == [third]
     assert b"Aschenputtel" not in raw()
-    unknown = place.agl("sessions", "delete", "support", "use-nothing")
+    unknown = deployment.agl("sessions", "delete", "support", "use-nothing")
     assert unknown.returncode == 2
     assert "nothing was deleted" in unknown.stderr
 
 
-def test_what_is_wrong_is_said(place: Place) -> None:
-    no_key = place.agl("sessions", "key", "support", "support")
+def test_what_is_wrong_is_said(deployment: Place) -> None:
+    no_key = deployment.agl("sessions", "key", "support", "support")
     assert no_key.returncode == 2
     assert "not a run's folder" in no_key.stderr
     for change, says in (
@@ -151,15 +151,15 @@ def test_what_is_wrong_is_said(place: Place) -> None:
         ("online.upstream_key_env='NO_SUCH_KEY'", "NO_SUCH_KEY is not set"),
         ("online.upstream='http://127.0.0.1:9/v1'", "cannot be reached"),
     ):
-        refused = place.agl("serve", "support.toml", "--set", change)
+        refused = deployment.agl("serve", "support.toml", "--set", change)
         assert refused.returncode == 2, change
         assert says in refused.stderr, (change, refused.stderr)
-    assert not (place.folder / "runs" / "support").exists()
-    with place.serving():
-        other = place.agl("sessions", "key", "support", "nobody")
+    assert not (deployment.folder / "runs" / "support").exists()
+    with deployment.serving():
+        other = deployment.agl("sessions", "key", "support", "nobody")
         assert other.returncode == 2
         assert "no application 'nobody'. Known: support" in other.stderr
-    trained = place.agl("train", "support.toml")
+    trained = deployment.agl("train", "support.toml")
     assert (trained.returncode, "nothing to train" in trained.stderr) == (2, True)
 
 

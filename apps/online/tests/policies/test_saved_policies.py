@@ -141,17 +141,17 @@ async def answered(runs: Path, *names: str, key: str | None = None) -> AsyncIter
 
 async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
     async with answered(runs, "calc") as bench:
-        asked: Any = {"model": "calc", "max_tokens": 9}
+        body: Any = {"model": "calc", "max_tokens": 9}
         async with bench.openai() as client:
             chat = await client.chat.completions.create(
-                **asked, messages=[{"role": "user", "content": "Hi"}], temperature=0.5, stream=True
+                **body, messages=[{"role": "user", "content": "Hi"}], temperature=0.5, stream=True
             )
             streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
-            completion = await client.completions.create(**asked, prompt="Hi")
+            completion = await client.completions.create(**body, prompt="Hi")
             response = await client.responses.create(model="calc", input="Hi")
             following = await client.responses.create(model="calc", input="And then?", previous_response_id=response.id)
         async with anthropic.AsyncAnthropic(base_url=bench.url, api_key="none", max_retries=0) as other:
-            message = await other.messages.create(**asked, messages=[{"role": "user", "content": "Hi"}])
+            message = await other.messages.create(**body, messages=[{"role": "user", "content": "Hi"}])
 
     block = message.content[0]
     assert block.type == "text"
@@ -165,11 +165,11 @@ async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
 async def test_token_ids_are_for_clients_that_ask(runs: Path) -> None:
     """So a server of sessions can record what a served policy answers, and train on it."""
     async with answered(runs, "calc") as bench, bench.openai() as client:
-        asked: Any = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
-        plain = await client.chat.completions.create(**asked)
+        body: Any = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
+        plain = await client.chat.completions.create(**body)
         assert plain.choices[0].logprobs is None
         assert not {"token_ids", "prompt_token_ids", "agl"} & {*plain.to_dict(), *plain.choices[0].to_dict()}
-        exact = await client.chat.completions.create(**asked, logprobs=True, extra_body={"return_token_ids": True})
+        exact = await client.chat.completions.create(**body, logprobs=True, extra_body={"return_token_ids": True})
         assert exact.to_dict()["prompt_token_ids"]
         sampled = [*b"calc", END_TOKEN]
         assert exact.choices[0].to_dict()["token_ids"] == sampled

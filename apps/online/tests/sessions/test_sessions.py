@@ -26,7 +26,7 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
     await use.ask("hello", "talk-2")
     await use.ask("hello", "talk-1", application="mail")
     one, two, other = await use.sessions()
-    assert [each.mode for each in (one, two, other)] == [Mode.USE] * 3
+    assert [s.mode for s in (one, two, other)] == [Mode.USE] * 3
     assert one.task.input is None
     assert one.task.metadata == {"application": "shop", "session": "talk-1"}
     assert (other.task.metadata["application"], other.group != one.group) == ("mail", True)
@@ -48,9 +48,9 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
 async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> None:
     client = use.agent(use.keys.of_application("shop"))
     hello = [{"role": "user", "content": "hello"}]
-    for asked in ({}, {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7, "frequency_penalty": 0.5}):
-        await client.chat.completions.create(model="default", messages=hello, **asked)  # type: ignore[call-overload]
-    plain, chosen = (each.body for each in use.model.received)
+    for settings in ({}, {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7, "frequency_penalty": 0.5}):
+        await client.chat.completions.create(model="default", messages=hello, **settings)  # type: ignore[call-overload]
+    plain, chosen = (r.body for r in use.model.received)
     assert (plain["temperature"], plain["top_p"], plain["max_tokens"]) == (0.7, 1.0, 512), "said, so that it is known"
     assert {name: chosen[name] for name in ("temperature", "top_p", "max_tokens", "frequency_penalty")} == {
         "temperature": 0.2, "top_p": 0.9, "max_tokens": 7, "frequency_penalty": 0.5,
@@ -72,13 +72,13 @@ async def test_a_session_ends_by_request_by_header_and_when_it_is_idle(tmp_path:
         await hold.arrived.wait()
 
         async def ended() -> dict[str | None, str]:
-            found = {}
-            for each in await use.sessions():
-                if each.state is RolloutState.DONE:
-                    [attempt] = await use.store.attempts(each.id)
-                    assert (each.ending, each.counted_attempt) == (Ending.FINISHED, 0)
-                    found[each.task.metadata["session"]] = attempt.result["ended_by"]
-            return found
+            endings = {}
+            for s in await use.sessions():
+                if s.state is RolloutState.DONE:
+                    [attempt] = await use.store.attempts(s.id)
+                    assert (s.ending, s.counted_attempt) == (Ending.FINISHED, 0)
+                    endings[s.task.metadata["session"]] = attempt.result["ended_by"]
+            return endings
 
         while len(await ended()) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -87,16 +87,16 @@ async def test_a_session_ends_by_request_by_header_and_when_it_is_idle(tmp_path:
         await slow
         again = await use.ask("b", "idle")
         assert again.id
-        assert len([each for each in await use.sessions() if each.task.metadata["session"] == "idle"]) == 2
+        assert len([s for s in await use.sessions() if s.task.metadata["session"] == "idle"]) == 2
 
 
 async def test_a_session_of_the_api_has_a_key_of_its_own(use: Deployed) -> None:
     begun = (await use.post("sessions", use.keys.of_application("shop"), name="task-9")).json()
     again = (await use.post("sessions", use.keys.of_application("shop"), name="task-9")).json()
     assert again == begun
-    assert [each.id for each in await use.sessions()] == [begun["session"]], "before its first call"
+    assert [s.id for s in await use.sessions()] == [begun["session"]], "before its first call"
     agent = use.agent(begun["key"], begun["path"])
-    assert [each.id for each in (await agent.models.list()).data] == ["default"]
+    assert [m.id for m in (await agent.models.list()).data] == ["default"]
     reply = await agent.chat.completions.with_raw_response.create(
         model="default", messages=[{"role": "user", "content": "hello"}]
     )
@@ -119,7 +119,7 @@ async def test_open_sessions_are_taken_up_by_the_next_server(tmp_path: Path) -> 
         await use.ask("two", "talk")
         agent = use.agent(begun["key"], begun["path"])
         await agent.chat.completions.create(model="default", messages=[{"role": "user", "content": "hello"}])
-        by_name = {each.task.metadata["session"]: each for each in await use.sessions()}
+        by_name = {s.task.metadata["session"]: s for s in await use.sessions()}
         assert len(by_name) == 3
         calls = await use.calls()
         assert [call.sequence for call in calls if call.rollout == by_name["talk"].id] == [0, 1]
@@ -227,8 +227,8 @@ async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_p
         async with deployed(tmp_path, applications=applications) as use:
             assert (await post(use, "/v1/chat/completions", old[0])).status_code == 401
             assert (await post(use, f"{begun['path']}/v1/chat/completions", old[1])).status_code == 401
-            said = await use.post("feedback", old[2], call=reply.id, rewards={"thumbs": 1})
-            assert said.status_code == 401
+            reply_ = await use.post("feedback", old[2], call=reply.id, rewards={"thumbs": 1})
+            assert reply_.status_code == 401
             if "shop" in applications:
                 assert (await use.say(call=reply.id, rewards={"thumbs": 1})).status_code == 200
                 await use.ask("the same session", "talk")
@@ -239,9 +239,9 @@ async def ended(use: Deployed, name: str) -> Any:
     """The session of this name, once it has ended."""
     await use.post("sessions/end", use.keys.of_application("shop"), session=name)
     while True:
-        found = [each for each in await use.sessions() if each.task.metadata["session"] == name]
-        if found and found[0].state is RolloutState.DONE:
-            return found[0]
+        named = [s for s in await use.sessions() if s.task.metadata["session"] == name]
+        if named and named[0].state is RolloutState.DONE:
+            return named[0]
         await asyncio.sleep(0.01)
 
 
@@ -301,7 +301,7 @@ async def test_a_store_that_hangs_holds_no_reply_up_for_long(use: Deployed, monk
     released.set()
     while len(await use.calls()) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert [each.task.metadata["session"] for each in await use.sessions()] == ["talk-0", "talk-1"]
+    assert [s.task.metadata["session"] for s in await use.sessions()] == ["talk-0", "talk-1"]
 
 
 async def test_feedback_waits_for_a_call_that_is_still_being_written(
@@ -316,8 +316,8 @@ async def test_feedback_waits_for_a_call_that_is_still_being_written(
 
     monkeypatch.setattr(use.store, "put", hanging)
     reply = await use.ask("hello", "talk")
-    said = asyncio.create_task(use.say(call=reply.id, rewards={"thumbs": 1}))
-    done, _ = await asyncio.wait({said}, timeout=0.3)
+    feedback = asyncio.create_task(use.say(call=reply.id, rewards={"thumbs": 1}))
+    done, _ = await asyncio.wait({feedback}, timeout=0.3)
     assert not done
     released.set()
-    assert (await said).json()["new"]
+    assert (await feedback).json()["new"]

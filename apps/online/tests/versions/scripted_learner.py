@@ -98,11 +98,11 @@ class World:
     """The share of the sessions of a version that get a thumbs up."""
     learn: dict[str, Any] = field(default_factory=dict)
     kill: Callable[[str], bool] = lambda decision: False
-    """Whether the learner is killed right after a decision was written."""
+    """True to kill the learner right after a decision was written."""
     drift: float = 0.0
     """Of each token's log-probability, from one version to another."""
     serves_on: bool = False
-    """Whether sessions are answered after the last step too."""
+    """True to answer sessions after the last step too."""
     ended: int = 0
     restarts: int = 0
     engine: Weights = field(default_factory=Weights)
@@ -114,7 +114,7 @@ class World:
 
     @property
     def decisions(self) -> list[tuple[int, str]]:
-        return [(each.step, str(each.state)) for each in self.ledger.decisions()]
+        return [(d.step, str(d.state)) for d in self.ledger.decisions()]
 
     async def refresh(self) -> None:
         """Sessions end, answered by what the ledger says; every second one by the canary."""
@@ -136,11 +136,11 @@ class World:
     async def train(self, steps: int) -> None:
         """Start a learner, which goes on from the last checkpoint, and have it train to this step."""
         folder = Checkpoints(self.run / "checkpoints", keep=2)
-        found, self.engine = folder.all(), Weights(self.drift)
+        checkpoints, self.engine = folder.all(), Weights(self.drift)
         state = RunState()
-        if found:
-            state = read_state(found[-1])
-            await self.engine.load(found[-1])
+        if checkpoints:
+            state = read_state(checkpoints[-1])
+            await self.engine.load(checkpoints[-1])
         self.ledger.begin(state.step, "the start")
         self.learner = self._made(steps, folder, state)
         self.restarts += 1
@@ -197,11 +197,11 @@ class World:
 
     async def used(self) -> dict[str, list[int]]:
         """By session, the steps that its records name."""
-        ids = [each.id for each in await self.store.rollouts(mode=Mode.USE)]
-        found: dict[str, list[int]] = {}
+        ids = [r.id for r in await self.store.rollouts(mode=Mode.USE)]
+        steps: dict[str, list[int]] = {}
         for record in await self.store.training_records([AttemptKey(id, 0) for id in ids]):
-            found.setdefault(record.rollout, []).append(record.step)
-        return found
+            steps.setdefault(record.rollout, []).append(record.step)
+        return steps
 
 
 @dataclass

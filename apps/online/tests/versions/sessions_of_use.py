@@ -58,8 +58,8 @@ class Sessions:
         rollout = Rollout(
             id, "run", 0, name or id, task, Mode.USE, 0, 0, RolloutState.DONE, counted_attempt=0, ending=ending
         )
-        made = [] if ending is Ending.NO_CALL else [call(make.call(rollout=id, version=version))]
-        await self.store.put(rollout, Attempt(id, 0, application, ended, ended, ending), *made)
+        calls = [] if ending is Ending.NO_CALL else [call(make.call(rollout=id, version=version))]
+        await self.store.put(rollout, Attempt(id, 0, application, ended, ended, ending), *calls)
         if thumbs is not None:
             await self.say(id, thumbs)
         return id
@@ -102,8 +102,8 @@ class Sessions:
         """The step is made and recorded; its rollouts."""
         self.step += 1
         self.engine_version += 1
-        await self.store.put(*(replace(each, step=self.step) for each in taken.rollouts))
-        return [each.id for each in taken.rollouts]
+        await self.store.put(*(replace(r, step=self.step) for r in taken.rollouts))
+        return [r.id for r in taken.rollouts]
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ from .deployed_runs import decide, make_canary, make_deployed, make_stable
 
 @dataclass
 class Engine:
-    """What an engine loaded; `url` answers in its place."""
+    """An engine that notes which weights it loads; `url` answers in its place."""
 
     url: str
     loaded: dict[str, PolicySpec] = field(default_factory=dict)
@@ -75,11 +75,11 @@ class Bench:
 @contextlib.asynccontextmanager
 async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     loaded = load(ledger.run / "config.toml", needs=SERVED)
-    made: list[Engine] = []
+    engines: list[Engine] = []
 
     def engine(config: LoadedConfig, folder: Path) -> Engine:
-        made.append(Engine(model.url))
-        return made[-1]
+        engines.append(Engine(model.url))
+        return engines[-1]
 
     monkeypatch.setattr("agl_online.deployed.make_engine", engine)
     async with ScriptedUpstream() as model:
@@ -88,7 +88,7 @@ async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             DeployedVersions(ledger.run, loaded, learn_section(loaded).canary.share) as versions,
             deployed(ledger.run, answering=versions) as use,
         ):
-            yield Bench(use, versions, model, made)
+            yield Bench(use, versions, model, engines)
 
 
 @pytest.fixture

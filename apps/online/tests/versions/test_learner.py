@@ -18,32 +18,32 @@ from .scripted_learner import KilledError, World, world
 from .sessions_of_use import WaitsError, sessions
 
 
-async def each_session_was_used_once(made: World) -> None:
-    used = await made.used()
+async def each_session_was_used_once(world_: World) -> None:
+    used = await world_.used()
     assert used
     assert all(len(set(steps)) == 1 for steps in used.values()), used
-    trained = [sorted({key.rollout for key in batch.keys}) for batch in made.engine.batches]
-    assert len({each for batch in trained for each in batch}) == sum(map(len, trained))
+    trained = [sorted({key.rollout for key in batch.keys}) for batch in world_.engine.batches]
+    assert len({session for batch in trained for session in batch}) == sum(map(len, trained))
 
 
 async def test_a_version_that_is_as_good_becomes_stable(tmp_path: Path) -> None:
-    async with world(tmp_path, live=lambda version: 0.5 if version == 0 else 1.0) as made:
-        await made.train(40)
-        first = [each for each in made.decisions if each[0] <= 4]
+    async with world(tmp_path, live=lambda version: 0.5 if version == 0 else 1.0) as w:
+        await w.train(40)
+        first = [d for d in w.decisions if d[0] <= 4]
         assert first == [(0, "stable"), (4, "candidate"), (4, "passed"), (4, "canary"), (4, "stable")]
-        assert made.ledger.current().stable not in (None, 0)
-        assert made.engine.made_by == list(range(1, 41)), "no update was given up"
-        await each_session_was_used_once(made)
+        assert w.ledger.current().stable not in (None, 0)
+        assert w.engine.made_by == list(range(1, 41)), "no update was given up"
+        await each_session_was_used_once(w)
 
 
 async def test_weights_that_the_gate_rejects_go_back_and_steps_go_on(tmp_path: Path) -> None:
-    async with world(tmp_path, tested=lambda made_by: 0.5 - 0.1 * len(made_by)) as made:
-        await made.train(9)
-        assert made.decisions == [(0, "stable"), (4, "candidate"), (4, "rejected"), (8, "candidate"), (8, "rejected")]
-        assert made.learner.state.step == 9
-        assert made.engine.made_by == [9]
-        assert made.learner.state.resets == [[4, 0], [8, 0]]
-        await each_session_was_used_once(made)
+    async with world(tmp_path, tested=lambda made_by: 0.5 - 0.1 * len(made_by)) as w:
+        await w.train(9)
+        assert w.decisions == [(0, "stable"), (4, "candidate"), (4, "rejected"), (8, "candidate"), (8, "rejected")]
+        assert w.learner.state.step == 9
+        assert w.engine.made_by == [9]
+        assert w.learner.state.resets == [[4, 0], [8, 0]]
+        await each_session_was_used_once(w)
 
 
 async def test_after_the_last_step_sessions_are_answered_and_the_canary_is_decided_on(
@@ -51,21 +51,21 @@ async def test_after_the_last_step_sessions_are_answered_and_the_canary_is_decid
 ) -> None:
     monkeypatch.setattr("agl_online.learner._LOOK", 0.0)
     live = {0: 0.5}
-    async with world(tmp_path, serves_on=True, live=lambda version: live.get(version, 1.0)) as made:
-        learning = asyncio.create_task(made.train(4))
-        await until(lambda: made.decisions[-1:] == [(4, "stable")])
-        assert (4, "canary") in made.decisions
-        answered = made.ended
-        await until(lambda: made.ended > answered)
-        assert (learning.done(), made.learner.state.step) == (False, 4)
+    async with world(tmp_path, serves_on=True, live=lambda version: live.get(version, 1.0)) as w:
+        learning = asyncio.create_task(w.train(4))
+        await until(lambda: w.decisions[-1:] == [(4, "stable")])
+        assert (4, "canary") in w.decisions
+        answered = w.ended
+        await until(lambda: w.ended > answered)
+        assert (learning.done(), w.learner.state.step) == (False, 4)
         learning.cancel()
         await asyncio.wait({learning})
 
 
 async def test_without_a_canary_what_passes_answers_at_once(tmp_path: Path) -> None:
-    async with world(tmp_path, learn={"canary": {"share": 0.0}}) as made:
-        await made.train(4)
-        assert made.decisions[-2:] == [(4, "passed"), (4, "stable")]
+    async with world(tmp_path, learn={"canary": {"share": 0.0}}) as w:
+        await w.train(4)
+        assert w.decisions[-2:] == [(4, "passed"), (4, "stable")]
 
 
 @pytest.mark.parametrize("decision", ["candidate", "rejected", "passed", "canary", "rolled_back", "stable"])
@@ -83,37 +83,37 @@ async def test_a_learner_that_is_killed_after_any_decision_goes_on(tmp_path: Pat
         tested=lambda made_by: 0.5 if len(made_by) != 4 else bad.get(decision, 0.5),
         live=lambda version: 0.1 if (version == 4) is (decision == "rolled_back") else 1.0,
         kill=kill,
-    ) as made:
+    ) as w:
         with pytest.raises(KilledError):
-            await made.train(20)
-        made.kill = lambda state: False
-        await made.train(20)
-        assert made.learner.state.step == 20
-        last = dict(made.decisions)
+            await w.train(20)
+        w.kill = lambda state: False
+        await w.train(20)
+        assert w.learner.state.step == 20
+        last = dict(w.decisions)
         assert last[4] not in ("candidate", "passed")
-        assert (4 in made.engine.made_by) is (decision not in bad), made.decisions
-        used = await made.used()
+        assert (4 in w.engine.made_by) is (decision not in bad), w.decisions
+        used = await w.used()
         assert all(len(set(steps)) == 1 for steps in used.values())
 
 
 async def test_a_version_that_went_too_far_is_rejected(tmp_path: Path) -> None:
-    async with world(tmp_path, learn={}) as made:
-        made.drift = -3.0
-        await made.train(4)
-        last = made.ledger.decisions()[-1]
+    async with world(tmp_path, learn={}) as w:
+        w.drift = -3.0
+        await w.train(4)
+        last = w.ledger.decisions()[-1]
         assert (last.step, last.state) == (4, State.REJECTED)
         assert last.figures["eval/sampled/kl"] == pytest.approx(math.exp(-3) - 1 + 3)
         assert "2.050 nats per token" in last.reason
 
 
 async def test_an_operator_who_rolls_back_is_followed(tmp_path: Path) -> None:
-    async with world(tmp_path, learn={"canary": {"share": 0.0}}) as made:
-        await made.train(5)
-        assert made.ledger.current().stable == 4
-        made.ledger.record(Decision(4, State.ROLLED_BACK, By.OPERATOR, "by hand"))
-        await made.train(7)
-        assert made.ledger.current().stable == 0
-        assert made.engine.made_by == [6, 7]
+    async with world(tmp_path, learn={"canary": {"share": 0.0}}) as w:
+        await w.train(5)
+        assert w.ledger.current().stable == 4
+        w.ledger.record(Decision(4, State.ROLLED_BACK, By.OPERATOR, "by hand"))
+        await w.train(7)
+        assert w.ledger.current().stable == 0
+        assert w.engine.made_by == [6, 7]
 
 
 def reasons(taken: Drawn) -> dict[str, str | None]:
@@ -150,10 +150,10 @@ async def test_one_source_sees_feedback_that_comes_while_it_waits(tmp_path: Path
 async def test_a_step_that_is_repeated_has_the_sessions_that_it_had(tmp_path: Path) -> None:
     async with sessions(tmp_path) as use:
         ids = [await use.end() for _ in range(6)]
-        made = [await use.train(await use.take()) for _ in range(2)]
+        used = [await use.train(await use.take()) for _ in range(2)]
         use.step = use.engine_version = 0  # The learner was killed, and goes on from its first checkpoint.
         again = [await use.train(await use.take(use.source())) for _ in range(3)]
-        assert again == [*made, ids[:2]]
+        assert again == [*used, ids[:2]]
 
 
 async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not_fill_a_step(tmp_path: Path) -> None:

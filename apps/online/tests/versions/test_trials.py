@@ -20,7 +20,7 @@ NEAR = {"eval/sampled/kl": 0.02}
 
 
 def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
-    scores = [TaskScore("eval", mode, f"task-{number}", (float(each),)) for number, each in enumerate(rewards)]
+    scores = [TaskScore("eval", mode, f"task-{number}", (float(reward),)) for number, reward in enumerate(rewards)]
     metrics = {"reward/mean": float(np.mean(rewards)), "length/response": 20.0, **shares}
     return Evaluated(metrics={f"eval/{mode}/{key}": value for key, value in metrics.items()}, scores=scores)
 
@@ -32,9 +32,9 @@ def decision(
     **limits: float,
 ) -> Decision:
     settings = GateSection(**limits)
-    found = decide_at_gate(20, candidate, incumbent, settings, divergence=divergence)
-    assert (found.step, found.by) == (20, By.GATE)
-    return found
+    result = decide_at_gate(20, candidate, incumbent, settings, divergence=divergence)
+    assert (result.step, result.by) == (20, By.GATE)
+    return result
 
 
 def test_the_reward_may_not_be_lower_with_confidence() -> None:
@@ -82,20 +82,20 @@ def test_what_the_reward_does_not_see_is_limited(
     figure: str, before: float, now: float, allowed: float, says: str
 ) -> None:
     candidate, incumbent = evaluated(SAME, **{figure: now}), evaluated(SAME, **{figure: before})
-    found = decision(candidate, incumbent)
-    assert found.state is State.REJECTED
-    assert says in found.reason.lower()
-    assert (found.figures[f"eval/greedy/{figure}"], found.figures[f"eval/greedy/{figure}/before"]) == (now, before)
+    result = decision(candidate, incumbent)
+    assert result.state is State.REJECTED
+    assert says in result.reason.lower()
+    assert (result.figures[f"eval/greedy/{figure}"], result.figures[f"eval/greedy/{figure}/before"]) == (now, before)
     assert decision(evaluated(SAME, **{figure: allowed}), incumbent).state is State.PASSED
     assert decision(incumbent, candidate).state is State.PASSED, "a fall is no harm"
 
 
 def test_how_far_a_version_may_be_from_the_served_one_is_limited() -> None:
     far = {**NEAR, "eval_other/sampled/kl": 0.7}
-    found = decision(evaluated(SAME), evaluated(SAME), divergence=far)
-    assert found.state is State.REJECTED
-    assert found.reason == "It is 0.700 nats per token from the served version on eval_other, sampled (more than 0.5)."
-    assert found.figures["eval_other/sampled/kl"] == 0.7
+    result = decision(evaluated(SAME), evaluated(SAME), divergence=far)
+    assert result.state is State.REJECTED
+    assert result.reason == "It is 0.700 nats per token from the served version on eval_other, sampled (more than 0.5)."
+    assert result.figures["eval_other/sampled/kl"] == 0.7
     assert decision(evaluated(SAME), evaluated(SAME), divergence=NEAR).state is State.PASSED
     broken = decision(evaluated(SAME), evaluated(SAME), divergence={"eval/sampled/kl": float("nan")})
     assert broken.state is State.REJECTED
@@ -155,8 +155,8 @@ def test_the_bounds_hold_at_all_times_at_once(draw: Draw) -> None:
 
 def tried(canary: Draw, stable: Draw, tries: int = 40, looks: Sequence[int] = LOOKS) -> Counter[State | None]:
     """How often each decision fell."""
-    found = (decided(sessions(seed, looks[-1], canary, stable), SETTINGS, looks) for seed in range(tries))
-    return Counter(each and each[0] for each in found)
+    results = (decided(sessions(seed, looks[-1], canary, stable), SETTINGS, looks) for seed in range(tries))
+    return Counter(r and r[0] for r in results)
 
 
 def test_a_canary_is_hardly_ever_decided_on_wrongly_and_soon_if_it_is_far_worse() -> None:
@@ -170,17 +170,17 @@ def test_a_canary_is_hardly_ever_decided_on_wrongly_and_soon_if_it_is_far_worse(
 
 def test_a_change_that_both_versions_see_says_nothing() -> None:
     """Users begin to want something else halfway, and both versions fail more often."""
-    found = []
+    results = []
     for seed in range(40):
         before = sessions(seed, 200, solved(0.9), solved(0.9), share=0.1)
         after = sessions(1000 + seed, 600, solved(0.3), solved(0.3), share=0.5)
-        after = [replace(each, name=f"late-{each.name}") for each in after]
-        found.append(decided([*before, *after], CanarySection(tolerance=0.01), (200, 300, 500, 800)))
-    assert sum(each is not None and each[0] is State.ROLLED_BACK for each in found) <= 2
+        after = [replace(s, name=f"late-{s.name}") for s in after]
+        results.append(decided([*before, *after], CanarySection(tolerance=0.01), (200, 300, 500, 800)))
+    assert sum(r is not None and r[0] is State.ROLLED_BACK for r in results) <= 2
 
 
 def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() -> None:
-    outcomes = [replace(each, reward=10 * (each.reward or 0.0) - 5) for each in sessions(1, 600, solved(1), solved(0))]
+    outcomes = [replace(s, reward=10 * (s.reward or 0.0) - 5) for s in sessions(1, 600, solved(1), solved(0))]
     settings = CanarySection(reward=(-5, 5), tolerance=0.5, min_sessions=100)
     assert judge_canary(CANARY, STABLE, outcomes[:200], settings) is None
     late = judge_canary(CANARY, STABLE, outcomes, settings)
@@ -194,7 +194,7 @@ def test_no_user_outweighs_others() -> None:
     """One user floods the canary with bad sessions."""
     fair = sessions(3, 400, solved(0.9), solved(0.7))
     flood = [Outcome(CANARY, "angry", 0.0, empty=1.0, tool_errors=1.0) for _ in range(500)]
-    mixed = [each for pair in zip(fair, [*flood[:400]], strict=True) for each in pair]
+    mixed = [s for pair in zip(fair, [*flood[:400]], strict=True) for s in pair]
     assert decided(fair, SETTINGS, [400]) == (State.STABLE, 400)
     assert decided(mixed, SETTINGS, [800]) == (State.STABLE, 800)
 

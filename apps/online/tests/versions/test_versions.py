@@ -37,7 +37,7 @@ def states(ledger: Ledger) -> dict[int, State | None]:
 
 
 def agl(*arguments: str) -> str:
-    """What the command prints; what it raises is raised here."""
+    """The command's output; its error is raised here."""
     result = CliRunner().invoke(versions, [*arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
