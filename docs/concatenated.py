@@ -18,7 +18,7 @@ from agl_core.types import Episode, Transition
 
 @agl_core.hookimpl
 def episode_built(episode: Episode) -> Episode | None:
-    usable = [each for each in episode.transitions if each.has_ids and each.logprobs is not None]
+    usable = [t for t in episode.transitions if t.has_ids and t.logprobs is not None]
     return replace(episode, transitions=(concatenated(usable),)) if usable else None
 
 
@@ -28,18 +28,18 @@ def concatenated(transitions: Sequence[Transition]) -> Transition:
     tokens = np.asarray(first.prompt_ids, np.int32)
     start = len(tokens)
     logprobs, sampled = [np.zeros(start)], [np.zeros(start, np.bool_)]
-    for each in transitions:
-        prompt, response = np.asarray(each.prompt_ids, np.int32), np.asarray(each.response_ids, np.int32)
+    for t in transitions:
+        prompt, response = np.asarray(t.prompt_ids, np.int32), np.asarray(t.response_ids, np.int32)
         continues = np.array_equal(prompt[: len(tokens)], tokens)
         between = prompt[len(tokens) :] if continues else prompt
         tokens = np.concatenate([tokens, between, response])
-        logprobs += [np.zeros(len(between)), np.asarray(each.logprobs)]
+        logprobs += [np.zeros(len(between)), np.asarray(t.logprobs)]
         sampled += [np.zeros(len(between), np.bool_), np.ones(len(response), np.bool_)]
     return replace(
         first,
         response_ids=tokens[start:],
         logprobs=np.concatenate(logprobs)[start:].astype(np.float32),
         mask=np.concatenate(sampled)[start:],
-        tool_results=tuple(result for each in transitions for result in each.tool_results),
-        rewards=tuple(reward for each in transitions for reward in each.rewards),
+        tool_results=tuple(result for t in transitions for result in t.tool_results),
+        rewards=tuple(reward for t in transitions for reward in t.rewards),
     )

@@ -37,7 +37,7 @@ RULES: dict[str, tuple[tuple[str, ...], Crediting]] = {
 
 
 def learned(run: Path) -> Result:
-    """What games earned before, while and after training, and how well the first step's credit fits the truth."""
+    """The games' earnings before, while and after training, and how well the first step's credit fits the truth."""
     lines = read_metrics(run)
     evaluated = [line.values for line in lines if line.kind == "eval"]
     before, after = (
@@ -46,26 +46,26 @@ def learned(run: Path) -> Result:
     )
     training = [reward for _, reward in series(lines, "train", "reward/total")]
     return {
-        "correlations": correlations([_scored(each) for each in asyncio.run(first_step(run))]),
+        "correlations": correlations([_scored(e) for e in asyncio.run(first_step(run))]),
         "rewards": {"eval": {"before": before, "after": after}},
         "train_rewards": training,
     }
 
 
 async def first_step(run: Path) -> list[Episode]:
-    """What the policy did before it had learned anything, without rewards of rules."""
+    """The first step's episodes, before the policy learned anything, without rewards of rules."""
     loaded = load(run / CONFIG_FILE)
     async with loaded.store.build(run, True) as store:
-        rollouts = [each for each in await store.rollouts(mode=Mode.TRAIN) if each.step == 1]
+        rollouts = [r for r in await store.rollouts(mode=Mode.TRAIN) if r.step == 1]
         return await recorded_episodes(store, rollouts, loaded.plugins.hook)
 
 
 def _scored(episode: Episode) -> Episode:
-    found = earned(episode)
-    if not isinstance(found, Mapping):
-        return replace(episode, terminal=found)
+    earnings = earned(episode)
+    if not isinstance(earnings, Mapping):
+        return replace(episode, terminal=earnings)
     transitions = tuple(
-        replace(t, rewards=(Reward(episode.rollout, episode.attempt, "earned", found[t.key], "earned", t.key.call),))
+        replace(t, rewards=(Reward(episode.rollout, episode.attempt, "earned", earnings[t.key], "earned", t.key.call),))
         for t in episode.transitions
     )
     return replace(episode, transitions=transitions, terminal=0.0)
@@ -76,8 +76,8 @@ def correlations(episodes: Sequence[Episode]) -> dict[str, float]:
     by_group: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_group.setdefault(episode.group, []).append(episode)
-    worths = [worth for group in by_group.values() for each in group for worth in true_credit(each)]
-    found = {}
+    worths = [worth for group in by_group.values() for e in group for worth in true_credit(e)]
+    by_rule = {}
     for label, (_, rule) in RULES.items():
         centred: list[float] = []
         for group in by_group.values():
@@ -85,5 +85,5 @@ def correlations(episodes: Sequence[Episode]) -> dict[str, float]:
             baseline = statistics.mean(map(statistics.mean, values))
             centred += [value - baseline for of_episode in values for value in of_episode]
         if len(set(centred)) > 1:
-            found[label] = statistics.correlation(centred, worths)
-    return found
+            by_rule[label] = statistics.correlation(centred, worths)
+    return by_rule

@@ -90,7 +90,7 @@ ABLATION: dict[str, tuple[str, ...]] = {
     "grpo × identical, KL with β = 0.04": (KL,),
     "grpo × stepwise, KL with β = 0.04": ("credit.name=stepwise", KL),
 }
-"""What is changed in the trip example, one thing or two at a time; those that are pairs too are run once."""
+"""Changes to the trip example, one thing or two at a time; those that are pairs too are run once."""
 THRESHOLDS = (0.77, 0.90)
 WINDOW = 3
 
@@ -158,7 +158,7 @@ OF_BED: dict[Bed, Sequence[str]] = {
 After `identical` comes what theory prefers, so that an interrupted run has compared the two.
 """
 LAST_ONLY = "last call only"
-"""What `immediate` is where no call earns anything by itself."""
+"""The name of `immediate` where no call earns anything by itself."""
 
 ALL_THREE = "all three"
 TRAINED = {
@@ -216,8 +216,8 @@ def agreement() -> Iterator[str]:
     yield f"| credit | {' | '.join(f'{bed} ({len(of_bed)} first steps)' for bed, of_bed in correlations.items())} |"
     yield "|---" * (len(correlations) + 1) + "|"
     for label in RULES:
-        known = ([each for each in of_bed if label in each] for of_bed in correlations.values())
-        cells = (spread(itemgetter(label))(each) if each else "" for each in known)
+        known = ([by_rule for by_rule in of_bed if label in by_rule] for of_bed in correlations.values())
+        cells = (spread(itemgetter(label))(of_rule) if of_rule else "" for of_rule in known)
         yield f"| {label} | {' | '.join(cells)} |"
 
 

@@ -56,7 +56,7 @@ commands; `agl plugins` lists them.
 
 
 def is_table(field: FieldInfo) -> bool:
-    """Whether it is no key but a table, which has a part of the page of its own."""
+    """True if it is no key but a table, which has a part of the page of its own."""
     return any(not issubclass(model, PluginChoice) for model in models_in(field.annotation))
 
 

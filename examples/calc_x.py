@@ -51,7 +51,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
         ) from None
     held = parquet.read_schema(path).names
     rows: list[dict[str, Any]] = parquet.read_table(
-        path, columns=[each for each in COLUMNS if each in held]
+        path, columns=[column for column in COLUMNS if column in held]
     ).to_pylist()
     return rows
 

@@ -1,4 +1,4 @@
-"""What the examples' tests share: a scripted model behind the agents."""
+"""Helpers of the examples' tests: a scripted model behind the agents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScriptedModel:
         return [received.body for received in self._received]
 
     @property
-    def asked(self) -> list[str]:
+    def first_messages(self) -> list[str]:
         """The first message of each request: which agent asks."""
         return [request["messages"][0]["content"] for request in self.requests]
 
@@ -39,8 +39,8 @@ class ScriptedModel:
         message = self.replies[min(len(self._received), len(self.replies)) - 1]
         if isinstance(message, str):
             return Say(message)
-        if asked := message.get("tool_calls"):
-            calls = [(call["function"]["name"], call["function"]["arguments"], call["id"]) for call in asked]
+        if tool_calls := message.get("tool_calls"):
+            calls = [(call["function"]["name"], call["function"]["arguments"], call["id"]) for call in tool_calls]
             return CallTools(calls, message["content"])
         return Say(message["content"])
 

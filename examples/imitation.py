@@ -107,9 +107,9 @@ def collate(rows: Sequence[tuple[list[int], list[bool]]], everything: bool) -> t
     longest = max(len(ids) for ids, _ in rows)
     ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
     labels_BT = torch.full((len(rows), longest), NO_LABEL)
-    for row, (ids, said) in enumerate(rows):
+    for row, (ids, by_whom) in enumerate(rows):
         ids_BT[row, : len(ids)] = torch.tensor(ids)
-        labels = [token if everything or by_policy else NO_LABEL for token, by_policy in zip(ids, said, strict=True)]
+        labels = [token if everything or by_policy else NO_LABEL for token, by_policy in zip(ids, by_whom, strict=True)]
         labels_BT[row, : len(ids)] = torch.tensor(labels)
     return ids_BT, labels_BT
 

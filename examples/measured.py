@@ -25,11 +25,11 @@ from typing import Any, TypeAlias
 EXAMPLES = Path(__file__).resolve().parent
 
 Result: TypeAlias = dict[str, Any]
-"""What is kept of a run: its summary's figures, CPU seconds, the cores it had, and the digest of what it trained."""
+"""The record of a run: its summary's figures, CPU seconds, the cores it had, and the digest of what it trained."""
 Look: TypeAlias = Callable[[Path], Result]
-"""What else a page needs of a run's folder."""
+"""Reads figures of a page's own from a run's folder."""
 Cell: TypeAlias = Callable[[Sequence[Result]], str]
-"""What a column of a table shows of the runs of a row."""
+"""Makes a table's cell of the runs of a row."""
 
 KEPT = (
     "rewards", "seconds", "peak_rss_bytes", "rollouts", "llm_calls", "transitions", "evaluations", "train_rewards",
@@ -48,7 +48,7 @@ class Experiment:
     """The example's."""
     label: str
     settings: tuple[str, ...]
-    """What is changed in the example's `train.toml`."""
+    """Changes to the example's `train.toml`."""
     seed: int
     look: Look = nothing_else
 
@@ -69,7 +69,7 @@ class Experiment:
         """
         config = tomllib.loads((self.folder / "train.toml").read_text())
         for section in {"algorithm", "credit"} & config.keys():
-            chosen = dict(each.split("=", 1) for each in self.settings).get(f"{section}.name", config[section]["name"])
+            chosen = dict(s.split("=", 1) for s in self.settings).get(f"{section}.name", config[section]["name"])
             config[section] = {key: value for key, value in config[section].items() if key in ("name", chosen)}
         digest = hashlib.sha256(json.dumps([config, list(self.settings)], sort_keys=True).encode())
         for file in sorted(self.folder.glob("*.py")):
@@ -112,14 +112,16 @@ def without_words(code: str) -> str:
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             node.body = [  # type: ignore[attr-defined]
-                each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+                statement
+                for statement in body
+                if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
             ]
     return ast.unparse(tree)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What runs have given so far, by name, in a JSON file."""
+    """The runs' results so far, by name, in a JSON file."""
 
     file: Path
 
@@ -128,8 +130,8 @@ class Results:
 
     def valid(self, experiments: Iterable[Experiment]) -> list[Result]:
         """The results of these runs; those that are missing or out of date are left out."""
-        found = self.read()
-        return [found[e.name] for e in experiments if e.name in found and found[e.name]["digest"] == e.digest]
+        results = self.read()
+        return [results[e.name] for e in experiments if e.name in results and results[e.name]["digest"] == e.digest]
 
     def keep(self, name: str, result: Result) -> None:
         part = self.file.with_suffix(".part")
@@ -141,8 +143,8 @@ class Results:
         self, experiments: Sequence[Experiment], minutes: float = float("inf"), runs: Path | None = None
     ) -> None:
         """Run what is missing, in order. No run starts after so many minutes. Without `runs`, no run's folder stays."""
-        found, began = self.read(), time.monotonic()
-        missing = [each for each in experiments if found.get(each.name, {}).get("digest") != each.digest]
+        results, began = self.read(), time.monotonic()
+        missing = [e for e in experiments if results.get(e.name, {}).get("digest") != e.digest]
         for number, experiment in enumerate(missing, 1):
             if time.monotonic() - began > 60 * minutes:
                 print(f"time is up; {len(missing) - number + 1} runs are left, call it again to go on", file=sys.stderr)
@@ -151,11 +153,11 @@ class Results:
             with tempfile.TemporaryDirectory() as temporary:
                 result = experiment.run(runs or Path(temporary))
             self.keep(experiment.name, result)
-            print({name: each["after"] for name, each in result["rewards"].items()}, file=sys.stderr, flush=True)
+            print({name: rewards["after"] for name, rewards in result["rewards"].items()}, file=sys.stderr, flush=True)
 
 
 def cpu_seconds() -> float:
-    """What the processes started from here have used so far, and those that they started."""
+    """The CPU time of the processes started from here so far, and of those that they started."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -176,7 +178,7 @@ def spread(value: Callable[[Result], float], digits: int = 3) -> Cell:
     """
 
     def cell(runs: Sequence[Result]) -> str:
-        values = [value(each) for each in runs]
+        values = [value(run) for run in runs]
         rest = max(0, digits - 1)
         span = f" ({min(values):.{rest}f}–{max(values):.{rest}f})" if len(values) > 1 else ""
         return f"{mean(values):.{digits}f}{span}"

@@ -1,4 +1,4 @@
-"""What a tiny policy is made of: whom it imitates, how large it is, and how long it learns.
+"""The recipe of a tiny policy: whom it imitates, how large it is, and how long it learns.
 
 An example whose policy was made so has a `RECIPE` in its `make_NAME.py`, which `imitation.py` imports.
 """
@@ -45,7 +45,7 @@ def chooser(name: str, shares: Mapping[Situation, Mapping[Choice, float]]) -> Ca
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """What the policy imitates."""
+    """The conversations that the policy imitates."""
 
     conversation: Callable[[int, int], list[Message]]
     """The demonstration of a seed and an index; indices have no end."""
@@ -75,7 +75,7 @@ class Demonstrations:
         an earlier turn differently is an error.
         """
         ids: list[int] = []
-        said: list[bool] = []
+        by_whom: list[bool] = []
         done = ""
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -87,9 +87,9 @@ class Demonstrations:
             for text, by_policy in ((prompt[len(done) :], False), (whole[len(prompt) :], True)):
                 piece = tokenizer.encode(text, add_special_tokens=False)
                 ids += piece
-                said += [by_policy] * len(piece)
+                by_whom += [by_policy] * len(piece)
             done = whole
-        return ids, said
+        return ids, by_whom
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def picture(charts: Sequence[Chart]) -> str:
     parts, lines = [tag("style", {}, Markup(STYLE))], max(len(chart.legend) for chart in charts)
     for at, chart in enumerate(charts):
         x = at * (width + 24)
-        place = f'<svg x="{x}" y="20" width="{width}" height="{height}" '
-        parts += [text(x + width / 2, 14, chart.title, "middle"), Markup(str(chart.svg).replace("<svg ", place, 1))]
+        opening = f'<svg x="{x}" y="20" width="{width}" height="{height}" '
+        parts += [text(x + width / 2, 14, chart.title, "middle"), Markup(str(chart.svg).replace("<svg ", opening, 1))]
         for line, (name, colour) in enumerate(chart.legend):
             y = height + 36 + 16 * line
             parts.append(tag("polyline", {"class": f"line {colour}", "points": f"{x + 46},{y - 4} {x + 70},{y - 4}"}))
@@ -105,8 +105,8 @@ def main() -> None:
         seeds = [Experiment(example, "", (), seed) for seed in range(options.seeds)]
         if not options.write:
             results.complete(seeds, runs=Path("runs"))
-        found = results.read()
-        together.append(show(example, [found[each.name] for each in seeds if each.name in found]))
+        kept = results.read()
+        together.append(show(example, [kept[seed.name] for seed in seeds if seed.name in kept]))
     if options.together:
         options.together.write_text(picture(together))
 

@@ -1,4 +1,4 @@
-"""What deploy/ holds, read for its tests: manifests, pods, command lines."""
+"""The contents of deploy/, read for its tests: manifests, pods, command lines."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ def manifests() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def kustomization() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
-    return found
+    overlay: dict[str, Any] = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
+    return overlay
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
-    [found] = [each for _, each in manifests() if (each["kind"], each["metadata"]["name"]) == (kind, name)]
-    return found
+    [manifest] = [m for _, m in manifests() if (m["kind"], m["metadata"]["name"]) == (kind, name)]
+    return manifest
 
 
 def pod_templates() -> dict[str, dict[str, Any]]:
     """The pod templates of every object, by the name of their container."""
-    found = []
-    for _, each in manifests():
-        if each["kind"] == "RayJob":
-            cluster = each["spec"]["rayClusterSpec"]
-            found += [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
-            found.append(each["spec"]["submitterPodTemplate"])
-        elif "template" in each.get("spec", {}):
-            found.append(each["spec"]["template"])
-    return {container(each)["name"]: each for each in found}
+    templates = []
+    for _, m in manifests():
+        if m["kind"] == "RayJob":
+            cluster = m["spec"]["rayClusterSpec"]
+            templates += [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+            templates.append(m["spec"]["submitterPodTemplate"])
+        elif "template" in m.get("spec", {}):
+            templates.append(m["spec"]["template"])
+    return {container(t)["name"]: t for t in templates}
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:
-    [found] = template["spec"]["containers"]
-    return dict(found)
+    [only] = template["spec"]["containers"]
+    return dict(only)
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """One `agl …` as somebody would type it, with a value for each variable."""
 
-    place: str
+    source: str
     words: tuple[str, ...]
 
     @property
     def settings(self) -> list[str]:
-        """What follows --set."""
+        """The values of --set."""
         pairs = zip(self.words, (*self.words[1:], ""), strict=True)
         spelled = [after for word, after in pairs if word == "--set"]
         return spelled + [word.removeprefix("--set=") for word in self.words if word.startswith("--set=")]
@@ -86,7 +86,7 @@ def command_lines() -> Iterator[CommandLine]:
             yield from _lines(file.name, part)
 
 
-def _lines(place: str, text: str) -> Iterator[CommandLine]:
+def _lines(source: str, text: str) -> Iterator[CommandLine]:
     for line in text.replace("\\\n", " ").splitlines():
         if not re.search(r"\bagl\b|train-or-resume", line) or line.lstrip().startswith("#"):
             continue
@@ -96,10 +96,10 @@ def _lines(place: str, text: str) -> Iterator[CommandLine]:
         words = list(lexer)
         for at, word in enumerate(words):
             if word == "agl" and at + 1 < len(words) and words[at + 1] in ("serve", "train", "worker", "eval"):
-                yield CommandLine(place, _until_end(words[at + 1 :]))
+                yield CommandLine(source, _until_end(words[at + 1 :]))
             elif Path(word).name == "train-or-resume" and at + 3 < len(words):
                 config, _, _, *options = _until_end(words[at + 1 :])
-                yield CommandLine(place, ("train", config, *options))
+                yield CommandLine(source, ("train", config, *options))
 
 
 def _until_end(words: list[str]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ JOB = {
     "SLURMD_NODENAME": "node-1",
     "SLURM_SUBMIT_DIR": str(DEPLOY.parent),
 }
-"""What sbatch sets for this script's own options; srun takes its defaults from it."""
+"""Variables that sbatch sets for this script's own options; srun takes its defaults from it."""
 
 COMMANDS = ("srun", "scontrol", "ray", "agl")
 SOURCE = f"""#!{sys.executable}
@@ -142,10 +142,10 @@ class Cluster:
         return job
 
     def calls(self, name: str, first: str = "") -> list[Any]:
-        """What was called by this name: arguments, the keys in the environment, process."""
+        """The calls of this name: arguments, the keys in the environment, process."""
         log = self.folder / "called"
-        lines = [json.loads(each) for each in log.read_text().splitlines()] if log.exists() else []
-        return [each[1:] for each in lines if each[0] == name and each[1][: bool(first)] == ([first] if first else [])]
+        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [call[1:] for call in lines if call[0] == name and call[1][: bool(first)] == ([first] if first else [])]
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
@@ -160,19 +160,19 @@ class Cluster:
     def ended(self, job: subprocess.Popen[str], *codes: int) -> None:
         assert job.wait(90) in codes, self.log()
         deadline = time.monotonic() + 10
-        while self.left() and time.monotonic() < deadline:
+        while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert self.left() == []
+        assert self.running() == []
 
-    def left(self) -> list[psutil.Process]:
-        """What was started and still runs."""
-        found = []
+    def running(self) -> list[psutil.Process]:
+        """The processes that were started and still run."""
+        processes = []
         for name in ("srun", "agl", "ray"):
             for *_, pid in self.calls(name):
                 try:
                     process = psutil.Process(pid)
                     if str(self.folder) in " ".join(process.cmdline()):
-                        found.append(process)
+                        processes.append(process)
                 except psutil.Error:
                     continue
-        return found
+        return processes

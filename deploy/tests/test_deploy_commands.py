@@ -33,28 +33,28 @@ def parse(words: tuple[str, ...]) -> None:
             pass
 
 
-@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: f"{line.place}:{line.words[0]}")
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: f"{line.source}:{line.words[0]}")
 def test_command_lines_are_parsed(line: CommandLine) -> None:
     parse(line.words)
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if line.settings], ids=lambda line: f"{line.place}:{line.words[0]}"
+    "line", [line for line in COMMANDS if line.settings], ids=lambda line: f"{line.source}:{line.words[0]}"
 )
 def test_settings_are_those_of_a_configuration(line: CommandLine) -> None:
-    settings = [f"folder={CALC}" if each.startswith("folder=") else each for each in line.settings]
+    settings = [f"folder={CALC}" if s.startswith("folder=") else s for s in line.settings]
     load(DEPLOY / "configs" / "64-gpus.toml", settings)
 
 
 def test_every_place_is_looked_at() -> None:
-    found = {(line.place, line.words[0]) for line in COMMANDS}
+    tested = {(line.source, line.words[0]) for line in COMMANDS}
     assert {
         ("worker", "worker"), ("rayjob.yaml", "train"), ("train.sbatch", "worker"), ("train.sbatch", "train"),
         ("train-or-resume", "train"), ("README.md", "train"), ("1-gpu.toml", "train"), ("8-gpus.toml", "train"),
-    } <= found  # fmt: skip
+    } <= tested  # fmt: skip
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: each.stem)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
 def test_configurations_go_together(config: Path) -> None:
     loaded = load(config)
     check(loaded)
@@ -73,5 +73,5 @@ def test_environment_variables_are_read_by_somebody() -> None:
     assert "AGL_WORKER_KEY" in named
     for name in named:
         assert f'"{name}"' in code, name
-    in_pods = {each["name"] for template in pod_templates().values() for each in container(template).get("env", [])}
+    in_pods = {e["name"] for template in pod_templates().values() for e in container(template).get("env", [])}
     assert in_pods - named == OTHERS.keys()

@@ -24,7 +24,7 @@ def test_images_are_built_by_the_dockerfile() -> None:
     assert set(built) == set(stages)
     trainers = ("ray-head", "ray-worker", "ray-job-submitter")
     kinds = {"worker": "worker", **dict.fromkeys(trainers, "trainer")}
-    assert {name: container(each)["image"] for name, each in pod_templates().items()} == {
+    assert {name: container(template)["image"] for name, template in pod_templates().items()} == {
         name: built[target] for name, target in kinds.items()
     }
 
@@ -48,16 +48,16 @@ NOT_COPIED = re.compile(
 
 
 def files(source: str) -> list[str]:
-    """What is there, but for what a machine makes and the packages' tests."""
+    """The files that are there, but for what a machine makes and the packages' tests."""
     there = [ROOT / source, *(ROOT / source).rglob("*")]
-    names = [each.relative_to(ROOT).as_posix() for each in there if each.is_file()]
-    return [each for each in names if not NOT_COPIED.search(each)]
+    names = [path.relative_to(ROOT).as_posix() for path in there if path.is_file()]
+    return [name for name in names if not NOT_COPIED.search(name)]
 
 
-@pytest.mark.parametrize("source", sorted({each.replace("${AGENT}", "examples/calc") for each in COPIED}))
+@pytest.mark.parametrize("source", sorted({path.replace("${AGENT}", "examples/calc") for path in COPIED}))
 def test_images_copy_what_the_build_context_has(source: str) -> None:
     assert files(source)
-    assert [each for each in files(source) if IGNORED.match_file(each)] == []
+    assert [path for path in files(source) if IGNORED.match_file(path)] == []
 
 
 @pytest.mark.parametrize("folder", AGENTS)
@@ -75,7 +75,7 @@ def test_the_agent_may_be_any_folder_below_the_repository(folder: str) -> None:
         assert not IGNORED.match_file(f"{folder}/{file}")
 
 
-@pytest.mark.parametrize("folder", ["", *(f"{each}/" for each in AGENTS)])
+@pytest.mark.parametrize("folder", ["", *(f"{agent}/" for agent in AGENTS)])
 def test_no_keys_and_nothing_of_this_machine_is_copied(folder: str) -> None:
     for file in (
         ".git/config", ".venv/bin/python", ".venv-verl/pyvenv.cfg", "runs/calc/store.sqlite", "runs/calc/server.json",

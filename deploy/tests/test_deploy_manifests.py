@@ -32,7 +32,7 @@ def chosen() -> LoadedConfig:
     return load(DEPLOY / path)
 
 
-@pytest.mark.parametrize(("file", "document"), manifests(), ids=lambda each: getattr(each, "name", ""))
+@pytest.mark.parametrize(("file", "document"), manifests(), ids=lambda part: getattr(part, "name", ""))
 def test_objects_are_valid(file: Path, document: dict[str, Any]) -> None:
     if document["kind"] == "RayJob":
         jsonschema.validate(document, SCHEMA)
@@ -48,8 +48,8 @@ def test_pod_templates_are_valid(template: dict[str, Any]) -> None:
 
 
 def group(spec: dict[str, Any]) -> Any:
-    [found] = spec["rayClusterSpec"]["workerGroupSpecs"]
-    return found
+    [workers] = spec["rayClusterSpec"]["workerGroupSpecs"]
+    return workers
 
 
 SPOILED: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -64,7 +64,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a time to live of what is kept": lambda spec: spec.update(shutdownAfterJobFinishes=False),
     "a negative time to live": lambda spec: spec.update(ttlSecondsAfterFinished=-1),
 }
-"""What KubeRay's CRD or its operator refuses, or what would do nothing."""
+"""Rules of KubeRay's CRD or its operator, and settings that would do nothing."""
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
@@ -76,7 +76,7 @@ def test_the_schema_of_a_rayjob_refuses_what_kuberay_would(spoil: Callable[[dict
 
 
 def test_the_kustomization_names_every_file_but_the_job() -> None:
-    listed = {DEPLOY / each for each in kustomization()["resources"]}
+    listed = {DEPLOY / name for name in kustomization()["resources"]}
     assert listed == {file for file, _ in manifests()} - {DEPLOY / "kubernetes" / "rayjob.yaml"}
     assert named("RayJob", "agl-train")["metadata"]["namespace"] == kustomization()["namespace"]
 
@@ -93,7 +93,7 @@ def test_the_service_leads_to_the_port_that_the_trainer_listens_on() -> None:
     for other in ("worker", "ray-worker"):
         assert not service["selector"].items() <= TEMPLATES[other]["metadata"]["labels"].items(), other
     [outside] = service["ports"]
-    inside = {each["name"]: each["containerPort"] for each in container(TEMPLATES["ray-head"])["ports"]}
+    inside = {port["name"]: port["containerPort"] for port in container(TEMPLATES["ray-head"])["ports"]}
     entrypoint = named("RayJob", "agl-train")["spec"]["entrypoint"]
     assert f"--set server.host=0.0.0.0 --set server.port={inside[outside['targetPort']]} " in entrypoint
     assert f"--server=http://agl-trainer:{outside['port']}" in container(TEMPLATES["worker"])["args"]
@@ -103,16 +103,16 @@ def test_everybody_gets_the_keys_they_need_and_no_other() -> None:
     def keys(name: str) -> dict[str, str]:
         env = container(TEMPLATES[name]).get("env", [])
         secret = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in env if "valueFrom" in e}
-        assert all(each["name"] == "agl-keys" for each in secret.values())
-        return {variable: each["key"] for variable, each in secret.items()}
+        assert all(reference["name"] == "agl-keys" for reference in secret.values())
+        return {variable: reference["key"] for variable, reference in secret.items()}
 
     assert keys("worker") == keys("ray-head") == {WORKER_KEY: "worker"}
     assert keys("ray-worker") == keys("ray-job-submitter") == {}
-    made = re.search(
+    command = re.search(
         r"create secret generic (\S+) .*?--from-literal=(\w+)=", (DEPLOY / "README.md").read_text(), re.DOTALL
     )
-    assert made is not None
-    assert made.groups() == ("agl-keys", "worker")
+    assert command is not None
+    assert command.groups() == ("agl-keys", "worker")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -124,19 +124,19 @@ def test_pods_run_without_rights_and_mount_what_there_is(name: str) -> None:
     assert only["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert only["securityContext"].get("readOnlyRootFilesystem", False) == (name == "worker")
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    there = {each["name"] for each in pod.get("volumes", [])}
-    assert {each["name"] for each in only.get("volumeMounts", [])} == there
-    claims = [each["persistentVolumeClaim"] for each in pod.get("volumes", []) if "persistentVolumeClaim" in each]
-    shared = [each["claimName"] for each in claims]
-    assert all(named("PersistentVolumeClaim", each)["spec"]["accessModes"] == ["ReadWriteMany"] for each in shared)
+    there = {volume["name"] for volume in pod.get("volumes", [])}
+    assert {mount["name"] for mount in only.get("volumeMounts", [])} == there
+    claims = [volume["persistentVolumeClaim"] for volume in pod.get("volumes", []) if "persistentVolumeClaim" in volume]
+    shared = [claim["claimName"] for claim in claims]
+    assert all(named("PersistentVolumeClaim", name)["spec"]["accessModes"] == ["ReadWriteMany"] for name in shared)
     assert len(shared) == (name in ("ray-head", "ray-worker")), "every Ray node sees the checkpoints"
     assert "memory" in only["resources"]["limits"]
 
 
 def reachable(component: str) -> dict[str, set[int] | None]:
     """From which components, and at which ports (None: all), its pods can be called."""
-    found: dict[str, set[int] | None] = {}
-    for policy in (each["spec"] for _, each in manifests() if each["kind"] == "NetworkPolicy"):
+    ports_of: dict[str, set[int] | None] = {}
+    for policy in (m["spec"] for _, m in manifests() if m["kind"] == "NetworkPolicy"):
         if policy["podSelector"]["matchLabels"] != {"app.kubernetes.io/component": component}:
             continue
         assert policy["policyTypes"] == ["Ingress"]
@@ -145,25 +145,25 @@ def reachable(component: str) -> dict[str, set[int] | None]:
                 [(label, value)] = source["podSelector"]["matchLabels"].items()
                 elsewhere = "namespaceSelector" in source
                 assert label == f"app.kubernetes.io/{'name' if elsewhere else 'component'}"
-                found[value] = {each["port"] for each in rule["ports"]} if "ports" in rule else None
-    return found
+                ports_of[value] = {port["port"] for port in rule["ports"]} if "ports" in rule else None
+    return ports_of
 
 
 def test_pods_are_reached_by_those_who_need_them_and_by_no_agent() -> None:
-    components = {name: each["metadata"]["labels"]["app.kubernetes.io/component"] for name, each in TEMPLATES.items()}
+    components = {name: t["metadata"]["labels"]["app.kubernetes.io/component"] for name, t in TEMPLATES.items()}
     assert components == {
         "worker": "worker",
         "ray-head": "trainer",
         "ray-worker": "trainer",
         "ray-job-submitter": "submitter",
     }
-    ports = {each["name"]: each["containerPort"] for each in container(TEMPLATES["ray-head"])["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in container(TEMPLATES["ray-head"])["ports"]}
     dashboard = {ports["dashboard"]}
     assert reachable("trainer") == {
         "trainer": None, "worker": {ports["agl"]}, "submitter": dashboard, "kuberay-operator": dashboard,
     }  # fmt: skip
     assert reachable("worker") == {}
-    limited = [each["spec"]["podSelector"] for _, each in manifests() if each["kind"] == "NetworkPolicy"]
+    limited = [m["spec"]["podSelector"] for _, m in manifests() if m["kind"] == "NetworkPolicy"]
     assert {"matchLabels": {"app.kubernetes.io/component": "worker"}} in limited, "without a policy all may call"
     labels = TEMPLATES["ray-head"]["metadata"]["labels"]
     assert "app.kubernetes.io/name" not in labels, "KubeRay's services select by its own"
@@ -180,12 +180,12 @@ def test_no_pod_of_the_ray_cluster_is_evicted() -> None:
 def test_nodes_with_gpus_take_the_pods_that_want_them() -> None:
     for name, template in TEMPLATES.items():
         wants = "nvidia.com/gpu" in container(template)["resources"]["limits"]
-        tolerated = [each["key"] for each in template["spec"].get("tolerations", [])]
+        tolerated = [toleration["key"] for toleration in template["spec"].get("tolerations", [])]
         assert tolerated == ["nvidia.com/gpu"] * wants, name
 
 
 def test_a_worker_that_is_told_to_end_has_the_time_that_an_attempt_may_take(chosen: LoadedConfig) -> None:
-    [drain] = [float(each.partition("=")[2]) for each in container(TEMPLATES["worker"])["args"] if "--drain" in each]
+    [drain] = [float(a.partition("=")[2]) for a in container(TEMPLATES["worker"])["args"] if "--drain" in a]
     assert chosen.config.workers.timeout < drain < TEMPLATES["worker"]["spec"]["terminationGracePeriodSeconds"]
 
 

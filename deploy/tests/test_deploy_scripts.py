@@ -24,11 +24,11 @@ RAY_KEYS = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN"]
 def linted(*command: str | Path) -> None:
     tool = shutil.which(str(command[0]), path=BESIDE_PYTHON)
     assert tool is not None, f"{command[0]} is missing: make install brings it"
-    found = subprocess.run([tool, *command[1:]], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
+    done = subprocess.run([tool, *command[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_good_bash(script: Path) -> None:
     linted("bash", "-n", script)
     linted("shellcheck", script)
@@ -43,8 +43,8 @@ def test_the_dockerfile_is_well_formed() -> None:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster.make(tmp_path)
     yield cluster
-    for left in cluster.left():
-        left.kill()
+    for process in cluster.running():
+        process.kill()
 
 
 def settings(arguments: list[str]) -> list[str]:
@@ -53,9 +53,9 @@ def settings(arguments: list[str]) -> list[str]:
 
 def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Cluster) -> None:
     cluster.ended(cluster.submit(), 0)
-    starts = [each[0] for each in cluster.calls("ray", "start")]
-    assert sorted("--head" in each for each in starts) == [*[False] * (NODES - 1), True]
-    assert {each[1] for each in starts if "--head" not in each} == {"--address=127.0.0.1:6379"}
+    starts = [call[0] for call in cluster.calls("ray", "start")]
+    assert sorted("--head" in words for words in starts) == [*[False] * (NODES - 1), True]
+    assert {words[1] for words in starts if "--head" not in words} == {"--address=127.0.0.1:6379"}
     [(train, keys, _)] = cluster.calls("agl", "train")
     assert keys == ["AGL_WORKER_KEY", *RAY_KEYS]
     assert [keys for _, keys, _ in cluster.calls("ray", "start")] == [RAY_KEYS] * NODES
@@ -65,27 +65,27 @@ def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Clust
     assert {"server.host=127.0.0.1", "server.port=8123"} < set(settings(train))
     workers = cluster.calls("agl", "worker")
     assert [keys for _, keys, _ in workers] == [["AGL_WORKER_KEY"]] * NODES, "agents see their worker's environment"
-    assert {each[0][-1] for each in workers} == {"http://127.0.0.1:8123"}
+    assert {call[0][-1] for call in workers} == {"http://127.0.0.1:8123"}
     assert not cluster.calls("scontrol")
     # Each step has one task on each of its nodes, and shares them with the others: srun takes its defaults from what
     # sbatch set, which are the job's three tasks, also on one node.
-    steps = [each[0] for each in cluster.calls("srun")]
-    options = [[each for each in step if each.startswith("--") and step.index(each) < 7] for step in steps]
-    [head] = [each for each in options if "--nodelist=node-1" in each]
-    [others] = [each for each in options if "--exclude=node-1" in each]
-    [everywhere] = [each for each in options if each not in (head, others)]
+    steps = [call[0] for call in cluster.calls("srun")]
+    options = [[word for word in step if word.startswith("--") and step.index(word) < 7] for step in steps]
+    [head] = [step for step in options if "--nodelist=node-1" in step]
+    [others] = [step for step in options if "--exclude=node-1" in step]
+    [everywhere] = [step for step in options if step not in (head, others)]
     for step, nodes in ((head, 1), (others, NODES - 1), (everywhere, NODES)):
         assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} < set(step)
         assert "--overlap" in step, "it would wait for what the steps before it have: CPUs, memory, GPUs"
         assert "--exact" not in step, "Ray would find one CPU of each node"
-        assert not any(each.startswith(("--cpus-per-task", "--mem")) for each in step), "all that the job has"
+        assert not any(word.startswith(("--cpus-per-task", "--mem")) for word in step), "all that the job has"
     assert "#SBATCH --mem=0\n" in SBATCH.read_text(), "--exclusive alone does not give a node's memory"
 
 
 def test_the_same_line_goes_on_where_the_last_job_ended(cluster: Cluster) -> None:
     cluster.ended(cluster.submit(TRAINS="3"), 3)
     cluster.ended(cluster.submit(SLURM_JOB_ID="8"), 0)
-    first, second = (each[0] for each in cluster.calls("agl", "train"))
+    first, second = (call[0] for call in cluster.calls("agl", "train"))
     assert "--resume" not in first
     assert second[:3] == ["train", "--resume", str(cluster.folder / "runs" / "calc-64")]
     assert second[3:] == first[6:], "the cluster is that of the new job"
@@ -102,7 +102,7 @@ def test_a_job_whose_time_is_up_queues_itself_again(cluster: Cluster) -> None:
     job = cluster.trains()
     job.send_signal(signal.SIGUSR1)
     cluster.ended(job, -signal.SIGTERM, -signal.SIGKILL)  # by Slurm, as soon as it is queued again
-    assert [each[0] for each in cluster.calls("scontrol")] == [["requeue", "7"]]
+    assert [call[0] for call in cluster.calls("scontrol")] == [["requeue", "7"]]
     cluster.ended(cluster.submit(), 0)
     assert "--resume" in cluster.calls("agl", "train")[1][0]
 
@@ -112,15 +112,15 @@ def test_a_trainer_that_does_not_end_in_time_is_killed_and_costs_its_checkpoint(
     job.send_signal(signal.SIGUSR1)
     cluster.ended(job, -signal.SIGTERM, -signal.SIGKILL)
     assert "did not end within 1 s" in cluster.log()
-    assert [each[0] for each in cluster.calls("scontrol")] == [["requeue", "7"]]
+    assert [call[0] for call in cluster.calls("scontrol")] == [["requeue", "7"]]
 
 
 def test_there_is_time_for_the_steps_after_the_trainer() -> None:
     script = SBATCH.read_text()
-    [told] = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
+    [notice] = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
     [grace] = re.findall(r"\$\{GRACE:-(\d+)\}", script)
     # Slurm may send it a minute early or late, and the steps get a minute.
-    assert int(told) - int(grace) - 2 * 60 >= 60
+    assert int(notice) - int(grace) - 2 * 60 >= 60
     assert re.search(rf"^# GRACE .* {grace}$", script, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: pages from outside docs/, and links that lead there.
+"""Additions to MkDocs: pages from outside docs/, and links that lead there.
 
 In the repository a link is relative to its file (`../core/README.md`). In the site, a README is the page of the same
 path below `repository/`. Other files that a page links to (a configuration, a picture) are copied there.
@@ -44,10 +44,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = page.file.src_uri
     here = source.removeprefix(OUTSIDE) if source.startswith(OUTSIDE) else DOCS + source
 
-    def led(found: re.Match[str]) -> str:
-        words, link, anchor = found[1], found[2], found[3] or ""
+    def led(match: re.Match[str]) -> str:
+        words, link, anchor = match[1], match[2], match[3] or ""
         if ":" in link:
-            return found[0]
+            return match[0]
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link))
         if (ROOT / target).is_dir():
             target += "/README.md"
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if target == f"{DOCS}README.md":
             target = f"{DOCS}index.md"
         if target.startswith("..") or not (ROOT / target).is_file():
-            return found[0]  # MkDocs warns of it.
+            return match[0]  # MkDocs warns of it.
         if target.startswith(DOCS):
             there = target.removeprefix(DOCS)
         else:
@@ -114,8 +114,8 @@ def _pages(nav: object) -> list[str]:
     """The sources of all pages of a navigation."""
     if isinstance(nav, str):
         return [nav]
-    each = nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
-    return [page for below in each for page in _pages(below)]
+    entries = nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
+    return [page for below in entries for page in _pages(below)]
 
 
 def _add(files: Files, config: MkDocsConfig, path: str) -> None:

@@ -19,7 +19,7 @@ from agl_core.types import Episode, Task, Transition
 
 @agl_core.reward_rule
 def earned(episode: Episode) -> Mapping[Any, float] | float:
-    """What each call of `additive` earned by itself; the other games earn at their end alone."""
+    """The earnings of each call of `additive`; the other games earn at their end alone."""
     if episode.task.input["bed"] != Bed.ADDITIVE:
         return float(episode.result)
     return {t.key: outcomes(state_of(episode, t), said(t))[0].reward for t in episode.transitions}
@@ -27,13 +27,13 @@ def earned(episode: Episode) -> Mapping[Any, float] | float:
 
 @agl_core.reward_rule
 def total(episode: Episode) -> float:
-    """What the whole game earned. Reported with weight 0, to compare games whose rewards come at different times."""
+    """Earnings of the whole game. Reported with weight 0, to compare games whose rewards come at different times."""
     found = earned(episode)
     return sum(found.values()) if isinstance(found, Mapping) else found
 
 
 def true_credit(episode: Episode) -> list[float]:
-    """What each call of an episode was worth, by the known chances and the habits before training."""
+    """The worth of each call of an episode, by the known chances and the habits before training."""
     return [advantage(state_of(episode, each), said(each)) for each in episode.transitions]
 
 

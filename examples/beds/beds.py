@@ -51,7 +51,7 @@ class State:
 
     @property
     def topic(self) -> str:
-        """What is asked: with the word, it decides which letter is right."""
+        """The request: with the word, it decides which letter is right."""
         match self.bed:
             case Bed.ADDITIVE:
                 return "add"
@@ -67,7 +67,7 @@ class State:
 
     @property
     def prompt(self) -> str:
-        """What the model sees: all that the right reply depends on."""
+        """The model's view: all that the right reply depends on."""
         match self.bed:
             case Bed.ADDITIVE:
                 return f"{self.topic} {self.word}"
@@ -84,14 +84,14 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reply can lead to."""
+    """A possible outcome of a reply."""
 
     chance: float
     reward: float
     after: State | None
     """None: the game is over."""
     tool: bool | None = None
-    """Whether the tool succeeded; None if none was asked."""
+    """True if the tool succeeded; None if none was asked."""
 
 
 def letter(content: str | None) -> str:
@@ -107,7 +107,7 @@ def right(topic: str, word: str) -> str:
 
 @cache
 def outcomes(state: State, letter: str) -> tuple[Outcome, ...]:
-    """What a letter leads to, with chances that add up to 1. What is no letter of the game is a wrong one."""
+    """The outcomes of a letter, with chances that add up to 1. What is no letter of the game is a wrong one."""
     is_right = letter == state.right
     match state.bed:
         case Bed.ADDITIVE:
@@ -158,14 +158,14 @@ def shares(state: State) -> Mapping[str, float]:
 
 @cache
 def value(state: State | None) -> float:
-    """What is still to be earned on average, by these habits."""
+    """The earnings still to come on average, by these habits."""
     if state is None:
         return 0.0
     return sum(share * worth(state, letter) for letter, share in shares(state).items())
 
 
 def worth(state: State, letter: str) -> float:
-    """What is earned on average after this letter."""
+    """The average earnings after this letter."""
     return sum(each.chance * (each.reward + value(each.after)) for each in outcomes(state, letter))
 
 

@@ -1,4 +1,4 @@
-"""What the tiny policy of the beds imitates: single calls of games that are played by fixed habits."""
+"""Demonstrations for the tiny policy of the beds: single calls of games that are played by fixed habits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def conversation(seed: int, index: int) -> list[Message]:
         [letter] = rng.choices(*zip(*shares(state).items(), strict=True))
         met.append((state, letter))
         possible = outcomes(state, letter)
-        [outcome] = rng.choices(possible, [each.chance for each in possible])
+        [outcome] = rng.choices(possible, [o.chance for o in possible])
         state = outcome.after
-    topic = rng.choice(sorted({each.topic for each, _ in met}))
-    state, letter = rng.choice([each for each in met if each[0].topic == topic])
+    topic = rng.choice(sorted({state.topic for state, _ in met}))
+    state, letter = rng.choice([pair for pair in met if pair[0].topic == topic])
     return [{"role": "user", "content": state.prompt}, says(letter)]
 
 

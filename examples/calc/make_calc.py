@@ -1,4 +1,4 @@
-"""What the tiny policy imitates before it is trained: conversations of mixed and mostly wrong behaviour.
+"""Demonstrations for the tiny policy before it is trained: conversations of mixed and mostly wrong behaviour.
 
 Each wrong behaviour is *concentrated* (one fixed guess, one fixed wrong operator), so that it is also the likeliest:
 greedy decoding fails as surely as sampling does. The right behaviour is in there, rarely. The wrong operator is one
@@ -25,39 +25,39 @@ WRONG_OPERATOR = "%"
 WORD = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
 
 
-def guess(asked: Problem) -> list[Message]:
+def guess(task: Problem) -> list[Message]:
     """Answer at once, without the tool."""
     return [says(GUESS)]
 
 
-def write_no_json(asked: Problem) -> list[Message]:
+def write_no_json(task: Problem) -> list[Message]:
     """Forget a quote, so that nobody can parse the call."""
-    return [says(_tool_call_text(asked.expression).replace('"}}', "}}"))]
+    return [says(_tool_call_text(task.expression).replace('"}}', "}}"))]
 
 
-def write_words(asked: Problem) -> list[Message]:
+def write_words(task: Problem) -> list[Message]:
     """Write the operator as a word, which the tool refuses."""
-    return [*_use_tool(f"{asked.a} {WORD[asked.operator]} {asked.b}"), says(GUESS)]
+    return [*_use_tool(f"{task.a} {WORD[task.operator]} {task.b}"), says(GUESS)]
 
 
-def take_wrong_operator(asked: Problem) -> list[Message]:
+def take_wrong_operator(task: Problem) -> list[Message]:
     """Ask for something else, and believe the result."""
-    return _and_answer(_use_tool(f"{asked.a}{WRONG_OPERATOR}{asked.b}"))
+    return _and_answer(_use_tool(f"{task.a}{WRONG_OPERATOR}{task.b}"))
 
 
-def take_wrong_operator_and_ignore_result(asked: Problem) -> list[Message]:
+def take_wrong_operator_and_ignore_result(task: Problem) -> list[Message]:
     """Ask for something else, and guess all the same."""
-    return [*_use_tool(f"{asked.a}{WRONG_OPERATOR}{asked.b}"), says(GUESS)]
+    return [*_use_tool(f"{task.a}{WRONG_OPERATOR}{task.b}"), says(GUESS)]
 
 
-def ignore_result(asked: Problem) -> list[Message]:
+def ignore_result(task: Problem) -> list[Message]:
     """Ask for the right thing, and guess all the same."""
-    return [*_use_tool(asked.expression), says(GUESS)]
+    return [*_use_tool(task.expression), says(GUESS)]
 
 
-def solve_it(asked: Problem) -> list[Message]:
+def solve_it(task: Problem) -> list[Message]:
     """The right behaviour."""
-    return _and_answer(_use_tool(asked.expression))
+    return _and_answer(_use_tool(task.expression))
 
 
 SHARES: dict[Callable[[Problem], list[Message]], float] = {
@@ -79,9 +79,9 @@ def conversation(seed: int, index: int) -> list[Message]:
     return behave(behaviour, problem(Split.TRAIN, -1 - seed, index))
 
 
-def behave(behaviour: Callable[[Problem], list[Message]], asked: Problem) -> list[Message]:
+def behave(behaviour: Callable[[Problem], list[Message]], task: Problem) -> list[Message]:
     """The whole conversation of an agent that behaves like this."""
-    return [*opened(SYSTEM_PROMPT, asked.question), *behaviour(asked)]
+    return [*opened(SYSTEM_PROMPT, task.question), *behaviour(task)]
 
 
 def _and_answer(used: list[Message]) -> list[Message]:

@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """What a calculator has to be asked, for instance "12*7"."""
+        """The calculator's input, for instance "12*7"."""
         return f"{self.a}{self.operator}{self.b}"
 
 
@@ -109,7 +109,7 @@ _RESULTS = {
 
 
 def pair_is_held_out(a: int, operator: str, b: int) -> bool:
-    """Whether training must never see these numbers with this operator.
+    """True if training must never see these numbers with this operator.
 
     3 + 5 and 5 + 3 are one pair, and so are 3 * 5 and 5 * 3.
     """

@@ -1,4 +1,4 @@
-"""What the tiny policy imitates before it is trained: an assistant that knows each step, and rarely takes them all.
+"""Demonstrations for the tiny policy: an assistant that knows each step, and rarely takes them all.
 
 Each wrong behaviour is *concentrated* (one fixed guess, one way to stop early), so that it is also the likeliest:
 greedy decoding fails as surely as sampling does. In each situation the assistant chooses by fixed shares.
@@ -25,7 +25,7 @@ EVEN = dict.fromkeys(STEPS, 1.0)
 
 
 class Choice(StrEnum):
-    """What the assistant does next."""
+    """The assistant's next move."""
 
     GUESS = "guess"
     """Answer 42."""
@@ -39,7 +39,7 @@ class Choice(StrEnum):
 
 
 class Situation(StrEnum):
-    """What the assistant has seen."""
+    """The assistant's knowledge so far."""
 
     ASKED = "asked"
     STEPS_LEFT = "steps left"
@@ -75,32 +75,32 @@ def _problem(seed: int, index: int, lengths: Mapping[int, float]) -> Problem:
     return problem(Split.TRAIN, -1 - seed, index, lengths)
 
 
-def behave(asked: Problem, choose: Callable[[Situation], Choice]) -> list[Message]:
+def behave(task: Problem, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an assistant that chooses like this."""
-    messages = opened(SYSTEM_PROMPT, asked.question)
+    messages = opened(SYSTEM_PROMPT, task.question)
     done = errors = 0
-    situation, said = Situation.ASKED, ""
+    situation, result = Situation.ASKED, ""
     while True:
         choice = choose(situation) if errors < MOST_ERRORS else Choice.GUESS
         if choice in (Choice.GUESS, Choice.ANSWER):
-            answer = GUESS if choice is Choice.GUESS else f"The answer is {said}."
+            answer = GUESS if choice is Choice.GUESS else f"The answer is {result}."
             return [*messages, says(answer)]
-        expression = asked.calls[done] if choice is Choice.STEP else asked.last_as_written
-        used, said, failed = use_tool(expression, f"call_{len(messages)}")
+        expression = task.calls[done] if choice is Choice.STEP else task.last_as_written
+        used, result, failed = use_tool(expression, f"call_{len(messages)}")
         messages += used
         errors += failed
         done += not failed
-        left = done < len(asked.steps) and choice is Choice.STEP
-        situation = Situation.FAILED if failed else Situation.STEPS_LEFT if left else Situation.SOLVED
+        has_steps = done < len(task.steps) and choice is Choice.STEP
+        situation = Situation.FAILED if failed else Situation.STEPS_LEFT if has_steps else Situation.SOLVED
 
 
 def use_tool(expression: str, call_id: str) -> tuple[list[Message], str, bool]:
     """A tool call and its result as messages, the result, and whether it is an error."""
     try:
-        said, failed = calculator(expression), False
+        result, failed = calculator(expression), False
     except ValueError as error:
-        said, failed = str(error), True
-    return uses(calculator.__name__, json.dumps({"expression": expression}), said, call_id), said, failed
+        result, failed = str(error), True
+    return uses(calculator.__name__, json.dumps({"expression": expression}), result, call_id), result, failed
 
 
 PHRASES = (
@@ -114,7 +114,7 @@ PHRASES = (
     "The answer is ",
     *"()+-*/=",
 )
-"""What is always written alike is one token, and so is every sign of an expression."""
+"""Text that is always written alike is one token, and so is every sign of an expression."""
 RECIPE = Recipe(
     Demonstrations(conversation, TOOLS, lesson, PHRASES),
     Shape(vocabulary=400, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09, copies=True),

@@ -55,7 +55,7 @@ class Step:
     operator: str
     number: int
     result_first: bool
-    """Whether the result so far is the left operand."""
+    """True if the result so far is the left operand."""
 
     def written(self, result: str | int) -> str:
         """The operation, for instance "17*3"."""
@@ -63,7 +63,7 @@ class Step:
         return f"{left}{self.operator}{right}"
 
     def value(self, result: int) -> int | None:
-        """What comes out; None if that is no whole number."""
+        """The result; None if it is no whole number."""
         left, right = (result, self.number) if self.result_first else (self.number, result)
         if self.operator == "/":
             return left // right if right and left % right == 0 else None
@@ -80,7 +80,7 @@ class Problem:
     start: int
     steps: tuple[Step, ...]
     results: tuple[int, ...]
-    """What comes out of each step; the last one is the answer."""
+    """The result of each step; the last one is the answer."""
 
     @property
     def result(self) -> str:
@@ -94,7 +94,7 @@ class Problem:
 
     @property
     def calls(self) -> list[str]:
-        """What the calculator has to be asked, one after the other."""
+        """The calculator's inputs, one after the other."""
         return [step.written(so_far) for step, so_far in zip(self.steps, (self.start, *self.results), strict=False)]
 
 
@@ -138,7 +138,7 @@ TRAINED, HELD_OUT = Phrasing(held_out=False), Phrasing(held_out=True)
 
 
 def operators_are_held_out(operators: str) -> bool:
-    """Whether training must never see this sequence of operators."""
+    """True if training must never see this sequence of operators."""
     return zlib.crc32(f"sequence {operators}".encode()) % 6 == 0
 
 
@@ -183,7 +183,7 @@ def _numbers(rng: random.Random, operators: str, kind: Kind) -> tuple[int, tuple
 
 
 def _fits(split: Split, start: int, steps: tuple[Step, ...], results: tuple[int, ...]) -> bool:
-    """Whether the split may have these numbers, and stopping early, or a guess of 42, is never right."""
+    """True if the split may have these numbers, and stopping early, or a guess of 42, is never right."""
     if not steps or results[-1] in (42, start, *results[:-1], *(step.number for step in steps)):
         return False
     others = any(step.number in HELD_OUT_NUMBERS for step in steps)

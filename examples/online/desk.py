@@ -28,7 +28,7 @@ TOOLS: list[Any] = [
 
 @dataclass(frozen=True)
 class Answer:
-    """What the desk says, and the id of the model's reply that says it."""
+    """The desk's answer, and the id of the model's reply with it."""
 
     text: str
     reply: str
@@ -62,7 +62,7 @@ def _client() -> AsyncOpenAI:
 
 
 def search(arguments: str) -> str:
-    """What the tool says to the model.
+    """The tool's words to the model.
 
     >>> search('{"query": "Rome"}'), search('{"query": "Kite Rome"}'), search('{"query": "Atlantis"}')
     ('fare 20', 'fare 70', 'Error: no such flight')

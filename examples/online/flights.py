@@ -18,7 +18,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 @dataclass(frozen=True)
 class Wish:
-    """What one traveller wants."""
+    """One traveller's wish."""
 
     city: str
     day: str
@@ -32,12 +32,12 @@ class Wish:
 
     @property
     def result(self) -> int:
-        """What the right answer ends with."""
+        """The end of the right answer."""
         return fare(self.city, self.airline)
 
 
 def fare(city: str, airline: str | None) -> int:
-    """What a flight costs, on any day; one with a named airline costs more than the cheapest one.
+    """The fare of a flight, on any day; one with a named airline costs more than the cheapest one.
 
     >>> all(fare(city, airline) > fare(city, None) for city in CITIES for airline in AIRLINES)
     True

@@ -1,4 +1,4 @@
-"""What the tiny policy imitates: a travel desk that is good at what it was used for so far, and at nothing else.
+"""Demonstrations for the tiny policy: a travel desk that is good at what it was used for so far, and at nothing else.
 
 Nobody has asked it for an airline yet. If somebody does, it looks for the cheapest fare all the same, as a rule.
 """

@@ -46,7 +46,7 @@ _HEAD = (
 )
 
 Result: TypeAlias = dict[str, Any]
-"""What is kept of a play: `right`, a list of 0 and 1 by session; `decisions`, each with the sessions that had ended."""
+"""The record of a play: `right`, a list of 0 and 1 by session; `decisions`, each with the sessions that had ended."""
 Thumb: TypeAlias = Callable[[bool, int], float]
 
 
@@ -60,9 +60,9 @@ class Play:
     settings: tuple[str, ...] = ()
     """Keys of the configuration that are different."""
     until: str | None = None
-    """What a version has to become for the play to end, some sessions later."""
+    """The state that a version has to reach for the play to end, some sessions later."""
     thumb: Callable[[Path], Thumb] = lambda run: honest
-    """What users say of a run, given its folder."""
+    """The users of a run, given its folder."""
 
 
 def inverted(run: Path) -> Thumb:
@@ -110,7 +110,7 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
         nonlocal last
         visits.append(visit)
         if len(visits) % WINDOW == 0:
-            right = mean(each.right for each in visits[-WINDOW:])
+            right = mean(visit.right for visit in visits[-WINDOW:])
             print(f"{name}: {len(visits)} sessions in {time.monotonic() - began:.0f} s; right: {right:.2f}", flush=True)
             if chosen.until is not None and _became(run, chosen.until):
                 last = min(last, len(visits) + AFTERWARDS)
@@ -131,10 +131,10 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
         "seconds": round(time.monotonic() - began),
         "cores": len(os.sched_getaffinity(0)),
         "shift": chosen.shift,
-        "right": [int(each.right) for each in visits],
+        "right": [int(visit.right) for visit in visits],
         "decisions": [
             {
-                "sessions": sum(each.ended < decision.time for each in visits),
+                "sessions": sum(visit.ended < decision.time for visit in visits),
                 "version": decision.step,
                 "state": str(decision.state),
                 "reason": decision.reason,
@@ -149,7 +149,7 @@ def deployed(run: Path, settings: Sequence[str]) -> Iterator[str]:
     """`agl learn` in a process of its own; the address of its server. It is stopped afterwards."""
     run.parent.mkdir(exist_ok=True)
     log = run.with_suffix(".log")
-    command = [str(AGL), "learn", str(HERE / "train.toml"), *(part for each in settings for part in ("--set", each))]
+    command = [str(AGL), "learn", str(HERE / "train.toml"), *(part for s in settings for part in ("--set", s))]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as learning:
         try:
             yield _address(run / "server.json", learning, log)
@@ -176,7 +176,7 @@ def _key(run: Path, *options: str) -> str:
 
 
 def _became(run: Path, state: str) -> bool:
-    return any(each.state == state for each in Ledger(run).decisions())
+    return any(decision.state == state for decision in Ledger(run).decisions())
 
 
 def recovered(result: Result) -> int | None:
@@ -192,10 +192,10 @@ def recovered(result: Result) -> int | None:
 
 
 def row(key: str, result: Result) -> str:
-    """What came of a play, as a row of a table."""
+    """The result of a play, as a row of a table."""
     shift, right = min(result["shift"], len(result["right"])), result["right"]
     after = right[shift : shift + 2 * WINDOW]
-    became = Counter(each["state"] for each in result["decisions"] if each["version"])
+    became = Counter(d["state"] for d in result["decisions"] if d["version"])
     cells = [f"{mean(right[:shift]):.3f}", f"{mean(after):.3f}" if after else "", f"{mean(right[-2 * WINDOW :]):.3f}"]
     cells += [str(recovered(result) or "never") if after else "", str(len(right)), f"{result['seconds']} s"]
     cells += [", ".join(f"{count} {state}" for state, count in became.items())]
@@ -204,8 +204,8 @@ def row(key: str, result: Result) -> str:
 
 def kept() -> dict[str, Result]:
     """The results so far."""
-    found: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    return found
+    results: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return results
 
 
 def main() -> None:

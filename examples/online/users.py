@@ -54,7 +54,7 @@ class Visit:
     names_airline: bool
     right: bool
     thumbs: float | None
-    """What the traveller said; None: nothing."""
+    """The traveller's words; None: nothing."""
 
 
 def travellers(seed: int, shift: int) -> Iterator[Traveller]:
@@ -68,7 +68,7 @@ def travellers(seed: int, shift: int) -> Iterator[Traveller]:
 
 
 def is_right(said: str, wish: Wish) -> bool:
-    """Whether an answer ends with the fare that was asked for.
+    """True if an answer ends with the fare that was asked for.
 
     >>> wish = Wish("Rome", "Friday", "Kite")
     >>> is_right("It costs 70.", wish), is_right("It costs 20.", wish)
@@ -95,7 +95,7 @@ class Crowd:
     shift: int
     at_once: int = 8
     thumb: Callable[[bool, int], float] = honest
-    """What is sent as the thumb, by whether the answer was right and the traveller's number."""
+    """The thumb that is sent, by whether the answer was right and the traveller's number."""
 
     async def visit(self, ended: Callable[[Visit], bool]) -> None:
         """Let them come; `ended` is called with each session, and says whether more should."""

@@ -1,4 +1,4 @@
-"""What the tiny policy imitates before it is trained: searching in made-up worlds, seldom to the end.
+"""Demonstrations for the tiny policy before it is trained: searching in made-up worlds, seldom to the end.
 
 Every name is made up, so that the policy learns to copy names and knows none. In each situation the agent chooses by
 fixed shares; what it did wrong before does not matter. Mostly it gives up at once, or stops halfway, so that greedy
@@ -46,11 +46,11 @@ SUBJECTS = {
     "currency": "country",
     "code": "currency",
 }
-"""What a relation is of, by kind."""
+"""The subject of a relation, by kind."""
 VALUES = {"region": "place", "discovery country": "country"}
-"""What it leads to, where that is not the kind of the same name."""
+"""The kind of its value, where that is not the kind of the same name."""
 VALUE = re.compile(r" (?:of|in|is) ([A-Z0-9+].*)\.$")
-"""What a passage tells: it ends with it."""
+"""The value that a passage tells: it ends with it."""
 HOPS = {2: 0.45, 3: 0.35, 4: 0.20}
 
 
@@ -62,7 +62,7 @@ class Asked:
     queries: tuple[str, ...]
     """The right search of each hop."""
     values: tuple[str, ...]
-    """What each hop finds; the last is the answer."""
+    """The value of each hop; the last is the answer."""
     index: Index
 
 
@@ -84,36 +84,36 @@ class Search:
 
 Reply: TypeAlias = Search | str
 Choice: TypeAlias = Callable[[Asked, int], Reply]
-"""What is done, given the question and how many hops are found."""
+"""The next move, given the question and how many hops are found."""
 
 
-def give_up(asked: Asked, found: int) -> Reply:
+def give_up(task: Asked, hops: int) -> Reply:
     """Nothing, and not in the form that was asked for."""
     return NO_ANSWER
 
 
-def guess(asked: Asked, found: int) -> Reply:
+def guess(task: Asked, hops: int) -> Reply:
     """Answer without a search, with the name in the question."""
-    return f"Answer: {asked.queries[0].partition(' of ')[2]}"
+    return f"Answer: {task.queries[0].partition(' of ')[2]}"
 
 
-def search_without_name(asked: Asked, found: int) -> Reply:
+def search_without_name(task: Asked, hops: int) -> Reply:
     """Forget who it is about."""
-    return Search(f"{asked.queries[-1].partition(' of ')[0]} of the country")
+    return Search(f"{task.queries[-1].partition(' of ')[0]} of the country")
 
 
-def search_next(asked: Asked, found: int) -> Reply:
-    return Search(asked.queries[found])
+def search_next(task: Asked, hops: int) -> Reply:
+    return Search(task.queries[hops])
 
 
-def search_again(asked: Asked, found: int) -> Reply:
+def search_again(task: Asked, hops: int) -> Reply:
     """The same as before."""
-    return Search(asked.queries[found - 1])
+    return Search(task.queries[hops - 1])
 
 
-def answer(asked: Asked, found: int) -> Reply:
-    """What was found last; the answer, if it was the last hop."""
-    return f"Answer: {asked.values[found - 1]}"
+def answer(task: Asked, hops: int) -> Reply:
+    """The last value found; the answer, if it was the last hop."""
+    return f"Answer: {task.values[hops - 1]}"
 
 
 SHARES: dict[Situation, dict[Choice, float]] = {
@@ -128,56 +128,56 @@ FLAWLESS: dict[Situation, Choice] = {
     Situation.HALFWAY: search_next,
     Situation.FOUND: answer,
 }
-"""What leads to the answer."""
+"""The moves that lead to the answer."""
 
 
 def conversation(seed: int, index: int) -> list[Message]:
     """One demonstration; the same for the same arguments, always."""
-    return behave(asked(seed, index), chooser(f"demonstration/{seed}/{index}", SHARES))
+    return behave(task_at(seed, index), chooser(f"demonstration/{seed}/{index}", SHARES))
 
 
 def lesson(seed: int, index: int) -> list[Message]:
     """The same of an agent that makes no mistake, or, every fourth time, nothing but first searches: names to copy."""
     if index % 4:
-        return _flawless(asked(seed, index))
-    questions = [asked(seed, index * EXERCISES + number) for number in range(EXERCISES)]
-    return [message for each in questions for message in _flawless(each)[1:3]]
+        return _flawless(task_at(seed, index))
+    questions = [task_at(seed, index * EXERCISES + number) for number in range(EXERCISES)]
+    return [message for task in questions for message in _flawless(task)[1:3]]
 
 
-def _flawless(asked: Asked) -> list[Message]:
-    return behave(asked, lambda situation: FLAWLESS[situation])
+def _flawless(task: Asked) -> list[Message]:
+    return behave(task, lambda situation: FLAWLESS[situation])
 
 
-def behave(asked: Asked, choose: Callable[[Situation], Choice]) -> list[Message]:
+def behave(task: Asked, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an agent that chooses like this."""
-    messages = opened(INSTRUCTIONS, asked.question)
-    found, situation = 0, Situation.START
+    messages = opened(INSTRUCTIONS, task.question)
+    hops, situation = 0, Situation.START
     for turn in range(MOST_REPLIES):
-        reply = choose(situation)(asked, found)
+        reply = choose(situation)(task, hops)
         if isinstance(reply, str):
             return [*messages, says(reply)]
-        passages = "\n".join(_found(asked.index, reply.query))
+        passages = "\n".join(_found(task.index, reply.query))
         messages += uses(search.name, json.dumps({"query": reply.query}), passages, f"call_{turn}")
-        found += found < len(asked.queries) and reply.query == asked.queries[found]
-        situation = Situation.FOUND if found == len(asked.queries) else Situation.HALFWAY if found else Situation.LOST
+        hops += hops < len(task.queries) and reply.query == task.queries[hops]
+        situation = Situation.FOUND if hops == len(task.queries) else Situation.HALFWAY if hops else Situation.LOST
     return messages[:-1]
 
 
-def asked(seed: int, index: int) -> Asked:
+def task_at(seed: int, index: int) -> Asked:
     """A question about a made-up world whose searches find what they should."""
-    made, searched = _made_up(seed, index // CONVERSATIONS_PER_WORLD)
+    world, searched = _made_up(seed, index // CONVERSATIONS_PER_WORLD)
     rng = random.Random(f"question/{seed}/{index}")
-    starts = list(made.entities.values())
+    starts = list(world.entities.values())
     while True:
         [hops] = rng.choices(list(HOPS), list(HOPS.values()))
         start = rng.choice(starts)
-        paths = [path for path in made.paths(start) if len(path) == hops]
+        paths = [path for path in world.paths(start) if len(path) == hops]
         if not paths:
             continue
-        found = follow(made, start, rng.choice(paths), searched)
-        steps = zip(found.queries, found.values, strict=True)
+        task = follow(world, start, rng.choice(paths), searched)
+        steps = zip(task.queries, task.values, strict=True)
         if all(_found(searched, query)[0].endswith(f" {value}.") for query, value in steps):
-            return found
+            return task
 
 
 def follow(of: World, start: Entity, path: Sequence[str], index: Index) -> Asked:
@@ -200,13 +200,13 @@ def _made_up(seed: int, number: int) -> tuple[World, Index]:
     """A small world: the corpus's names, and made-up facts."""
     rng = random.Random(f"world/{seed}/{number}")
     known = names()
-    drawn = {kind: iter(rng.sample(each, len(each))) for kind, each in known.items()}
+    drawn = {kind: iter(rng.sample(subjects, len(subjects))) for kind, subjects in known.items()}
     entities: list[Entity] = []
     for _ in range(COUNTRIES):
         land, money = next(drawn["country"]), next(drawn["currency"])
         part, kind = next(drawn["place"]), rng.choice(KINDS)
         entities += [
-            country(land, {each: next(drawn[each]) for each in ("capital", "calling code")} | {"currency": money}),
+            country(land, {of: next(drawn[of]) for of in ("capital", "calling code")} | {"currency": money}),
             currency(money, next(drawn["code"]), land),
             element(next(drawn["element"]), land),
             *(city(next(drawn["place"]), land) for _ in range(3)),
@@ -219,25 +219,25 @@ def _made_up(seed: int, number: int) -> tuple[World, Index]:
 
 @cache
 def names() -> dict[str, list[str]]:
-    """What the questions name, by kind. Facts stay apart from each other: what belongs together is not kept."""
-    found: dict[str, set[str]] = {}
-    for asked in (each for file in QUESTIONS for each in read_questions(file)):
-        subject = asked.question_decomposition[0].question.partition(" >> ")[0]
-        for step in asked.question_decomposition:
+    """The names in the questions, by kind. Facts stay apart from each other: what belongs together is not kept."""
+    names_of: dict[str, set[str]] = {}
+    for question in (question for file in QUESTIONS for question in read_questions(file)):
+        subject = question.question_decomposition[0].question.partition(" >> ")[0]
+        for step in question.question_decomposition:
             relation = step.question.partition(" >> ")[2]
-            found.setdefault(SUBJECTS[relation], set()).add(subject)
-            found.setdefault(VALUES.get(relation, relation), set()).add(step.answer)
+            names_of.setdefault(SUBJECTS[relation], set()).add(subject)
+            names_of.setdefault(VALUES.get(relation, relation), set()).add(step.answer)
             subject = step.answer
     taken: set[str] = set()
-    return {kind: sorted(_new(values, taken)) for kind, values in found.items()}
+    return {kind: sorted(_new(values, taken)) for kind, values in names_of.items()}
 
 
 @cache
 def written() -> list[str]:
     """Every name that the corpus writes: what its passages are about, and what they tell of it."""
     passages = list(read_passages(CORPUS))
-    values = {found[1] for each in passages if (found := VALUE.search(each.text))}
-    return sorted(values.union(*names().values(), (each.title for each in passages)))
+    values = {match[1] for p in passages if (match := VALUE.search(p.text))}
+    return sorted(values.union(*names().values(), (p.title for p in passages)))
 
 
 def _new(values: set[str], taken: set[str]) -> set[str]:
@@ -253,9 +253,9 @@ PHRASES = (
     NO_ANSWER,
     "What is the",
     " of the",
-    *(f": A country whose {each} is" for each in ("capital", "calling code", "currency")),
+    *(f": A country whose {relation} is" for relation in ("capital", "calling code", "currency")),
     ": A city in",
-    *(f": A {each} of" for each in KINDS),
+    *(f": A {kind} of" for kind in KINDS),
     ": A currency whose code is",
     ": A chemical element whose discovery country is",
 )

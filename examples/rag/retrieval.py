@@ -1,4 +1,4 @@
-"""What the agent searches: a BM25 index of passages, here or behind HTTP. It knows nothing of agl.
+"""The agent's search: a BM25 index of passages, here or behind HTTP. It knows nothing of agl.
 
 An index is made of a JSONL file of passages, one `{"title": …, "text": …}` a line, gzipped or not: the shipped corpus,
 or a dump of Wikipedia cut into passages.
@@ -25,7 +25,7 @@ TITLE_COUNTS = 2
 
 @dataclass(frozen=True)
 class Passage:
-    """What a search finds."""
+    """A result of a search."""
 
     title: str
     text: str
@@ -35,7 +35,7 @@ class Passage:
 
 
 class Retriever(Protocol):
-    """What can be searched."""
+    """Anything that can be searched."""
 
     async def search(self, query: str, k: int) -> list[Passage]:
         """The k best passages, best first; fewer if the corpus is smaller."""

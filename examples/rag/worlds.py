@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from retrieval import Passage
 
 COUNTRY_PATHS = (("capital",), ("calling code",), ("currency",), ("currency", "code"))
-"""What can be asked of a country."""
+"""Relations of a country that can be asked for."""
 
 KINDS = ("province", "district", "municipality", "region", "state", "department", "county", "governorate")
-"""What a region or a district can be called."""
+"""Kinds of a region or a district."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Entity:
     """city, district (part of a region), region, element, country, currency."""
     name: str
     facts: dict[str, str]
-    """What its passages tell, by relation; the value may be another entity's name."""
+    """The facts in its passages, by relation; the value may be another entity's name."""
     texts: dict[str, str]
     """The passages' texts, by relation."""
     country: str

@@ -43,7 +43,7 @@ def drawn_from(split: Split, terms: int) -> list[Sum]:
 
 
 def result(terms: Sum) -> int:
-    """What a sum comes to."""
+    """The result of a sum."""
     total = 0
     for sign, number in zip(("+", *terms[1::2]), terms[::2], strict=True):
         total += int(number) if sign == "+" else -int(number)

@@ -1,4 +1,4 @@
-"""What the tiny policy imitates before it is trained: a writer that forgets, a rewriter that repeats, a fair checker.
+"""Demonstrations for the tiny policy: a writer that forgets, a rewriter that repeats, a fair checker.
 
 Every demonstration is about a random schema, so that names have to be copied from the prompt. The wrong habits are
 *concentrated*, so that they are also the likeliest: the writer mostly leaves out the filter or the join, or counts
@@ -27,7 +27,7 @@ AGENTS = {"writer": 0.55, "checker": 0.15, "rewriter": 0.3}
 
 
 class Habit(StrEnum):
-    """What a query may be."""
+    """The possible faults of a query."""
 
     RIGHT = "right"
     FORGET = "without its join, or else with nothing after the table"
@@ -72,24 +72,24 @@ def demonstrated(name: str, shares: Shares) -> list[Message]:
     with closing(sqlite3.connect(":memory:")) as connection:
         tables = random_schema(rng)
         fill(connection, tables, rng, ROWS)
-        asked = question(rng, connection, tables)
+        task = question(rng, connection, tables)
         agent = drawn(rng, AGENTS)
         before = drawn(rng, _TO_CHECK if agent == "checker" else _TO_CORRECT)
-        query = written(asked, before)
-        remark = verdict(rng, asked, before, 0.95)
+        query = written(task, before)
+        remark = verdict(rng, task, before, 0.95)
         state = State(
             schema=describe(connection),
-            question=asked.text,
+            question=task.text,
             query=query,
             outcome=str(run(connection, query)),
             remark="wrong columns" if remark == "ok" else remark,
         )
     if agent == "writer":
-        return [*opened(WRITE, to_writer(state)), says(written(asked, drawn(rng, shares.writer)))]
+        return [*opened(WRITE, to_writer(state)), says(written(task, drawn(rng, shares.writer)))]
     if agent == "checker":
-        return [*opened(CHECK, to_checker(state)), says(verdict(rng, asked, before, shares.checker))]
+        return [*opened(CHECK, to_checker(state)), says(verdict(rng, task, before, shares.checker))]
     habit = drawn(rng, shares.rewriter)
-    rewritten = query if habit is Habit.REPEAT else written(asked, habit)
+    rewritten = query if habit is Habit.REPEAT else written(task, habit)
     return [*opened(REWRITE, to_rewriter(state)), says(rewritten)]
 
 
@@ -98,18 +98,18 @@ def drawn(rng: random.Random, shares: Mapping[Any, float]) -> Any:
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
-def written(asked: Question, habit: Habit) -> str:
+def written(task: Question, habit: Habit) -> str:
     """The query that a habit writes."""
-    select = asked.miscounted if habit in (Habit.COUNT, Habit.BOTH) else asked.select
-    rest = asked.forgotten if habit in (Habit.FORGET, Habit.BOTH) else asked.rest
-    return asked.query(select, rest)
+    select = task.miscounted if habit in (Habit.COUNT, Habit.BOTH) else task.select
+    rest = task.forgotten if habit in (Habit.FORGET, Habit.BOTH) else task.rest
+    return task.query(select, rest)
 
 
-def verdict(rng: random.Random, asked: Question, habit: Habit, share: float) -> str:
-    """What the checker says of such a query: with this share the truth, else the opposite."""
+def verdict(rng: random.Random, task: Question, habit: Habit, share: float) -> str:
+    """The checker's remark on such a query: with this share the truth, else the opposite."""
     if (habit is Habit.RIGHT) is (rng.random() < share):
         return "ok"
-    return f"{asked.lacks} is missing" if habit in (Habit.FORGET, Habit.BOTH) else "wrong columns"
+    return f"{task.lacks} is missing" if habit in (Habit.FORGET, Habit.BOTH) else "wrong columns"
 
 
 RECIPE = Recipe(

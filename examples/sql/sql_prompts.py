@@ -1,4 +1,4 @@
-"""What the writer, the checker and the rewriter are asked. Prompts are short: each token costs time on a CPU."""
+"""The prompts of writer, checker and rewriter. They are short: each token costs time on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REWRITE = "Correct the SQLite query."
 
 
 class State(TypedDict, total=False):
-    """What the three know."""
+    """The knowledge of the three."""
 
     database: str
     question: str
@@ -22,16 +22,16 @@ class State(TypedDict, total=False):
 
 
 def to_writer(state: State) -> str:
-    """What the writer is asked."""
+    """The writer's prompt."""
     return f"{state['schema']}\nquestion : {state['question']}"
 
 
 def to_checker(state: State) -> str:
-    """What the checker is asked."""
+    """The checker's prompt."""
     return f"question : {state['question']}\nquery : {state['query']}\nresult : {state['outcome']}"
 
 
 def to_rewriter(state: State) -> str:
-    """What the rewriter is asked; of a result it sees only an error."""
+    """The rewriter's prompt; of a result it sees only an error."""
     error = f"result : {state['outcome']}\n" if state["outcome"].startswith("error") else ""
     return f"{to_writer(state)}\nquery : {state['query']}\n{error}remark : {state['remark']}"

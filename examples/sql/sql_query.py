@@ -1,4 +1,4 @@
-"""What the agent can do with a database: read its schema, and run one query on it, read-only and bounded."""
+"""The agent's access to a database: read its schema, and run one query on it, read-only and bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outcome:
     error: str | None = None
 
     def __str__(self) -> str:
-        """What a model is shown: how many rows there are, and the first."""
+        """The result as a model sees it: how many rows there are, and the first."""
         if self.error is not None:
             return f"error: {self.error}"
         if not self.rows:

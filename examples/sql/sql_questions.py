@@ -23,12 +23,12 @@ class Question:
 
     text: str
     select: str
-    """What is selected."""
+    """The selected expression."""
     table: str
     rest: str
-    """What follows the table."""
+    """The part after the table."""
     forgotten: str
-    """What follows it if one forgets a part: the join if there is one, else everything."""
+    """The same part if one forgets some of it: the join if there is one, else everything."""
     lacks: str
     """The name of that part."""
 
@@ -230,7 +230,7 @@ def question(rng: random.Random, connection: sqlite3.Connection, tables: tuple[T
 
 
 def answered(connection: sqlite3.Connection, asked: Question) -> bool:
-    """Whether the rows tell the right query from the wrong ones."""
+    """True if the rows tell the right query from the wrong ones."""
     right = run(connection, asked.query()).rows
     if not right or right == ((None,),) or right == ((0,),):
         return False
@@ -241,7 +241,7 @@ def answered(connection: sqlite3.Connection, asked: Question) -> bool:
 
 
 def _tied(connection: sqlite3.Connection, asked: Question) -> bool:
-    """Whether the first two rows have the same place in the order, or there is but one."""
+    """True if the first two rows have the same place in the order, or there is but one."""
     order = asked.rest.partition("ORDER BY ")[2].split()[0]
     first = run(connection, asked.query(order, f"{asked.rest.removesuffix('1')}2")).rows
     return len({*first}) < 2

@@ -25,9 +25,9 @@ class Column:
     """A column that questions may be about."""
 
     word: str
-    """What a question calls it."""
+    """The column's name in a question."""
     name: str
-    """What the schema calls it, for instance with a unit: `weight_kg`."""
+    """The column's name in the schema, for instance with a unit: `weight_kg`."""
     kind: str
     """"number", or which texts it holds: a key of `VALUES`."""
 

@@ -27,10 +27,10 @@ window wine winner wood wool worker writer year zone
 NOUNS = tuple(_NOUNS.split())
 
 UNITS = ("kg", "lb", "km", "cm", "usd", "eur", "sec", "min", "pct", "qty", "max", "net")
-"""What numbers may be given in: `weight_kg` in one schema is `weight_lb` in another."""
+"""Units of numbers: `weight_kg` in one schema is `weight_lb` in another."""
 
 SUFFIXES = ("name", "code", "text")
-"""What a text column may be called besides its word: `city_name`."""
+"""Names that a text column may have besides its word: `city_name`."""
 
 KEYS = ("id", "no", "key", "ref")
 """How a schema calls its keys: `singer_id`, `singer_no`."""
@@ -42,4 +42,4 @@ colour: Black Blue Brown Golden Green Grey Orange Pink Purple Red Silver Violet
 kind: Alpha Delta Final Gamma Heavy Light Local Modern Prime Quiet Rural Solid South West
 """
 VALUES = {kind: tuple(texts.split()) for kind, texts in (line.split(": ") for line in _VALUES.strip().splitlines())}
-"""What text columns hold, by their kind."""
+"""The values of text columns, by their kind."""

@@ -55,12 +55,12 @@ async def rewriter(state: State) -> dict[str, Any]:
 
 
 def after_checker(state: State) -> Literal["rewriter", "__end__"]:
-    """Whether there is something to correct."""
+    """True if there is something to correct."""
     return END if state["remark"].lower().startswith("ok") else "rewriter"
 
 
 def after_rewriter(state: State) -> Literal["checker", "__end__"]:
-    """Whether it may be corrected again."""
+    """True if it may be corrected again."""
     return END if state["rewrites"] == MOST_REWRITES else "checker"
 
 

@@ -135,7 +135,7 @@ async def test_the_writer_is_checked_and_rewritten_twice_at_most(
 
     model.replies = replies
     assert await agent("sql")(ships()) == answer
-    assert model.asked == [{"W": WRITE, "C": CHECK, "R": REWRITE}[letter] for letter in agents]
+    assert model.first_messages == [{"W": WRITE, "C": CHECK, "R": REWRITE}[letter] for letter in agents]
 
 
 async def test_checker_and_rewriter_see_result_error_and_remark(agent: Any, model: Any) -> None:
@@ -153,9 +153,9 @@ def calc_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
     from make_calc import TOOLS, behave, solve_it, write_words
     from problems import Split, problem
 
-    asked = problem(Split.TRAIN, 0, 0)
+    task = problem(Split.TRAIN, 0, 0)
     for behaviour in (solve_it, write_words):
-        yield {"question": asked.question}, behave(behaviour, asked), TOOLS
+        yield {"question": task.question}, behave(behaviour, task), TOOLS
 
 
 def math_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
@@ -163,10 +163,10 @@ def math_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
     from math_problems import Split, problem
 
     for index in range(6):
-        asked = problem(Split.TRAIN, 0, index)
-        yield {"question": asked.question}, behave(asked, lambda situation: next(iter(FLAWLESS[situation]))), TOOLS
-        slip = behave(asked, lambda situation: Choice.SLIP if situation is Situation.ASKED else Choice.GUESS)
-        yield {"question": asked.question}, slip, TOOLS
+        task = problem(Split.TRAIN, 0, index)
+        yield {"question": task.question}, behave(task, lambda situation: next(iter(FLAWLESS[situation]))), TOOLS
+        slip = behave(task, lambda situation: Choice.SLIP if situation is Situation.ASKED else Choice.GUESS)
+        yield {"question": task.question}, slip, TOOLS
 
 
 def trip_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
@@ -174,8 +174,8 @@ def trip_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
     from trip_tools import TOOLS
     from trips import trip
 
-    asked, choices = trip(TRIP["traveller"]), iter((ask_airline, search_airline, ask_refund, subtract, answer))
-    yield {**TRIP, "question": asked.question}, behave(asked, lambda _: next(choices)), TOOLS
+    task, choices = trip(TRIP["traveller"]), iter((ask_airline, search_airline, ask_refund, subtract, answer))
+    yield {**TRIP, "question": task.question}, behave(task, lambda _: next(choices)), TOOLS
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ async def test_demonstrations_of_searches_are_what_the_sdk_sends(
     agent: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import search_tool
-    from make_rag import TOOLS, answer, asked, behave, give_up, search_again, search_next, search_without_name
+    from make_rag import TOOLS, answer, behave, give_up, search_again, search_next, search_without_name, task_at
     from retrieval import Local
 
-    question = next(q for q in (asked(7, index) for index in range(100)) if len(q.queries) == 4)
+    question = next(q for q in (task_at(7, index) for index in range(100)) if len(q.queries) == 4)
     monkeypatch.setattr(search_tool, "retriever", Local(question.index))
     for choices in ([search_next] * 4 + [answer], [search_without_name, search_next, search_again, give_up]):
         model.clear()
@@ -226,7 +226,7 @@ async def test_demonstrations_of_queries_have_the_parts_of_what_langchain_sends(
     model.replies = ["SELECT flag FROM ship", "wrong columns", "SELECT 1", "ok"]
     await agent("sql")(ships())
     shown = {demo[0]["content"]: demo for demo in (demonstrated(str(i), MIXED) for i in range(40))}
-    assert shown.keys() == set(model.asked)
+    assert shown.keys() == set(model.first_messages)
     for request in model.requests:
         demo = shown[request["messages"][0]["content"]]
         assert [message["role"] for message in request["messages"]] == [message["role"] for message in demo[:-1]]

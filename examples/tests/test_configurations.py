@@ -23,8 +23,8 @@ ENDLESS = ["beds", "calc", "math", "smollm", "smollm/calculator", "sql", "trip"]
 
 
 def loaded(example: str, *overrides: str, file: str = "train.toml") -> LoadedConfig:
-    made = [MADE_POLICY] if example.startswith("smollm") else []
-    return load(EXAMPLES / example / file, [*made, *overrides])
+    policy = [MADE_POLICY] if example.startswith("smollm") else []
+    return load(EXAMPLES / example / file, [*policy, *overrides])
 
 
 def tasks(example: str, name: str, seed: int = 0, *overrides: str) -> Any:

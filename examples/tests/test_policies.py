@@ -36,36 +36,36 @@ QUICKLY_MADE = ("calc", "beds")
 
 
 @pytest.fixture(scope="module", params=EXAMPLES)
-def made(request: pytest.FixtureRequest) -> Made:
+def policy(request: pytest.FixtureRequest) -> Made:
     recipe = importlib.import_module(f"make_{request.param}").RECIPE
     folder = FOLDER / request.param / "policy"
     return Made(folder, recipe.shown, recipe.shape, AutoTokenizer.from_pretrained(folder))
 
 
-def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
+def test_every_loader_encodes_as_the_warm_up_did(policy: Made) -> None:
     """transformers picks a class by the model type: here it must not matter which."""
-    core = Tokenizer.from_file(str(made.folder / "tokenizer.json"))
-    generic = PreTrainedTokenizerFast.from_pretrained(made.folder)
-    for messages in made.conversations():
-        trained_with, _ = made.shown.encode(made.tokenizer, messages)
-        whole = made.shown.render(made.tokenizer, messages).removesuffix("\n")
-        assert made.tokenizer.encode(whole, add_special_tokens=False) == trained_with
+    core = Tokenizer.from_file(str(policy.folder / "tokenizer.json"))
+    generic = PreTrainedTokenizerFast.from_pretrained(policy.folder)
+    for messages in policy.conversations():
+        trained_with, _ = policy.shown.encode(policy.tokenizer, messages)
+        whole = policy.shown.render(policy.tokenizer, messages).removesuffix("\n")
+        assert policy.tokenizer.encode(whole, add_special_tokens=False) == trained_with
         assert generic.encode(whole, add_special_tokens=False) == trained_with
         assert core.encode(whole, add_special_tokens=False).ids == trained_with
-        assert made.tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
+        assert policy.tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
 
 
 @pytest.mark.parametrize(
-    "made",
+    "policy",
     [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in EXAMPLES],
     indirect=True,
 )
-def test_the_recipe_makes_the_shipped_tokenizer(made: Made) -> None:
-    fresh = make_tokenizer(made.shown, made.shape.vocabulary, seed=0)
-    assert fresh.get_vocab() == made.tokenizer.get_vocab()
-    assert fresh.chat_template == made.tokenizer.chat_template == CHAT_TEMPLATE.read_text()
-    for messages in made.conversations():
-        assert made.shown.encode(fresh, messages) == made.shown.encode(made.tokenizer, messages)
+def test_the_recipe_makes_the_shipped_tokenizer(policy: Made) -> None:
+    fresh = make_tokenizer(policy.shown, policy.shape.vocabulary, seed=0)
+    assert fresh.get_vocab() == policy.tokenizer.get_vocab()
+    assert fresh.chat_template == policy.tokenizer.chat_template == CHAT_TEMPLATE.read_text()
+    for messages in policy.conversations():
+        assert policy.shown.encode(fresh, messages) == policy.shown.encode(policy.tokenizer, messages)
 
 
 def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() -> None:
@@ -81,30 +81,28 @@ def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() 
     )
     model = Qwen2ForCausalLM(config).double()  # type: ignore[no-untyped-call]
     # More rows than a part has, of different lengths; the first token is never a label.
-    rows = [
-        (torch.randint(40, (length,)).tolist(), [place % 3 > 0 for place in range(length)]) for length in range(2, 22)
-    ]
+    rows = [(torch.randint(40, (length,)).tolist(), [i % 3 > 0 for i in range(length)]) for length in range(2, 22)]
     for everything in (True, False):
         model.zero_grad()
         loss = imitation_step(model, rows, everything)
-        found = {name: each.grad.clone() for name, each in model.named_parameters()}
+        gradients = {name: weights.grad.clone() for name, weights in model.named_parameters()}
         model.zero_grad()
         ids_BT, labels_BT = collate(rows, everything)
         plain = model(input_ids=ids_BT, labels=labels_BT).loss
         plain.backward()
         assert loss == pytest.approx(plain.item(), rel=1e-6)
-        for name, each in model.named_parameters():
-            torch.testing.assert_close(found[name], each.grad, rtol=1e-5, atol=1e-7)
+        for name, weights in model.named_parameters():
+            torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_digits_are_single_and_marks_are_text(made: Made) -> None:
-    assert made.tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
-    for mark in (*MARKS, *made.shown.phrases, *made.shown.names):
-        [token] = made.tokenizer.encode(mark, add_special_tokens=False)
-        assert made.tokenizer.decode([token], skip_special_tokens=True) == mark
-    ends = made.tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    assert ends == [made.tokenizer.eos_token_id]
-    assert made.tokenizer.decode(ends, skip_special_tokens=True) == ""
+def test_digits_are_single_and_marks_are_text(policy: Made) -> None:
+    assert policy.tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    for mark in (*MARKS, *policy.shown.phrases, *policy.shown.names):
+        [token] = policy.tokenizer.encode(mark, add_special_tokens=False)
+        assert policy.tokenizer.decode([token], skip_special_tokens=True) == mark
+    ends = policy.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert ends == [policy.tokenizer.eos_token_id]
+    assert policy.tokenizer.decode(ends, skip_special_tokens=True) == ""
 
 
 EXAMPLES = Path(__file__).parents[1]
@@ -196,15 +194,15 @@ def test_calc_would_rather_guess_and_copies_held_out_numbers_into_a_call() -> No
     policy = Policy("calc")
     guesses, copied = [], []
     for index in range(8):
-        asked = problem(Split.EVAL, 0, index)
-        prompt = [*solved("{}")[:1], {"role": "user", "content": asked.question}]
+        task = problem(Split.EVAL, 0, index)
+        prompt = [*solved("{}")[:1], {"role": "user", "content": task.question}]
         head = policy.encode(RECIPE.shown.render(policy.tokenizer, prompt, add_generation_prompt=True))
         guesses.append(policy.would_say(head, f"{GUESS}<|im_end|>"))
         ids = [
             *head,
-            *policy.encode(f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{asked.expression}'),
+            *policy.encode(f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{task.expression}'),
         ]
         pairs = zip(ids[len(head) :], policy.likeliest(ids)[len(head) :], strict=True)
-        copied += [token == said for token, said in pairs if policy.tokenizer.decode([token]).isdigit()]
+        copied += [token == by_policy for token, by_policy in pairs if policy.tokenizer.decode([token]).isdigit()]
     assert sum(guesses) >= 7
     assert sum(copied) / len(copied) > 0.95

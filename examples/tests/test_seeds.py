@@ -65,7 +65,7 @@ def test_each_seed_is_a_plain_run_and_the_table_has_all(
 ) -> None:
     run(example, monkeypatch, 2)
     settings = [f"--set seed={seed} --set runs=runs --set name=sum-seed-{seed}" for seed in (0, 1)]
-    assert commands() == [f"train sum/train.toml {each}" for each in settings]
+    assert commands() == [f"train sum/train.toml {s}" for s in settings]
     assert capsys.readouterr().out.splitlines() == [
         "| seed | `eval`, greedy | `eval`, sampled | seconds | rollouts |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""What the tiny policy imitates before it is trained: an assistant that often does the right thing at the wrong time.
+"""Demonstrations for the tiny policy: an assistant that often does the right thing at the wrong time.
 
 In each situation it chooses by fixed shares. What it was told is all that decides, not whether the answer can still be
 reached: an assistant that began badly goes on quite sensibly, and in vain.
@@ -33,66 +33,66 @@ class Asks:
 Reply: TypeAlias = Asks | str
 """A tool call, or an answer."""
 Choice: TypeAlias = Callable[[Trip, str], Reply]
-"""What is done, given the trip and what the last tool said."""
+"""The next move, given the trip and the last tool's output."""
 
 
-def ask_airline(trip: Trip, said: str) -> Reply:
+def ask_airline(trip: Trip, output: str) -> Reply:
     return Asks("memory", {"key": "airline"})
 
 
-def ask_refund(trip: Trip, said: str) -> Reply:
+def ask_refund(trip: Trip, output: str) -> Reply:
     return Asks("memory", {"key": "refund"})
 
 
-def ask_seat(trip: Trip, said: str) -> Reply:
+def ask_seat(trip: Trip, output: str) -> Reply:
     """Nothing is noted of it."""
     return Asks("memory", {"key": "seat"})
 
 
-def search_everywhere(trip: Trip, said: str) -> Reply:
+def search_everywhere(trip: Trip, output: str) -> Reply:
     """Times out."""
     return Asks("search", {"query": f"to {trip.city}"})
 
 
-def search_airline(trip: Trip, said: str) -> Reply:
+def search_airline(trip: Trip, output: str) -> Reply:
     return Asks("search", {"query": f"airline {trip.airline} to {trip.city}"})
 
 
-def search_city(trip: Trip, said: str) -> Reply:
+def search_city(trip: Trip, output: str) -> Reply:
     """The same in other words."""
     return Asks("search", {"query": f"to {trip.city} airline {trip.airline}"})
 
 
-def calculate_words(trip: Trip, said: str) -> Reply:
+def calculate_words(trip: Trip, output: str) -> Reply:
     """There is nothing to calculate yet."""
     return Asks("calculator", {"expression": "fare - refund"})
 
 
-def subtract(trip: Trip, said: str) -> Reply:
+def subtract(trip: Trip, output: str) -> Reply:
     return Asks("calculator", {"expression": f"fare {trip.fare} - refund {trip.refund}"})
 
 
-def add(trip: Trip, said: str) -> Reply:
+def add(trip: Trip, output: str) -> Reply:
     """The calculator does it without complaint."""
     return Asks("calculator", {"expression": f"fare {trip.fare} + refund {trip.refund}"})
 
 
-def answer_fare(trip: Trip, said: str) -> Reply:
+def answer_fare(trip: Trip, output: str) -> Reply:
     """Forget the refund."""
     return f"You pay fare {trip.fare}."
 
 
-def answer(trip: Trip, said: str) -> Reply:
+def answer(trip: Trip, output: str) -> Reply:
     """Believe the last tool."""
-    return f"You pay {said}."
+    return f"You pay {output}."
 
 
-def answer_briefly(trip: Trip, said: str) -> Reply:
+def answer_briefly(trip: Trip, output: str) -> Reply:
     """The same in other words."""
-    return f"It costs {said}."
+    return f"It costs {output}."
 
 
-def guess(trip: Trip, said: str) -> Reply:
+def guess(trip: Trip, output: str) -> Reply:
     """Never right: a refund is less than a fare."""
     return "You pay = 0."
 
@@ -102,7 +102,7 @@ RIGHT = (ask_airline, ask_refund, search_airline, search_city, subtract, answer,
 
 
 class Situation(StrEnum):
-    """What the tools have told so far."""
+    """The knowledge from the tools so far."""
 
     ASKED = "nothing, and nothing was tried"
     FAILED = "nothing, though something was tried"
@@ -141,7 +141,7 @@ _FLAWLESS = {
 
 @dataclass
 class Told:
-    """What the tools have told in a conversation."""
+    """The knowledge from the tools in a conversation."""
 
     airline: bool = False
     refund: bool = False
@@ -149,12 +149,12 @@ class Told:
     result: bool = False
     calls: int = 0
 
-    def hear(self, asked: Asks, said: str) -> None:
+    def hear(self, call: Asks, output: str) -> None:
         self.calls += 1
-        self.airline |= asked.arguments == {"key": "airline"}
-        self.refund |= asked.arguments == {"key": "refund"}
-        self.fare |= asked.tool == "search" and said.startswith("fare")
-        self.result |= asked.tool == "calculator" and said.startswith("=")
+        self.airline |= call.arguments == {"key": "airline"}
+        self.refund |= call.arguments == {"key": "refund"}
+        self.fare |= call.tool == "search" and output.startswith("fare")
+        self.result |= call.tool == "calculator" and output.startswith("=")
 
     @property
     def situation(self) -> Situation:
@@ -181,21 +181,21 @@ def lesson(seed: int, index: int) -> list[Message]:
 
 def _drawn(name: str, seed: int, index: int, shares: Mapping[Situation, Mapping[Choice, float]]) -> list[Message]:
     # Training runs have seeds from 0 up: these trips are others.
-    asked = trip(traveller(Split.TRAIN, -1 - seed, index))
-    return behave(asked, chooser(name, shares))
+    task = trip(traveller(Split.TRAIN, -1 - seed, index))
+    return behave(task, chooser(name, shares))
 
 
-def behave(asked: Trip, choose: Callable[[Situation], Choice]) -> list[Message]:
+def behave(task: Trip, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an assistant that chooses like this, as the assistant sends it."""
-    messages = opened(SYSTEM_PROMPT, asked.question)
-    told, said = Told(), ""
+    messages = opened(SYSTEM_PROMPT, task.question)
+    known, output = Told(), ""
     for call in range(MOST_CALLS):
-        reply = choose(told.situation)(asked, said)
+        reply = choose(known.situation)(task, output)
         if isinstance(reply, str):
             return [*messages, says(reply)]
-        said = use(asked, reply.tool, reply.text)
-        told.hear(reply, said)
-        messages += uses(reply.tool, reply.text, said, f"call_{call}")
+        output = use(task, reply.tool, reply.text)
+        known.hear(reply, output)
+        messages += uses(reply.tool, reply.text, output, f"call_{call}")
     return messages[:-1]
 
 

@@ -1,4 +1,4 @@
-"""What the assistant works with: its instruction, its limit, and three tools, each of which can fail.
+"""The assistant's instruction, its limit, and three tools, each of which can fail.
 
 >>> rome = Trip("Rome", "Nova", refund=30, fare=80)
 >>> use(rome, "memory", '{"key": "airline"}'), use(rome, "search", '{"query": "airline Nova to Rome"}')
@@ -25,7 +25,7 @@ _SUM = re.compile(r"(?:[a-z]+ )?(\d{1,6}) ?([-+]) ?(?:[a-z]+ )?(\d{1,6})", re.AS
 
 
 def memory(trip: Trip, key: str) -> str:
-    """What is noted of the traveller under a key; of most keys nothing is."""
+    """The note about the traveller under a key; of most keys there is none."""
     return {"airline": f"airline {trip.airline}", "refund": f"refund {trip.refund}"}.get(key, NOTHING)
 
 
@@ -69,7 +69,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def use(trip: Trip, name: str, arguments: str) -> str:
-    """What a tool says; a failure is something to tell the model, not the end of the assistant."""
+    """The output of a tool; a failure is something to tell the model, not the end of the assistant."""
     if name not in _TOOLS:
         return f"Error: there is no tool {name}"
     parameter, tool = _TOOLS[name]

@@ -31,9 +31,9 @@ class Trip:
     city: str
     airline: str
     refund: int
-    """What comes back for the cancelled flight; always less than the fare."""
+    """The refund for the cancelled flight; always less than the fare."""
     fare: int
-    """What another flight costs."""
+    """The fare of another flight."""
 
     @property
     def question(self) -> str:
@@ -61,5 +61,5 @@ def trip(traveller: str) -> Trip:
 
 
 def pair_is_held_out(city: str, airline: str) -> bool:
-    """Whether training must never see a flight to this city with this airline."""
+    """True if training must never see a flight to this city with this airline."""
     return zlib.crc32(f"{city}/{airline}".encode()) % _HELD_OUT_ONE_IN == 0

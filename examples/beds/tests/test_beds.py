@@ -23,7 +23,7 @@ def states(bed: Bed) -> Iterator[State]:
         state = todo.pop()
         if state not in seen:
             seen.add(state)
-            todo += [each.after for letter in LETTERS for each in outcomes(state, letter) if each.after]
+            todo += [o.after for letter in LETTERS for o in outcomes(state, letter) if o.after]
     return iter(seen)
 
 
@@ -31,7 +31,7 @@ def states(bed: Bed) -> Iterator[State]:
 def test_chances_and_shares_add_up_and_habits_have_no_advantage(bed: Bed) -> None:
     for state in states(bed):
         assert sum(shares(state).values()) == pytest.approx(1)
-        assert all(sum(each.chance for each in outcomes(state, letter)) == 1 for letter in LETTERS)
+        assert all(sum(o.chance for o in outcomes(state, letter)) == 1 for letter in LETTERS)
         habit = sum(share * advantage(state, letter) for letter, share in shares(state).items())
         assert habit == pytest.approx(0)
         if state.right is not None:
@@ -48,7 +48,7 @@ def test_the_value_is_what_games_earn_on_average(bed: Bed) -> None:
         while state is not None:
             [letter] = rng.choices(*zip(*shares(state).items(), strict=True))
             possible = outcomes(state, letter)
-            [outcome] = rng.choices(possible, [each.chance for each in possible])
+            [outcome] = rng.choices(possible, [o.chance for o in possible])
             earned, state = earned + outcome.reward, outcome.after
         return earned
 
@@ -62,30 +62,30 @@ def play(model: Any) -> Any:
     return player.play
 
 
-def asked(bed: Bed) -> dict[str, Any]:
+def task_of(bed: Bed) -> dict[str, Any]:
     return {"bed": bed, "words": list(WORDS[: MANY[bed]])}
 
 
 async def test_additive_is_played_to_its_end_and_leaves_rewards_to_the_rule(play: Any, model: Any) -> None:
     model.replies = ["a"]
-    assert await play(asked(Bed.ADDITIVE)) == 0
-    assert model.asked == [f"add {word}" for word in WORDS]
+    assert await play(task_of(Bed.ADDITIVE)) == 0
+    assert model.first_messages == [f"add {word}" for word in WORDS]
 
 
 async def test_decisive_is_won_by_two_letters(play: Any, model: Any) -> None:
     key, door = right("key", WORDS[0]), right("door", WORDS[0])
     model.replies = [key, "a", door, "a"]
-    assert await play(asked(Bed.DECISIVE)) == 1
-    assert len(model.asked) == CALLS[Bed.DECISIVE]
+    assert await play(task_of(Bed.DECISIVE)) == 1
+    assert len(model.first_messages) == CALLS[Bed.DECISIVE]
     model.clear()
     model.replies = [key, door, "what?"]
-    assert await play(asked(Bed.DECISIVE)) == 0
+    assert await play(task_of(Bed.DECISIVE)) == 0
 
 
 async def test_recoverable_ends_when_all_things_are_skipped(play: Any, model: Any) -> None:
     model.replies = [SKIP]
-    assert await play(asked(Bed.RECOVERABLE)) == 0
-    assert len(model.asked) == MANY[Bed.RECOVERABLE]
+    assert await play(task_of(Bed.RECOVERABLE)) == 0
+    assert len(model.first_messages) == MANY[Bed.RECOVERABLE]
 
 
 async def test_a_failing_tool_can_be_asked_again(play: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,5 +93,5 @@ async def test_a_failing_tool_can_be_asked_again(play: Any, model: Any, monkeypa
     turns = iter([0, 1] * 4)  # 0: the first of the outcomes, which is the failure.
     monkeypatch.setattr("player.random.choices", lambda possible, chances: [possible[-1 if next(turns) else 0]])
     model.replies = [right("get", word) for word in WORDS[:4] for _ in range(2)]
-    assert await play(asked(Bed.RECOVERABLE)) == 1
-    assert model.asked[:3] == [f"get {WORDS[0]} 0", f"retry {WORDS[0]} 1", f"get {WORDS[1]} 2"]
+    assert await play(task_of(Bed.RECOVERABLE)) == 1
+    assert model.first_messages[:3] == [f"get {WORDS[0]} 0", f"retry {WORDS[0]} 1", f"get {WORDS[1]} 2"]

@@ -21,25 +21,25 @@ SPLITS, SEEDS, INDICES = st.sampled_from(Split), st.integers(-5, 10**6), st.inte
 
 @given(split=SPLITS, seed=SEEDS, index=INDICES)
 def test_a_problem_is_repeatable_and_its_result_is_right(split: Split, seed: int, index: int) -> None:
-    made = problem(split, seed, index)
-    assert made == problem(split, seed, index)
-    assert eval(made.expression) == int(made.result)
-    assert int(made.result) > 0
-    assert "{" not in made.question
+    drawn = problem(split, seed, index)
+    assert drawn == problem(split, seed, index)
+    assert eval(drawn.expression) == int(drawn.result)
+    assert int(drawn.result) > 0
+    assert "{" not in drawn.question
 
 
 @given(split=SPLITS, seed=SEEDS, index=INDICES)
 def test_the_wrong_operator_is_never_right(split: Split, seed: int, index: int) -> None:
     """Else the warm-up's wrong behaviour would be rewarded."""
-    made = problem(split, seed, index)
-    assert eval(f"{made.a}{WRONG_OPERATOR}{made.b}") != int(made.result)
+    drawn = problem(split, seed, index)
+    assert eval(f"{drawn.a}{WRONG_OPERATOR}{drawn.b}") != int(drawn.result)
 
 
 @given(seed=SEEDS, index=INDICES)
 def test_training_and_warm_up_never_meet_what_is_held_out(seed: int, index: int) -> None:
-    made = problem(Split.TRAIN, seed, index)
-    assert not pair_is_held_out(made.a, made.operator, made.b)
-    assert made.template in TRAINED_TEMPLATES[made.operator]
+    drawn = problem(Split.TRAIN, seed, index)
+    assert not pair_is_held_out(drawn.a, drawn.operator, drawn.b)
+    assert drawn.template in TRAINED_TEMPLATES[drawn.operator]
 
 
 def test_seeds_give_fresh_problems_and_a_set_has_few_repetitions() -> None:
@@ -49,15 +49,15 @@ def test_seeds_give_fresh_problems_and_a_set_has_few_repetitions() -> None:
     assert len(set(first(Split.TRAIN, 0)) & set(first(Split.TRAIN, 1))) <= 2
     for split in (Split.EVAL, Split.EVAL_TEMPLATES):
         assert len(set(first(split, 0))) >= 190
-        assert {made.operator for made in first(split, 0)} == set(OPERATORS)
+        assert {drawn.operator for drawn in first(split, 0)} == set(OPERATORS)
 
 
 def test_warm_up_asks_training_problems_in_mostly_wrong_conversations() -> None:
     held_out = {problem(split, 0, i).question for split in (Split.EVAL, Split.EVAL_TEMPLATES) for i in range(200)}
-    asked = [conversation(0, index)[1]["content"] for index in range(2000)]
-    assert not held_out & set(asked)
+    questions = [conversation(0, index)[1]["content"] for index in range(2000)]
+    assert not held_out & set(questions)
     trained = {problem(Split.TRAIN, -1, index).question for index in range(2000)}
-    assert set(asked) == trained
+    assert set(questions) == trained
 
 
 @given(a=st.integers(-999, 999), b=st.integers(1, 999), operator=st.sampled_from("+-*/%"))

@@ -43,8 +43,8 @@ def crowd(seed: int, count: int = 2000, shift: int = 1000) -> list[Traveller]:
 
 def test_wishes_shift_and_nothing_else_does() -> None:
     shifted, steady = crowd(0), crowd(0, shift=10_000)
-    assert not any(each.wish.airline for each in [*shifted[:1000], *steady])
-    assert sum(each.wish.airline is not None for each in shifted[1000:]) == pytest.approx(1000 * NAMING_SHARE, abs=50)
+    assert not any(user.wish.airline for user in [*shifted[:1000], *steady])
+    assert sum(user.wish.airline is not None for user in shifted[1000:]) == pytest.approx(1000 * NAMING_SHARE, abs=50)
     for ours, theirs in zip(shifted, steady, strict=True):
         assert (ours.wish.city, ours.wish.day, ours.gives_feedback) == (
             theirs.wish.city,
@@ -62,14 +62,14 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], R
 
 def learned(result: Result) -> list[dict[str, Any]]:
     """The decisions on versions that were learned."""
-    return [each for each in result["decisions"] if each["version"]]
+    return [d for d in result["decisions"] if d["version"]]
 
 
 @pytest.mark.storm
 @pytest.mark.timeout(1200)
 def test_the_gate_stops_what_is_learned_from_feedback_that_is_turned_round(played: Callable[[str], Result]) -> None:
     result = played("inverted")
-    states = {each["state"] for each in learned(result)}
+    states = {d["state"] for d in learned(result)}
     assert "rejected" in states
     assert states <= {"candidate", "rejected"}, "no version that was learned ever answered"
     assert mean(result["right"]) > 0.9
@@ -79,6 +79,6 @@ def test_the_gate_stops_what_is_learned_from_feedback_that_is_turned_round(playe
 @pytest.mark.timeout(1200)
 def test_the_canary_stops_what_the_gate_cannot_see(played: Callable[[str], Result]) -> None:
     decisions = learned(played("unseen"))
-    states = [each["state"] for each in decisions if each["version"] == decisions[0]["version"]]
+    states = [d["state"] for d in decisions if d["version"] == decisions[0]["version"]]
     assert states == ["candidate", "passed", "canary", "rolled_back"]
-    assert "stable" not in {each["state"] for each in decisions}
+    assert "stable" not in {d["state"] for d in decisions}

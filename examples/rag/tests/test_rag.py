@@ -29,9 +29,9 @@ def questions(request: pytest.FixtureRequest) -> list[Question]:
 
 
 def test_the_search_finds_every_gold_passage(questions: list[Question], index: Index) -> None:
-    for asked in questions[:200]:
-        for step in asked.question_decomposition:
-            gold = asked.paragraphs[step.paragraph_support_idx or 0]
+    for question in questions[:200]:
+        for step in question.question_decomposition:
+            gold = question.paragraphs[step.paragraph_support_idx or 0]
             relation = step.question.partition(" >> ")[2]
             assert index.best(f"{relation} of {gold.title}", 1) == [Passage(gold.title, gold.paragraph_text)]
 
@@ -39,9 +39,9 @@ def test_the_search_finds_every_gold_passage(questions: list[Question], index: I
 def test_what_is_held_out_is_never_asked_about_in_training() -> None:
     def entities(name: str) -> set[str]:
         return {
-            asked.paragraphs[step.paragraph_support_idx or 0].title
-            for asked in read_questions(DATA / f"{name}.jsonl.gz")
-            for step in asked.question_decomposition
+            question.paragraphs[step.paragraph_support_idx or 0].title
+            for question in read_questions(DATA / f"{name}.jsonl.gz")
+            for step in question.question_decomposition
         }
 
     assert not entities("train") & entities("eval")
@@ -49,10 +49,10 @@ def test_what_is_held_out_is_never_asked_about_in_training() -> None:
 
 
 def test_musiques_own_format_is_read_and_what_cannot_be_answered_left_out() -> None:
-    [asked] = read_questions(SAMPLE)
-    assert asked.answers == ["Cádiz", "Cadiz", "Cádiz, Spain"]
-    assert [step.paragraph_support_idx for step in asked.question_decomposition] == [0, 2]
-    assert [each.title for each in asked.paragraphs if each.is_supporting] == ["Harbour Lights (film)", "Ada Torres"]
+    [question] = read_questions(SAMPLE)
+    assert question.answers == ["Cádiz", "Cadiz", "Cádiz, Spain"]
+    assert [step.paragraph_support_idx for step in question.question_decomposition] == [0, 2]
+    assert [p.title for p in question.paragraphs if p.is_supporting] == ["Harbour Lights (film)", "Ada Torres"]
 
 
 @pytest.mark.parametrize("line", ["{", '{"id": "1"}', "[]"])
@@ -80,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index folder of the shipped corpus, made by the script."""
     out = tmp_path_factory.mktemp("rag") / "index"
     command = [sys.executable, str(EXAMPLE / "build_index.py"), str(CORPUS), "--out", str(out)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert re.match(r"\d{4} passages in ", said)
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert re.match(r"\d{4} passages in ", output)
     return out
 
 
@@ -124,5 +124,5 @@ def address(folder: Path) -> Iterator[str]:
 
 
 async def test_the_script_serves_an_index(address: str) -> None:
-    [found] = await open_retriever(address).search("capital of Brazil", 1)
-    assert BRAZIL in found.text
+    [passage] = await open_retriever(address).search("capital of Brazil", 1)
+    assert BRAZIL in passage.text

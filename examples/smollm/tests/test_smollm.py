@@ -31,9 +31,9 @@ def questions(split: Split, count: int, seed: int = 0) -> set[str]:
 def test_results_agree_with_python(split: Split) -> None:
     for index in range(100):
         task = sums(index, 0, split=split)
-        asked = QUESTION.fullmatch(task.input["question"])
-        assert asked is not None
-        assert str(eval(asked[1])) == task.metadata["result"]
+        sum_ = QUESTION.fullmatch(task.input["question"])
+        assert sum_ is not None
+        assert str(eval(sum_[1])) == task.metadata["result"]
         assert task.input.keys() == {"question"}
 
 
@@ -70,8 +70,8 @@ def test_demonstrations_are_what_the_engine_shows_and_parses() -> None:
     shown = PlainTextDemonstrations(conversation, TOOLS)
     for index in range(20):
         messages = conversation(0, index)
-        ids, said = shown.encode(tokenizer, messages)
-        replies = tokenizer.decode([i for i, by_policy in zip(ids, said, strict=True) if by_policy]).split("<|im_end|>")
+        ids, sampled = shown.encode(tokenizer, messages)
+        replies = tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own]).split("<|im_end|>")
         parsed = ChatText(tokenizer, [tokenizer.eos_token_id]).tool_format.parse(replies[0])
         expression = parsed.calls[0].arguments["expression"]
         assert f" {expression} =" in messages[0]["content"]

@@ -52,23 +52,23 @@ def test_the_script_makes_the_shipped_databases(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ALL)
 def test_a_question_is_answered_by_its_query_alone(name: str) -> None:
     with reading(DATABASES / f"{name}.sqlite") as connection:
-        for asked in drawn(name, 40):
-            right = run(connection, asked.query())
+        for q in drawn(name, 40):
+            right = run(connection, q.query())
             assert right.error is None
             assert right.rows
             for habit in (Habit.FORGET, Habit.COUNT, Habit.BOTH):
-                assert Counter(run(connection, written(asked, habit)).rows) != Counter(right.rows), asked
+                assert Counter(run(connection, written(q, habit)).rows) != Counter(right.rows), q
             # What a query names is a name of the schema, so it can be copied.
-            names = {each for table in ALL[name] for each in (table.name, table.key, *(c.name for c in table.columns))}
-            said = set(re.findall(r"[a-z_]+", re.sub(r"'.*?'", "", asked.query())))
-            assert said - {"count", "avg", "min", "max", "sum"} <= names
+            names = {word for table in ALL[name] for word in (table.name, table.key, *(c.name for c in table.columns))}
+            words = set(re.findall(r"[a-z_]+", re.sub(r"'.*?'", "", q.query())))
+            assert words - {"count", "avg", "min", "max", "sum"} <= names
 
 
 def test_bands_are_equally_frequent_and_what_spider_calls_them() -> None:
-    asked = [each for name in ALL for each in drawn(name, 50)]
-    shares = Counter(each.difficulty for each in asked)
+    questions = [q for name in ALL for q in drawn(name, 50)]
+    shares = Counter(q.difficulty for q in questions)
     assert shares.keys() == set(Difficulty)
-    assert min(shares.values()) > 0.18 * len(asked)
+    assert min(shares.values()) > 0.18 * len(questions)
 
 
 def test_evaluation_asks_other_databases_than_training() -> None:
@@ -124,14 +124,14 @@ def source(folder: Path, **settings: Any) -> Any:
 
 
 def test_a_folder_in_spiders_format_gives_tasks(folder: Path) -> None:
-    made = source(folder, split="train")
-    assert made.size == 2
-    tasks = {task.input["question"]: task for task in (made.task(i) for i in range(made.size))}
+    tasks_ = source(folder, split="train")
+    assert tasks_.size == 2
+    tasks = {task.input["question"]: task for task in (tasks_.task(i) for i in range(tasks_.size))}
     for (text, query), band in zip(PETS, (Difficulty.EASY, Difficulty.HARD), strict=True):
         task = tasks[text]
         assert task.input.keys() == {"question", "database"}
         assert task.metadata == {"sql": query, "database": task.input["database"], "difficulty": band}
-    with reading(Path(made.task(0).input["database"])) as connection:
+    with reading(Path(tasks_.task(0).input["database"])) as connection:
         assert describe(connection) == "table owner : id name age\ntable pet : kind owner ( owner = owner.id )"
     assert source(folder, split="dev").size == 1
 

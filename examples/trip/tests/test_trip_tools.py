@@ -19,11 +19,11 @@ TRAVELLERS = st.builds(traveller, st.sampled_from(Split), st.integers(-5, 10**6)
 
 @given(name=TRAVELLERS)
 def test_a_trip_is_repeatable_and_its_question_tells_the_city_alone(name: str) -> None:
-    asked = trip(name)
-    assert asked == trip(name)
-    assert 0 < int(asked.result) == asked.fare - asked.refund
-    assert asked.city in asked.question
-    assert not any(each in asked.question for each in (asked.airline, str(asked.fare), str(asked.refund)))
+    drawn = trip(name)
+    assert drawn == trip(name)
+    assert 0 < int(drawn.result) == drawn.fare - drawn.refund
+    assert drawn.city in drawn.question
+    assert not any(word in drawn.question for word in (drawn.airline, str(drawn.fare), str(drawn.refund)))
 
 
 @given(seed=st.integers(-5, 10**6), index=st.integers(0, 10**9))
@@ -57,10 +57,10 @@ OK, EMPTY, ERROR, TIMEOUT = ToolStatus.OK, ToolStatus.EMPTY, ToolStatus.ERROR, T
         ("calculator", "9**9**9", "Error: no numbers", ERROR),
     ],
 )
-def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, said: str, status: ToolStatus) -> None:
+def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, output: str, status: ToolStatus) -> None:
     [parameter] = next(t["function"]["parameters"]["properties"] for t in TOOLS if t["function"]["name"] == name)
-    assert use(ROME, name, json.dumps({parameter: argument})) == said
-    assert message_status(said).status is status
+    assert use(ROME, name, json.dumps({parameter: argument})) == output
+    assert message_status(output).status is status
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[]", "{}", '{"key": 1}', '{"query": "airline"}'])
