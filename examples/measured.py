@@ -112,9 +112,7 @@ def without_words(code: str) -> str:
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             node.body = [  # type: ignore[attr-defined]
-                statement
-                for statement in body
-                if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+                line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
             ]
     return ast.unparse(tree)
 
