@@ -37,7 +37,7 @@ OK, EMPTY, ERROR, TIMEOUT = ToolStatus.OK, ToolStatus.EMPTY, ToolStatus.ERROR, T
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "said", "status"),
+    ("name", "argument", "output", "status"),
     [
         ("memory", "airline", "airline Nova", OK),
         ("memory", "refund", "refund 30", OK),

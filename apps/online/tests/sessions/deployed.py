@@ -72,7 +72,7 @@ class Deployed:
         return await self.post("feedback", self.keys.of_feedback(application), **body)
 
     async def sessions(self) -> list[Rollout]:
-        """What the store has."""
+        """All that the store has."""
         return await self.store.rollouts(mode=Mode.USE)
 
     async def calls(self) -> list[Call]:

@@ -32,9 +32,9 @@ async def test_the_id_of_the_clients_reply_joins_it(use: Deployed, route: str) -
     headers = {"Authorization": f"Bearer {use.keys.of_application('shop')}"}
     reply = await use.http.post(f"{use.server.base_url}/v1/{route}", json=bodies[route], headers=headers)
     call = reply.json()["id"]
-    said = await use.say(call=call, rewards={"thumbs": 1, "short": -1})
+    answer = await use.say(call=call, rewards={"thumbs": 1, "short": -1})
     [session] = await use.sessions()
-    assert said.json() == {"session": session.id, "call": call, "new": True}
+    assert answer.json() == {"session": session.id, "call": call, "new": True}
     assert await use.numbers(session.id) == {("thumbs", call): 1.0, ("short", call): -1.0}
 
 
@@ -44,8 +44,8 @@ async def test_it_may_come_after_the_end_and_after_a_restart_by_id_or_name(tmp_p
     async with deployed(tmp_path) as use:
         [session] = await use.sessions()
         for target in ({"call": reply.id}, {"session": session.id}, {"session": "talk"}):
-            said = await use.say(**target, rewards={"right": 1.0})
-            assert (said.status_code, said.json()["session"]) == (200, session.id)
+            answer = await use.say(**target, rewards={"right": 1.0})
+            assert (answer.status_code, answer.json()["session"]) == (200, session.id)
         assert await use.numbers(session.id) == {("right", reply.id): 1.0, ("right", None): 1.0}
         await use.ask("b", "talk")
         [_, second] = await use.sessions()
@@ -76,11 +76,11 @@ async def test_what_cannot_be_joined_says_why(use: Deployed) -> None:
         ({"session": "never"}, 404, "session_unknown"),
         ({"session": f"use-{'0' * 24}-{'0' * 12}"}, 404, "session_unknown"),
     ):
-        said = await use.say(**body, rewards=UP)
-        assert (said.status_code, said.json()["error"]["code"]) == (status, code), body
+        answer = await use.say(**body, rewards=UP)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body
     for target in ({"call": reply.id}, {"session": session.id}):
-        said = await use.say(application="mail", **target, rewards=UP)
-        assert (said.status_code, said.json()["error"]["code"]) == (403, "foreign_session")
+        answer = await use.say(application="mail", **target, rewards=UP)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_session")
     assert (await use.say(application="mail", session="talk", rewards=UP)).status_code == 404, "a name of another's"
     for wrong in (
         {"rewards": UP},
@@ -108,16 +108,16 @@ def session(*given: Annotation, calls: int = 2, **changes: Any) -> Episode:
 
 
 async def scored(episode: Episode, weight: float = 1.0) -> Episode:
-    found, errors = await score(episode, [ScoringRule("users", users_said, weight)], {})
+    scored_episode, errors = await score(episode, [ScoringRule("users", users_said, weight)], {})
     assert not errors
-    return found
+    return scored_episode
 
 
 async def test_what_is_said_of_a_session_is_its_terminal_reward_and_of_a_call_that_calls_own() -> None:
-    found = await scored(session(feedback(thumbs=1.0), feedback(SECOND, thumbs=0.0), feedback(FIRST, helpful=0.5)))
-    assert found.terminal == 1.0
-    assert [t.reward for t in found.transitions] == [0.5, 0.0]
-    assert [len(t.rewards) for t in found.transitions] == [1, 1], "a thumbs down is a reward of 0, not none"
+    episode = await scored(session(feedback(thumbs=1.0), feedback(SECOND, thumbs=0.0), feedback(FIRST, helpful=0.5)))
+    assert episode.terminal == 1.0
+    assert [t.reward for t in episode.transitions] == [0.5, 0.0]
+    assert [len(t.rewards) for t in episode.transitions] == [1, 1], "a thumbs down is a reward of 0, not none"
     only_calls = await scored(session(feedback(SECOND, thumbs=1.0)))
     assert (only_calls.terminal, [len(t.rewards) for t in only_calls.transitions]) == (0.0, [0, 1])
 

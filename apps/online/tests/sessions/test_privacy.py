@@ -1,4 +1,4 @@
-"""What is not to be stored is not stored, and what is removed is gone from the file."""
+"""Hidden text is not stored, and removed text is gone from the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .deployed import Deployed, deployed
 
 def raw(folder: Path) -> bytes:
     """All that is in the store's files."""
-    return b"".join(each.read_bytes() for each in folder.glob("store.sqlite*"))
+    return b"".join(f.read_bytes() for f in folder.glob("store.sqlite*"))
 
 
 async def test_nothing_of_a_session_that_opted_out_is_stored(use: Deployed, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ async def test_a_deleted_session_is_gone_and_stays_gone(use: Deployed, tmp_path:
         assert text not in raw(tmp_path)
     assert await use.sessions() == [other]
     for target in ({"call": reply.id}, {"session": session.id}):
-        said = await use.say(**target, rewards={"thumbs": 1})
-        assert (said.status_code, said.json()["error"]["code"]) == (410, "session_deleted")
+        answer = await use.say(**target, rewards={"thumbs": 1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_deleted")
     unknown = await use.post("sessions/delete", operator, sessions=[other.id, f"use-{'0' * 24}-{'0' * 12}"])
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_unknown")
     attempt = await use.stack.lease()
@@ -101,7 +101,7 @@ async def test_a_call_under_way_does_not_bring_a_deleted_session_back(use: Deplo
     await use.ask("next", "other")
     for text in (b"Rumpelstilzchen", b"Rapunzel"):
         assert text not in raw(tmp_path)
-    assert session.id not in {each.id for each in await use.sessions()}
+    assert session.id not in {s.id for s in await use.sessions()}
 
 
 async def test_what_is_redacted_never_reaches_the_file(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ async def test_what_is_redacted_never_reaches_the_file(tmp_path: Path) -> None:
         [feedback] = await use.feedback(hidden.rollout)
         assert feedback.said["note"] == "from [EMAIL]"
         assert use.counted("redacted") >= 1
-        left = raw(tmp_path)
+        stored = raw(tmp_path)
         for text in (b"example.org", b"4111", b"ADA"):
-            assert text not in left
+            assert text not in stored
         ids = b"ada@example.org"
-        assert b"".join(bytes([each, 0, 0, 0]) for each in ids) not in left, "nor as token ids"
+        assert b"".join(bytes([token, 0, 0, 0]) for token in ids) not in stored, "nor as token ids"
 
 
 async def test_a_call_that_cannot_be_redacted_is_answered_and_not_stored(
@@ -169,11 +169,11 @@ async def test_a_match_that_text_parts_share_is_redacted_too(tmp_path: Path) -> 
         return {"type": "text", "text": text}
 
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    said = [*map(part, ("I am ada", "@exam", "ple.org", " there")), image, part("plain"), part("text")]
+    content = [*map(part, ("I am ada", "@exam", "ple.org", " there")), image, part("plain"), part("text")]
     async with deployed(tmp_path, redact=("email",)) as use:
         use.model.script(Say("Yes."))
         client = use.agent(use.keys.of_application("shop"))
-        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": said}])  # type: ignore[list-item, misc]
+        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": content}])  # type: ignore[list-item, misc]
         [call] = await use.calls()
     assert call.request["messages"][0]["content"] == [  # type: ignore[call-overload, index]
         *map(part, ("I am [EMAIL] there", "", "", "")), image, part("plain"), part("text"),
@@ -186,7 +186,7 @@ async def test_old_sessions_are_removed(tmp_path: Path) -> None:
     async with deployed(tmp_path, keep_days=30) as use:
         await use.ask("Rumpelstilzchen", "old", **{"x-agl-session-end": "1"})
         await use.ask("new", "new", **{"x-agl-session-end": "1"})
-        while [each.state for each in await use.sessions()] != [RolloutState.DONE] * 2:  # noqa: ASYNC110
+        while [s.state for s in await use.sessions()] != [RolloutState.DONE] * 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         old, new = await use.sessions()
         [attempt] = await use.store.attempts(old.id)
