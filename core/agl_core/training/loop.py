@@ -88,7 +88,7 @@ class Trainer:
     """Alarms about what only the agent's side asserts."""
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
-    saved_step: int = 0
+    saved_step: int = field(init=False)
     """The step of the latest checkpoint."""
     _latest: Drawn = field(default_factory=lambda: Drawn([]), init=False)
     """The groups of the latest step."""
@@ -99,6 +99,7 @@ class Trainer:
     _experience: GroupSource = field(init=False)
 
     def __post_init__(self) -> None:
+        self.saved_step = self.state.step
         tasks = self.session.tasks.get("train")
         without_logprobs = isinstance(tasks, RecordedTasks) and tasks.without_logprobs
         self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)

@@ -101,7 +101,6 @@ async def train(
                     assertions=assertions_in(loaded),
                     state=state,
                     watch=Watch(config.alarms, tuple(config.policies), earlier),
-                    saved_step=state.step,
                 )
                 try:
                     stopped_by = await _until_done(trainer, observer)

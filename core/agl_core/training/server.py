@@ -167,24 +167,16 @@ async def _started(
         await server.start()
         return server
 
-    if not settings.port and (before := _port_before(file)):
+    before = ServerFile.read(file)
+    if not settings.port and before is not None and (port := urlsplit(before.base_url).port):
         with suppress(ServerError):
-            return await listening(before)
+            return await listening(port)
     return await listening(settings.port)
 
 
 def passthrough_key(gateway: GatewaySection) -> str | None:
     """The key for what is passed through, taken out of the environment."""
     return take_key_of("gateway.passthrough.api_key_env", gateway.passthrough.api_key_env)
-
-
-def _port_before(file: Path) -> int:
-    """The port of the server that wrote this file; 0 if there was none."""
-    before = ServerFile.read(file)
-    try:
-        return 0 if before is None else urlsplit(before.base_url).port or 0
-    except ValueError:
-        return 0
 
 
 def run_settings(config: RunConfig) -> RunSettings:

@@ -189,7 +189,6 @@ class World:
         return _Killable(
             *(loaded, session, Fifo(), checkpoints, log, Observer()),
             state=state,
-            saved_step=state.step,
             deployed=cast(Any, self),
             ledger=self.ledger,
             world=self,
