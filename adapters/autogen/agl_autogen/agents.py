@@ -26,7 +26,7 @@ from agl_core.capture import (
     tool_result_report,
 )
 from agl_core.capture.context import Carried, holding
-from agl_core.capture.wrapping import wrap_once
+from agl_core.capture.reports import wrap_once
 
 
 class _Turn(Watch):

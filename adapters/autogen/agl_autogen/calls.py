@@ -37,7 +37,7 @@ from agl_core.capture import (
     jsonable,
 )
 from agl_core.capture.context import holding
-from agl_core.capture.wrapping import wrap_once
+from agl_core.capture.reports import wrap_once
 from agl_core.types import Choice, FinishReason, Json
 
 _MAX_REQUEST = 1 << 24

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import agl_core
 from agl_core.capture import StatusRule, ToolRun, begins, current_attempt, failure_status, guarded, status_of
 from agl_core.capture.marking import AgentRun
-from agl_core.capture.wrapping import wrap_once
+from agl_core.capture.reports import wrap_once
 from agl_core.types import ToolStatus
 
 _RULES = (

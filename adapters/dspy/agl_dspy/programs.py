@@ -14,8 +14,8 @@ from dspy.clients.cache import Cache
 from agl_core.capture import current_attempt, current_identity, report_problem
 from agl_core.capture.context import holding
 from agl_core.capture.marking import AgentRun, ToolRun, started
+from agl_core.capture.reports import within, wrap_once
 from agl_core.capture.requests import Stamper, goes_to_the_server
-from agl_core.capture.wrapping import within, wrap_once
 
 _ANSWERS = ("finish", "submit")
 """How `ReAct` and `ReActV2` name the tool that ends a run."""

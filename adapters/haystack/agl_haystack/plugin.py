@@ -15,7 +15,7 @@ from typing import Any
 import agl_core
 from agl_core.capture import StatusRule, begins, current_attempt, enter_identity, report_problem
 from agl_core.capture.context import holding
-from agl_core.capture.wrapping import wrap_once
+from agl_core.capture.reports import wrap_once
 from agl_core.types import Identity, ToolStatus
 
 _RULES = (

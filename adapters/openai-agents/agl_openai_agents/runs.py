@@ -41,7 +41,7 @@ from agl_core.capture import (
     tool_result_report,
 )
 from agl_core.capture.context import current_scope, holding
-from agl_core.capture.wrapping import wrap_once
+from agl_core.capture.reports import wrap_once
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 

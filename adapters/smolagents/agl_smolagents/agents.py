@@ -29,7 +29,7 @@ from agl_core.capture import (
 )
 from agl_core.capture.context import current_scope, holding
 from agl_core.capture.marking import AgentRun, ToolRun, started
-from agl_core.capture.wrapping import wrap_once
+from agl_core.capture.reports import wrap_once
 
 _Function: TypeAlias = Callable[..., Any]
 

@@ -31,10 +31,6 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     # Its process does all that these ask for.
     estimate, tokenize, logprobs = ProcessEngine._estimate, ProcessEngine._tokenize, ProcessEngine._logprobs
 
-    @property
-    def seconds_to_start(self) -> float:
-        return self._options.start_timeout
-
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         if exit_code != KILLED:
             return None

@@ -92,10 +92,6 @@ class VerlEngine(ProcessEngine[VerlOptions]):
                 f"({', '.join(context.policies)}). Use the torch engine for several, or leave one."
             )
 
-    @property
-    def seconds_to_start(self) -> float:
-        return self._options.start_timeout
-
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """Advice about the errors of veRL, Ray and vLLM that people meet."""
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)

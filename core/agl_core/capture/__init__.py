@@ -25,10 +25,10 @@ from agl_core.capture.reports import (
     report_problem,
     reward,
     tool_result_report,
+    wrap_once,
 )
 from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
 from agl_core.capture.status import Decided, StatusRule, begins, failure_status, message_status, status_of
-from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Identity
 
 __all__ = [

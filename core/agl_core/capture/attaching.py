@@ -17,9 +17,8 @@ from typing import Any, TypeAlias, cast
 from agl_core import kinds
 from agl_core.capture.context import AttemptContext, Carried, start_running
 from agl_core.capture.recording import spooled
-from agl_core.capture.reports import report_problem
+from agl_core.capture.reports import Patches, report_problem
 from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path
-from agl_core.capture.wrapping import Patches
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter

@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 from agl_core.capture import context
-from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
+from agl_core.capture.reports import guarded, record_tool_result, routine_of, tool_result_report, within
 from agl_core.capture.status import Decided, unknown_status
-from agl_core.capture.wrapping import routine_of, within
 from agl_core.errors import AgentError
 from agl_core.types import Identity
 

@@ -24,8 +24,7 @@ from agl_core.capture.context import (
     current_step,
     packed_variables,
 )
-from agl_core.capture.reports import report_problem
-from agl_core.capture.wrapping import Patches, within
+from agl_core.capture.reports import Patches, report_problem, within
 from agl_core.types import Identity
 
 HEADER_ROLLOUT = "x-agl-rollout"

@@ -70,8 +70,9 @@ class ProcessEngine(Engine, Generic[Options]):
 
     @property
     def seconds_to_start(self) -> float:
-        """How long the process may take until it serves."""
-        return 1800.0
+        """How long the process may take until it serves: the setting `start_timeout`, if the engine has it."""
+        seconds: float = getattr(self._options, "start_timeout", 1800.0)
+        return seconds
 
     @abstractmethod
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
