@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from running_servers import stack_in_thread
+from testing_aids import tools_by_call
 
 import agl_core
 from agl_core.capture import AttemptContext, Recording, current_identity, running
@@ -18,16 +19,10 @@ from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
 from agl_core.testing.scripts import Hold
 from agl_core.testing.server import running_stack
-from agl_core.types import Episode
 
 pytestmark = pytest.mark.usefixtures("attached")
 
 CITIES = {"Oslo": "4 °C", "Atlantis": ""}
-
-
-def tools_of_calls(episode: Episode) -> list[tuple[str | None, list[tuple[str, str]]]]:
-    """Of each call: who made it, and which tools it led to."""
-    return [(t.agent, [(o.tool, o.status.value) for o in t.tool_results]) for t in episode.transitions]
 
 
 @agl_core.tool
@@ -96,7 +91,7 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
                 with contextlib.suppress(Exception):
                     look_up(city)
         episode = portal.call(attempt.close)
-    assert [tools for _, tools in tools_of_calls(episode)] == [
+    assert [tools for _, *tools in tools_by_call(episode)] == [
         [("look_up", "ok")],
         [("look_up", "empty")],
         *([], []),
@@ -123,7 +118,7 @@ async def test_what_cannot_be_told_is_not_guessed() -> None:
                 await both
                 look_up("Oslo")  # after two calls at once
         episode = await attempt.close()
-    assert [tools for _, tools in tools_of_calls(episode)] == [[], []]
+    assert [tools for _, *tools in tools_by_call(episode)] == [[], []]
     assert len(episode.unjoined) == 2
 
 
@@ -142,16 +137,13 @@ async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs
             look_up("Atlantis")
         await client.close()
         episode = await attempt.close()
-    assert tools_of_calls(episode) == [
-        ("writer", [("look_up", "ok")]),
-        ("checker", [("look_up", "ok")]),
-        ("program", [("look_up", "empty")]),
+    assert tools_by_call(episode) == [
+        ("writer", ("look_up", "ok")),
+        ("checker", ("look_up", "ok")),
+        ("program", ("look_up", "empty")),
     ]
-    assert [tool_result.agent for t in episode.transitions for tool_result in t.tool_results] == [
-        "writer",
-        "checker",
-        "program",
-    ]
+    results = [result for transition in episode.transitions for result in transition.tool_results]
+    assert [result.agent for result in results] == ["writer", "checker", "program"]
 
 
 async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:

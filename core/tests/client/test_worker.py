@@ -51,6 +51,7 @@ async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tr
     for (ending, error), (rollout, attempt) in zip(expected.values(), ended.values(), strict=True):
         assert (rollout.ending, attempt.attempt) == (ending, 0)
         assert error in attempt.error
+    assert "context.base_url" in ended[1][1].error, "the other way out of it"
 
 
 @pytest.mark.timing

@@ -53,29 +53,20 @@ def test_a_table_that_stands_alone_is_the_choice(loaded: Load) -> None:
     assert run.engine.component.name == "pretending"
 
 
-def test_paths_are_resolved_against_the_file(
-    folder: Path, loaded: Load, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+def test_paths_are_resolved_against_the_file_and_so_are_those_among_settings_of_plugins(
+    folder: Path, loaded: Load, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    monkeypatch.setenv("HOME", "/home/somebody")
     (folder / "mine.py").write_text("")
+    settings = {"maybe": "~/two.bin", "many": ["a", "/b", "../c"], "named": {"d": "e/f"}}
 
-    run = loaded({"plugins": [str(PLUGIN_FILE), "mine.py"]})
+    run = loaded({"plugins": [str(PLUGIN_FILE), "mine.py"], "rewards.filing": settings})
 
     assert run.folder == folder.resolve()
     assert run.weights("default") == str(folder / "weights")
     assert run.config.plugin_files[1] == folder / "mine.py"
-
-
-def test_paths_among_the_settings_of_plugins_are_resolved_too(
-    folder: Path, loaded: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    settings = {"maybe": "~/two.bin", "many": ["a", "/b", "../c"], "named": {"d": "e/f"}}
-
-    run = loaded({"rewards.filing": settings})
-
-    options = run.rewards["filing"].options.model_dump()
-    assert options == {
+    assert run.rewards["filing"].options.model_dump() == {
         "one": folder / "one.bin",
         "maybe": Path("/home/somebody/two.bin"),
         "many": (folder / "a", Path("/b"), folder.parent / "c"),

@@ -16,7 +16,7 @@ import agl_core
 from agl_core import hookimpl, kinds
 from agl_core.errors import EngineError, PluginError
 from agl_core.kinds import Register
-from agl_core.plugins import Plugins, RunHooks
+from agl_core.plugins import Plugins
 from agl_core.protocols import Engine
 from agl_core.testing import episodes as make
 from agl_core.types import DropReason, Episode
@@ -53,7 +53,7 @@ def build_engine(options: Any, context: Any) -> Any:
     """A stand-in."""
 
 
-def plugins_with(*given: OneComponent) -> Plugins:
+def plugins_with(*given: object) -> Plugins:
     plugins = Plugins()
     for number, plugin in enumerate(given):
         plugins.register(plugin, f"plugin{number}.py")
@@ -172,19 +172,12 @@ def noting(result: str) -> Callable[[Episode], Episode]:
     return lambda episode: replace(episode, result=f"{episode.result or ''}{result}")
 
 
-def hooks_of(*plugins: object) -> RunHooks:
-    registered = Plugins()
-    for number, plugin in enumerate(plugins):
-        registered.register(plugin, f"plugin{number}.py")
-    return registered.hook
-
-
 @pytest.mark.parametrize("hook", CALLS)
 def test_a_plugin_that_fails_is_named_and_counted_and_the_others_are_called(
     hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[str] = []
-    hooks = hooks_of(plugin(hook, lambda: 1 / 0), plugin(hook, lambda: calls.append(hook)))
+    hooks = plugins_with(plugin(hook, lambda: 1 / 0), plugin(hook, lambda: calls.append(hook))).hook
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             getattr(hooks, hook)(*CALLS[hook])
@@ -196,12 +189,12 @@ def test_a_plugin_that_fails_is_named_and_counted_and_the_others_are_called(
 
 def test_each_hook_reaches_a_plugin_with_what_it_asks_for_and_nothing_can_be_changed() -> None:
     seen: list[Any] = []
-    hooks = hooks_of(
+    hooks = plugins_with(
         plugin("rollout_started", lambda rollout, attempt: seen.append((rollout, attempt))),
         plugin("rollout_finished", lambda attempt: seen.append(attempt)),
         plugin("policy_updated", lambda policy, version, metrics: seen.append((policy, version, dict(metrics)))),
         plugin("policy_updated", lambda metrics: metrics.clear()),
-    )
+    ).hook
     for hook, arguments in CALLS.items():
         getattr(hooks, hook)(*arguments)
     assert seen == [CALLS["rollout_started"], CALLS["rollout_finished"][1], CALLS["policy_updated"]]
@@ -209,10 +202,10 @@ def test_each_hook_reaches_a_plugin_with_what_it_asks_for_and_nothing_can_be_cha
 
 
 def test_episode_built_is_a_chain_in_the_order_of_registration() -> None:
-    hooks = hooks_of(
+    hooks = plugins_with(
         building(noting("last"), trylast=True),
         *(building(change) for change in (noting("a"), lambda episode: None, noting("b"))),
-    )
+    ).hook
     assert hooks.episode_built(EPISODE).result == "ablast"
 
 
@@ -226,10 +219,10 @@ def test_episode_built_is_a_chain_in_the_order_of_registration() -> None:
     ids=["another reason", "its reason", "no transition left"],
 )
 def test_what_a_plugin_drops_has_its_reason(change: Callable[[Episode], Episode]) -> None:
-    episode = hooks_of(building(change), building(noting("seen by the next"))).episode_built(EPISODE)
+    episode = plugins_with(building(change), building(noting("seen by the next"))).hook.episode_built(EPISODE)
     assert (episode.dropped, episode.result) == (DropReason.PLUGIN, "seen by the next")
     lost = replace(EPISODE, dropped=DropReason.ENDING, transitions=())
-    assert hooks_of(building(noting("x"))).episode_built(lost).dropped is DropReason.ENDING
+    assert plugins_with(building(noting("x"))).hook.episode_built(lost).dropped is DropReason.ENDING
 
 
 @pytest.mark.parametrize(
@@ -243,7 +236,7 @@ def test_what_a_plugin_drops_has_its_reason(change: Callable[[Episode], Episode]
 def test_an_episode_is_left_as_it_was_by_a_plugin_that_fails(
     change: Callable[[Episode], Any], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooks = hooks_of(building(noting("a")), building(change), building(noting("b")))
+    hooks = plugins_with(building(noting("a")), building(change), building(noting("b"))).hook
     assert hooks.episode_built(EPISODE).result == "ab"
     assert hooks.failures == {("plugin1.py", "episode_built"): 1}
     assert problem in caplog.text

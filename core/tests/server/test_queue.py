@@ -269,14 +269,6 @@ async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
     assert done.counted_attempt == int(again)
 
 
-async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make.rollout("a")])
-    await queue.close_attempt(await leased(queue), FINISHED)
-    (attempt,) = await store.attempts("a")
-    assert "OPENAI_BASE_URL" in attempt.error
-    assert "context.base_url" in attempt.error
-
-
 async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make.rollout(id) for id in "abc"])
     key = await leased(queue, calls=1)
@@ -337,16 +329,17 @@ async def states(store: MemoryStore, ids: str = "a") -> list[RolloutState]:
     return [(await store.rollout(id)).state for id in ids]
 
 
-async def test_a_worker_that_beats_keeps_its_attempts_up_to_their_timeout(
-    watched: RolloutQueue, clock: Clock, store: MemoryStore
+@pytest.mark.parametrize("beats", [True, False], ids=["beats", "never beats"])
+async def test_a_worker_keeps_its_attempts_up_to_their_timeout(
+    watched: RolloutQueue, clock: Clock, store: MemoryStore, beats: bool
 ) -> None:
     await watched.enqueue([make.rollout("a")])
     (key,) = await lent(watched)
     for _ in range(8):
-        assert beat(watched, key) == []
+        assert not beats or beat(watched, key) == []
         await clock.advance(15)
         assert await states(store) == ["running"]
-    assert beat(watched, key) == []
+    assert not beats or beat(watched, key) == []
     await clock.advance(15)
     assert await states(store) == ["queued"], "a heartbeat does not reach beyond timeout and grace"
     (attempt,) = await store.attempts("a")
@@ -374,17 +367,6 @@ async def test_what_a_worker_that_stops_beating_loses_counts_no_more(
     assert (await watched.close_attempt(again, FINISHED)).counted
     [done] = await watched.done(["a"])
     assert (done.ending, done.counted_attempt) == (Ending.FINISHED, 1)
-
-
-async def test_a_worker_that_never_beats_keeps_them_up_to_their_timeout(
-    watched: RolloutQueue, clock: Clock, store: MemoryStore
-) -> None:
-    await watched.enqueue([make.rollout("a")])
-    await lent(watched)
-    await clock.advance(125)
-    assert await states(store) == ["running"]
-    await clock.advance(5)
-    assert await states(store) == ["queued"]
 
 
 async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(

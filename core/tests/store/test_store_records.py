@@ -122,29 +122,19 @@ async def test_arrays_of_another_type_are_refused_not_rounded(store: Store, fiel
     assert await store.calls([KEY]) == []
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"result": object()},
-        {"rollout": "bad\ud800"},
-        {"rollout": "bad\0"},
-        {"attempt": 2**70},
-        {"attempt": 0.5},
-        {"started": None},
-        {"worker": 5},
-        None,
-    ],
-    ids=[
-        "no JSON",
-        "no UTF-8 in a key",
-        "a NUL in a key",
-        "beyond 64 bits",
-        "no integer",
-        "no start",
-        "no text",
-        "no record",
-    ],
-)
+BAD: dict[str, dict[str, Any] | None] = {
+    "no JSON": {"result": object()},
+    "no UTF-8 in a key": {"rollout": "bad\ud800"},
+    "a NUL in a key": {"rollout": "bad\0"},
+    "beyond 64 bits": {"attempt": 2**70},
+    "no integer": {"attempt": 0.5},
+    "no start": {"started": None},
+    "no text": {"worker": 5},
+    "no record": None,
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(store: Store, bad: Any) -> None:
     record: Any = {"rollout": "bad"} if bad is None else replace(make.attempt("bad"), **bad)
     good = [store.put(make.attempt("r", number), make_call(f"c{number}")) for number in range(20)]

@@ -123,22 +123,16 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     assert summary["train_rewards"] == [line["reward/mean"]]
 
 
-class FailingHook:
-    """Raises in the first two updates."""
-
-    def __init__(self) -> None:
-        self.updates = 0
+async def test_failures_of_lifecycle_hooks_are_counted_by_step(tmp_path: Path) -> None:
+    outcomes = iter([RuntimeError("no disk")] * 2 + [None] * 2)
 
     @hookimpl
-    def policy_updated(self) -> None:
-        self.updates += 1
-        if self.updates <= 2:
-            raise RuntimeError("no disk")
+    def policy_updated() -> None:
+        if error := next(outcomes):
+            raise error
 
-
-async def test_failures_of_lifecycle_hooks_are_counted_by_step(tmp_path: Path) -> None:
     plugins = Plugins()
-    plugins.register(FailingHook(), "a_plugin.py")
+    plugins.register(type("Plugin", (), {"policy_updated": staticmethod(policy_updated)})(), "a_plugin.py")
     bench = make_bench(tmp_path, plugins=plugins)
 
     await bench.trainer.train()
