@@ -209,7 +209,7 @@ def _make_sampler(loaded: LoadedModel, options: TorchOptions, share: float, *, d
 
 
 class ServedPolicies:
-    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.training.child.Served`.
+    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.training.child.Host.serve`.
 
     Used from one thread, which is not the one that samples: what is loaded keeps nothing from being answered.
     """

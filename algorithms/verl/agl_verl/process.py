@@ -45,7 +45,7 @@ def main() -> None:
 
 
 class Driver:
-    """veRL's trainer and what it stands on, started; see `agl_core.training.child.Served`."""
+    """veRL's trainer and what it stands on, started; see `agl_core.training.child.Host.serve`."""
 
     def __init__(self, options: VerlOptions, context: EngineContext, stage: Callable[[str], None]) -> None:
         stage("checking versions and settings")

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
@@ -37,7 +37,7 @@ from agl_core import kinds
 from agl_core.errors import AglError, ConfigError, EngineError, own_line
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.protocols import EngineContext, Progress
 from agl_core.types import Batch
 
 START = 0
@@ -62,34 +62,6 @@ class UpdateRequest:
     batch: Batch
 
 
-class Served(Protocol):
-    """The engine that a process brings, which serves already.
-
-    Methods come one after the other, on the main thread, and run to their end even if the run no longer waits for
-    them. `versions` and `stats` are asked meanwhile too, on other threads. `estimate`, `tokenize`, `logprobs`,
-    `publish`, `withdraw` and `merge` are optional; `agl_core.protocols.Engine` says what they do.
-    """
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """OpenAI-compatible base URLs, each ending in /v1."""
-
-    @property
-    def context_length(self) -> int:
-        """Of the policies' contexts the shortest; 0 if there is none yet."""
-
-    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult: ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def versions(self) -> Mapping[str, int]: ...
-
-    def stats(self) -> Mapping[str, float]:
-        """Its counters; the memory of its processes on this machine is added to them."""
-
-
 class Host(Generic[Options]):
     """The run that started this process."""
 
@@ -98,7 +70,7 @@ class Host(Generic[Options]):
         self.context = context
         self._answers = answers
         self._writing = threading.Lock()
-        self._engine: Served | None = None
+        self._engine: Any = None
         self._commands: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
 
     @classmethod
@@ -132,8 +104,15 @@ class Host(Generic[Options]):
         _log.info("Start: %s.", name)
         self._say(START, "stage", name)
 
-    def serve(self, engine: Served) -> NoReturn:
-        """Say that the engine serves, and do what the run asks for."""
+    def serve(self, engine: Any) -> NoReturn:
+        """Say that the engine serves, and do what the run asks for.
+
+        It has `urls`, OpenAI-compatible base URLs that end in /v1, and `context_length`, the shortest of the policies',
+        0 if there is none yet. It has the methods of `agl_core.protocols.Engine` as plain functions: `save`, `load`,
+        `versions`, `stats`, `update(request, progress)`, and optional ones. They are called one after the other, on the
+        main thread, and run to their end even if the run no longer waits for them; `versions` and `stats` are asked
+        meanwhile too, on other threads. To its counters the memory of its processes on this machine is added.
+        """
         self._engine = engine
         self._say(START, "value", (engine.urls, engine.context_length))
         while True:

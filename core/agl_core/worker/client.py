@@ -27,14 +27,11 @@ from pydantic import BaseModel, ValidationError
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, ServerError
 from agl_core.wire import (
-    CLOSE,
     OPERATOR_KEY,
     SERVER_FILE,
     WORKER_KEY,
     Answer,
     Asked,
-    CloseReply,
-    CloseRequest,
     Lease,
     Operation,
     ServerFile,
@@ -84,10 +81,6 @@ class LightningClient:
         except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
         return _answer(response, operation.reply)
-
-    async def close_attempt(self, lease: Lease, request: CloseRequest) -> CloseReply:
-        """Say how an attempt ended; sending it again changes nothing."""
-        return await self.ask(CLOSE, request, lease)
 
     async def close(self) -> None:
         await self._http.aclose()

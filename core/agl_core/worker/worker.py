@@ -23,6 +23,7 @@ from agl_core.errors import AglError, ServerError
 from agl_core.plugins import Plugins
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import (
+    CLOSE,
     HEARTBEAT,
     LEASE,
     MAX_LEASES,
@@ -172,7 +173,7 @@ class Worker:
     async def _lease(self, heartbeats: Heartbeats) -> None:
         free = (self._concurrency or self._runner.default_concurrency) - len(self._running)
         if free <= 0:
-            await self._unless_stopped(_any_of(self._running.values()))
+            await self._unless_stopped(asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED))
             return
         request = LeaseRequest(worker=self.name, capacity=min(free, MAX_LEASES), wait=_LEASE_WAIT)
         reply = await self._unless_stopped(self._answered(lambda: self._client.ask(LEASE, request)))
@@ -237,21 +238,19 @@ class Worker:
     async def _report(self, lease: Lease, request: CloseRequest, tries: int | None = None) -> None:
         """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled."""
         self.endings[request.ending] += 1
+
+        def close() -> Coroutine[Any, Any, CloseReply]:
+            return self._client.ask(CLOSE, request, lease)
+
         try:
-            await self._close(lease, request, tries)
+            try:
+                await self._answered(close, tries)
+            except asyncio.CancelledError:
+                await self._answered(close, tries=1)
+                raise
         except ServerError as error:
             level = logging.DEBUG if isinstance(error, UnreachableError) else logging.WARNING
             logger.log(level, "How %s/%s ended could not be reported: %s", lease.rollout, lease.attempt, error)
-
-    async def _close(self, lease: Lease, request: CloseRequest, tries: int | None) -> None:
-        def close() -> Coroutine[Any, Any, CloseReply]:
-            return self._client.close_attempt(lease, request)
-
-        try:
-            await self._answered(close, tries)
-        except asyncio.CancelledError:
-            await self._answered(close, tries=1)
-            raise
 
     async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
         """The server's answer, however long the server is away."""
@@ -280,10 +279,6 @@ class Worker:
         finally:
             asking.cancel()
             stopping.cancel()
-
-
-async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
 class Heartbeats:

@@ -17,10 +17,9 @@ from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.wire import (
+    CLOSE,
     Answer,
     Asked,
-    CloseReply,
-    CloseRequest,
     HeartbeatRequest,
     Lease,
     LeaseReply,
@@ -188,11 +187,11 @@ class Slow(LightningClient):
         super().__init__(base_url, key)
         self.reporting = asyncio.Event()
 
-    async def close_attempt(self, lease: Lease, request: CloseRequest) -> CloseReply:
-        if not self.reporting.is_set():
+    async def ask(self, operation: Any, body: Any, lease: Lease | None = None) -> Any:
+        if operation is CLOSE and not self.reporting.is_set():
             self.reporting.set()
             await asyncio.sleep(3600)
-        return await super().close_attempt(lease, request)
+        return await super().ask(operation, body, lease)
 
 
 async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workplace: Any) -> None:

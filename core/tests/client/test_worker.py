@@ -20,7 +20,7 @@ from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Mode, Task, ToolResult, ToolStatus
-from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_RESULT, Assignment, CloseRequest, Lease, RewardReport
+from agl_core.wire import CLOSE, MAX_BODY, MAX_DEPTH, MAX_RESULT, Assignment, CloseRequest, Lease, RewardReport
 from agl_core.worker.agent import Agent, AgentContext, Ended, TaskPerAttempt, closing, crashed
 from agl_core.worker.client import LightningClient, RefusedError
 from agl_core.worker.commands import CommandPerAttempt
@@ -301,7 +301,7 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
     )  # fmt: skip
     async with LightningClient("http://127.0.0.1:9", "key") as client:
         with pytest.raises(RefusedError, match=r"are the limit") as refused:
-            await client.close_attempt(lease, CloseRequest(ending=Ending.LOST, error="x" * MAX_BODY))
+            await client.ask(CLOSE, CloseRequest(ending=Ending.LOST, error="x" * MAX_BODY), lease)
     assert refused.value.status == 413
 
 

@@ -28,6 +28,7 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Ending, Mode, Run
 from agl_core.wire import (
     ACTIVITY,
+    CLOSE,
     HEALTH,
     HEARTBEAT,
     LEASE,
@@ -63,14 +64,14 @@ async def test_a_worker_leases_and_closes_over_the_wire(stack: Stack) -> None:
         async with openai.AsyncOpenAI(base_url=f"{stack.server.base_url}{lease.path}/v1", api_key=lease.key) as agent:
             await agent.chat.completions.create(**GOOD)
         request = CloseRequest(ending=Ending.FINISHED, result="4", rewards=[RewardReport(value=1)])
-        first, second = [await client.close_attempt(lease, request) for _ in range(2)]
+        first, second = [await client.ask(CLOSE, request, lease) for _ in range(2)]
         assert first.counted
         assert second.counted
         assert (await stack.server.queue.done(["a"]))[0].ending is Ending.FINISHED
         secret = stack.server.keys.of_lease(AttemptKey("nobody", 0))
         unknown = lease.model_copy(update={"rollout": "nobody", "secret": secret})
         with pytest.raises(ServerError, match=r"404.*no attempt 0 of rollout nobody"):
-            await client.close_attempt(unknown, request)
+            await client.ask(CLOSE, request, unknown)
         stack.server.queue.close()
         assert (await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))).closed
 
@@ -417,7 +418,7 @@ async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest
             await stack.client(key, api_key=lease.key).chat.completions.create(**GOOD)
             with pytest.raises(openai.AuthenticationError):
                 await stack.client(AttemptKey("b", 0), api_key=lease.key).chat.completions.create(**GOOD)
-            await client.close_attempt(lease, CloseRequest(ending=Ending.FINISHED))
+            await client.ask(CLOSE, CloseRequest(ending=Ending.FINISHED), lease)
         secrets = [keys.worker, keys.operator, keys.secret, lease.key, lease.secret]
         stored = await asyncio.to_thread(lambda: b"".join(file.read_bytes() for file in tmp_path.iterdir()))
     assert b"hello" in stored
