@@ -47,11 +47,7 @@ def test_the_same_configuration_changes_nothing(run: Any) -> None:
         # Only what changes is marked.
         ("rewards.tools.worth=0.5", "1 → 1", [["1", "solver", "0", "1.25 → 1.5 *"], ["end", "terminal reward", "1"]]),
         # A weight counts in the terminal reward alone.
-        (
-            "rewards.right.weight=0.5",
-            "1 → 0.5",
-            [["end", "terminal reward", "1 → 0.5 *"], ["right (by right)", "1"]],
-        ),
+        ("rewards.right.weight=0.5", "1 → 0.5", [["end", "terminal reward", "1 → 0.5 *"], ["right (by right)", "1"]]),
         # G_1 = 1; G_0 = 0.25 + 0.5 · G_1
         (
             "credit={name='discounted', discounted={gamma=0.5}}",
@@ -70,11 +66,7 @@ def test_the_same_configuration_changes_nothing(run: Any) -> None:
         ),
         # Returns 1.25, -0.25, 0.75: b = 1.75 / 3. The first call is common to all: its values are the returns. The
         # second prompt is shared by m0 and m2, whose mean return from there is 1: m0 gets b + (1 - 1).
-        (
-            "credit.name=stepwise",
-            "1 → 1",
-            [["0", LOOKED, "0.25", "1.25"], ["1", "solver", "0", "1.25 → 0.583333 *"]],
-        ),
+        ("credit.name=stepwise", "1 → 1", [["0", LOOKED, "0.25", "1.25"], ["1", "solver", "0", "1.25 → 0.583333 *"]]),
         # What would be dropped says why, and counts as zero.
         (
             "train.endings.finished=drop",

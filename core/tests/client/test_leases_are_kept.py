@@ -16,15 +16,7 @@ from agl_core.errors import ServerError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending
-from agl_core.wire import (
-    CLOSE,
-    Answer,
-    Asked,
-    HeartbeatRequest,
-    Lease,
-    LeaseReply,
-    Operation,
-)
+from agl_core.wire import CLOSE, Answer, Asked, HeartbeatRequest, Lease, LeaseReply, Operation
 from agl_core.worker.agent import Agent, AgentContext, TaskPerAttempt
 from agl_core.worker.client import LightningClient, UnreachableError
 from agl_core.worker.worker import Worker

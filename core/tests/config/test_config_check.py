@@ -71,10 +71,7 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("algorithm.name=judging", "credit.name=per_step"),
             ("needs a critic", "engine 'pretending'", "that provides critic (rich"),
         ),
-        (
-            ("algorithm.name=judging", "credit.name=per_step", "engine.name=poor"),
-            ("needs a critic", "needs token ids"),
-        ),
+        (("algorithm.name=judging", "credit.name=per_step", "engine.name=poor"), ("needs a critic", "needs token ids")),
         (("algorithm.name=judging", "engine.name=rich", "credit.name=mixing"), ("a return would be counted twice",)),
         (
             ("credit.name=mixing", "rewards.tools.rule=tool_counting"),

@@ -205,9 +205,7 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch() -> None:
     ],
 )
 def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
-    truncated: Literal["keep", "mask", "drop"],
-    weights: dict[str, list[float]],
-    dropped: dict[DropReason, int],
+    truncated: Literal["keep", "mask", "drop"], weights: dict[str, list[float]], dropped: dict[DropReason, int]
 ) -> None:
     """The limit cut a trained agent's call of `a` off; that of `c` is another agent's."""
     cut = make.choice(finish_reason=FinishReason.LENGTH)

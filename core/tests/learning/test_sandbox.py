@@ -129,10 +129,7 @@ async def test_what_a_parent_has_open_is_closed(tmp_path: Path) -> None:
         ("exit()", "its process ended"),
         (f"[__import__('os').write({DESCRIPTORS}[-1], b'-x'), exit()]", "its process ended"),
         ("__import__('ctypes').string_at(0)", "its process ended .*SIGSEGV"),
-        (
-            f"[__import__('os').write(n, b'[') for n in {DESCRIPTORS}]",
-            "wrote what is no value",
-        ),
+        (f"[__import__('os').write(n, b'[') for n in {DESCRIPTORS}]", "wrote what is no value"),
     ],
 )
 async def test_what_exceeds_a_limit_is_ended(text: str, why: str) -> None:

@@ -24,7 +24,7 @@ from agl_core.testing.server import LeasedAttempt, Stack, running_stack, until
 from agl_core.types import CreditKind, DropReason, Ending, Episode, Mode, Sampling
 from agl_core.wire import CloseRequest
 
-from .posting import GOOD, HELLO, clients_waiting, post
+from .server_aids import GOOD, HELLO, clients_waiting, post
 
 
 async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> None:

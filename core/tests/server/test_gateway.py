@@ -25,7 +25,7 @@ from agl_core.testing.upstream import served
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
 
-from .posting import GOOD, HELLO, OVERFLOW, SMALLEST, closed, log_of_agl, open_attempt, post
+from .server_aids import GOOD, HELLO, OVERFLOW, SMALLEST, closed, log_of_agl, open_attempt, post
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -98,11 +98,7 @@ FAILURES: list[tuple[Any, int, str]] = [
     (Raw(b'{"choices": [{"index": 0, "message": 3, "finish_reason": "stop"}]}'), 502, "message"),
     (Raw(b'{"choices": [{"message": {"content": [{"type": "image", "image": "x"}]}}]}'), 502, "'image'"),
     (Raw(b'{"choices": [{"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}}]}'), 502, "name"),
-    (
-        Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'),
-        502,
-        "integers",
-    ),
+    (Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'), 502, "integers"),
     (Fail(422, {"detail": [{"loc": ["n"], "msg": "too many"}]}), 422, "too many"),
     (Fail(400, {"object": "error", "message": "no grammar for this schema", "code": 400}), 400, "no grammar"),
     (Fail(429), 429, "scripted failure"),

@@ -18,7 +18,7 @@ from agl_core.testing import episodes as make
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
 
-from .clock import Clock
+from .server_aids import Clock
 
 ATTEMPTS = 3
 

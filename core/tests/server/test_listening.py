@@ -20,7 +20,7 @@ from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey
 from agl_core.wire import MAX_BODY
 
-from .posting import key_of_url, open_attempt
+from .server_aids import key_of_url, open_attempt
 
 PATIENCE = 120.0
 OFFERED = 96 << 20

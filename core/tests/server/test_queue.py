@@ -16,17 +16,9 @@ from agl_core.plugins import Plugins, RunHooks
 from agl_core.server import Keys, RolloutQueue
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
-from agl_core.wire import (
-    CloseRequest,
-    HeartbeatRequest,
-    HeldAttempt,
-    LeaseReply,
-    LeaseRequest,
-    RewardReport,
-)
+from agl_core.wire import CloseRequest, HeartbeatRequest, HeldAttempt, LeaseReply, LeaseRequest, RewardReport
 
-from .clock import Clock
-from .posting import log_of_agl, open_attempt
+from .server_aids import Clock, log_of_agl, open_attempt
 
 FINISHED, CRASHED = CloseRequest(ending=Ending.FINISHED, result="4"), CloseRequest(ending=Ending.CRASHED, error="Boom")
 KEYS = Keys()

@@ -44,7 +44,7 @@ from agl_core.wire import (
 )
 from agl_core.worker.client import LightningClient, UnreachableError
 
-from .posting import GOOD, HELLO, SMALLEST, open_attempt
+from .server_aids import GOOD, HELLO, SMALLEST, open_attempt
 
 
 def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:

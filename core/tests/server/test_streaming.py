@@ -24,8 +24,7 @@ from agl_core.testing.upstream import END_TOKEN, events_of
 from agl_core.types import AttemptKey, Ending, FinishReason
 from agl_core.wire import CloseRequest
 
-from .api_oracles import OWN, chunks_of, client_of, reply
-from .posting import GOOD, SMALLEST, clients_waiting, closed, open_attempt, post
+from .server_aids import GOOD, OWN, SMALLEST, chunks_of, client_of, clients_waiting, closed, open_attempt, post, reply
 
 LONG = Say("A long text that goes out in many pieces, one after the other.")
 REQUESTS = {**SMALLEST, "messages": {**GOOD, "max_tokens": 999}}

@@ -16,8 +16,7 @@ from agl_core.testing.scripts import Raw
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Call, DropReason, FinishReason, Symptom
 
-from .api_oracles import HELLO, client_of
-from .posting import closed
+from .server_aids import HELLO, client_of, closed
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 IDS = [7, 8, 9]

@@ -22,8 +22,7 @@ from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey
 
-from ..api_oracles import call, chunks_of, post_each, reply
-from ..posting import HELLO, closed, post
+from ..server_aids import HELLO, call, chunks_of, closed, post, post_each, reply
 
 ADD: dict[str, Any] = {
     "type": "function",

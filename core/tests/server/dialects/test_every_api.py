@@ -19,7 +19,7 @@ from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import FinishReason, Mode
 
-from ..api_oracles import HELLO, OWN, chunks_of, events_of, extras, post_each, reply
+from ..server_aids import HELLO, OWN, chunks_of, events_of, extras, post_each, reply
 
 BRIEF = {"role": "system", "content": "Be brief."}
 GATEWAYS = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}

@@ -12,8 +12,7 @@ from agl_core.testing.scripts import CallTools, Fail, Raw
 from agl_core.testing.server import Stack
 from agl_core.types import ToolStatus
 
-from ..api_oracles import HELLO, OWN, client_of, forwarded, reply
-from ..posting import OVERFLOW, closed
+from ..server_aids import HELLO, OVERFLOW, OWN, client_of, closed, forwarded, reply
 
 BASE: dict[str, Any] = {"model": "m", "max_tokens": 100}
 GOOD: dict[str, Any] = {**BASE, "messages": HELLO}

@@ -14,7 +14,7 @@ from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
 
-from ..api_oracles import OWN, call, client_of, forwarded, reply
+from ..server_aids import OWN, call, client_of, forwarded, reply
 
 GOOD: dict[str, Any] = {"model": "default", "input": "hello"}
 PARALLEL = OWN["text and parallel calls"]

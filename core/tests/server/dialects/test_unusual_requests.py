@@ -18,8 +18,7 @@ from agl_core.testing.scripts import CallTools, Fail, Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Mode
 
-from ..api_oracles import client_of, post_each
-from ..posting import HELLO, SMALLEST, closed
+from ..server_aids import HELLO, SMALLEST, client_of, closed, post_each
 
 HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -217,9 +216,7 @@ async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack) -> No
     }
 
 
-async def test_documents_images_and_results_of_searches_are_passed_on(
-    stack: Stack,
-) -> None:
+async def test_documents_images_and_results_of_searches_are_passed_on(stack: Stack) -> None:
     key = await stack.lease()
     content: Any = [
         {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "D"}},

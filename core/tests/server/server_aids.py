@@ -1,23 +1,92 @@
-"""For the tests of all APIs: replies that are hard to translate, and a strict look at what an SDK parsed."""
+"""For tests of the server: small requests, replies that are hard to translate, a strict look at what an SDK parsed, and
+an event loop's time that a test can put forward."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import anthropic
 import httpx
+import pytest
 from pydantic import BaseModel
 
-from agl_core.testing.scripts import Raw
+from agl_core.server import RolloutQueue
+from agl_core.testing.scripts import Fail, Raw
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob_entry
-from agl_core.types import AttemptKey
-
-from .posting import key_of_url
+from agl_core.types import AttemptKey, Ending, Episode
+from agl_core.wire import CloseRequest
+from agl_core.worker.agent import PLACEHOLDER_KEY
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+SMALLEST: dict[str, dict[str, Any]] = {
+    "chat/completions": GOOD,
+    "completions": {"model": "default", "prompt": "hello"},
+    "responses": {"model": "default", "input": "hello"},
+    "messages": {**GOOD, "max_tokens": 9},
+}
+"""A request of each API, by its route."""
+OVERFLOW = Fail(
+    400,
+    {
+        "error": {
+            "message": "This model's maximum context length is 64 tokens. However, you requested 90 tokens.",
+            "type": "BadRequestError",
+            "param": None,
+            "code": 400,
+        }
+    },
+)
+"""vLLM's words for a prompt that is too long."""
+
+
+def key_of_url(stack: Stack, url: str) -> str:
+    """The agent's key of the attempt that a URL names; one that is good for nothing if it names none."""
+    named = re.search(r"/rollout/([^/]+)/attempt/(\d+)/", url)
+    return stack.key(AttemptKey(named[1], int(named[2]))) if named else PLACEHOLDER_KEY
+
+
+async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
+    """POST these very bytes with the key of the attempt that the URL names."""
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        return await client.post(
+            url, content=content, headers={"Authorization": f"Bearer {key_of_url(stack, url)}", **headers}
+        )
+
+
+def log_of_agl(caplog: pytest.LogCaptureFixture) -> str:
+    """The log of agl alone, with tracebacks: clients of earlier tests may warn while they are collected."""
+    formatter = logging.Formatter()
+    return "\n".join(formatter.format(record) for record in caplog.records if record.name.startswith("agl_"))
+
+
+def open_attempt(queue: RolloutQueue, key: AttemptKey) -> Any:
+    """An attempt as the server keeps it while it runs."""
+    attempt = queue.attempts.get(key)
+    assert attempt is not None
+    return attempt
+
+
+async def closed(stack: Stack, key: AttemptKey) -> Episode:
+    """The episode of an attempt, which is closed as finished."""
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    return await stack.episode(key)
+
+
+def clients_waiting(stack: Stack, key: AttemptKey) -> int:
+    """The most connections that asked for one and the same call of an attempt."""
+    attempt = open_attempt(stack.server.queue, key)
+    exchanges = [exchange for same in attempt.answered._exchanges.values() for exchange in same]
+    return max((len(exchange.waiting) for exchange in exchanges), default=0)
+
+
+# For the tests of all APIs.
 
 
 def call(id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -135,3 +204,24 @@ def client_of(stack: Stack, key: AttemptKey, **options: Any) -> anthropic.AsyncA
     """The client with the attempt's base URL, which ends before /v1 here."""
     base_url = stack.url(key).removesuffix("/v1")
     return anthropic.AsyncAnthropic(**{"base_url": base_url, "api_key": stack.key(key), "max_retries": 0, **options})
+
+
+# Time.
+
+
+class Clock:
+    """`advance` makes everything due that waits on the loop for less than that, and lets it happen.
+
+    By itself the time stands still, however long anything takes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._now = loop.time()
+        loop.time = lambda: self._now  # type: ignore[method-assign]
+
+    async def advance(self, seconds: float) -> None:
+        """Put the time forward, and a bit more, since whoever looks at regular times looks a bit later."""
+        for step in (seconds, 0.2):
+            self._now += step
+            for _ in range(20):
+                await asyncio.sleep(0)
