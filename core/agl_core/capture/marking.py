@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from agl_core.capture import context
 from agl_core.capture.reports import guarded, record_tool_result, routine_of, tool_result_report, within
@@ -20,77 +20,6 @@ from agl_core.types import Identity
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NOT_SET: Any = object()
-
-
-class _MarkedRun(Protocol):
-    """A marked agent or tool, while it runs."""
-
-    result: Any
-
-    def start(self, arguments: Callable[[], Any]) -> None: ...
-
-    def end(self, error: BaseException | None) -> None: ...
-
-
-R = TypeVar("R", bound=_MarkedRun)
-
-_entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
-"""The markers that this context has entered by `with`, with their runs: concurrent contexts may share a marker."""
-
-
-class Marker(Generic[R]):
-    """A decorator and a context manager, sync and async; each use of it is one run."""
-
-    def __init__(self, word: str, new_run: Callable[[], R]) -> None:
-        self._word, self._new_run = word, new_run
-
-    def __enter__(self) -> R:
-        run = self._new_run()
-        run.start(lambda: None)
-        _entered.set((*_entered.get(), (self, run)))
-        return run
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        entered = _entered.get()
-        for index in reversed(range(len(entered))):
-            marker, run = entered[index]
-            if marker is self:
-                _entered.set(entered[:index] + entered[index + 1 :])
-                run.end(error)
-                return
-
-    async def __aenter__(self) -> R:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
-
-    def __call__(self, function: F) -> F:
-        """The function, each call of it one run. AgentError for a generator: it has no clear end."""
-        routine = routine_of(function)
-        if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
-            raise AgentError(
-                f"agl_core.{self._word} cannot mark {_name_of(function)}, which is a generator: "
-                f"use `with agl_core.{self._word}(…):` inside it."
-            )
-        marked = within(lambda *args, **kwargs: started(self._new_run(), lambda: _bound(function, args, kwargs)))
-        return functools.update_wrapper(marked(function), function)  # type: ignore[return-value]
-
-
-@contextmanager
-def started(run: R, arguments: Callable[[], Any] = lambda: None) -> Iterator[R]:
-    """The run, from its start to its end."""
-    run.start(arguments)
-    try:
-        yield run
-    except BaseException as error:
-        run.end(error)
-        raise
-    run.end(None)
 
 
 class AgentRun:
@@ -180,6 +109,67 @@ class ToolRun:
                 adapter=self._adapter,
             )
         )
+
+
+R = TypeVar("R", bound=AgentRun | ToolRun)
+
+_entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
+"""The markers that this context has entered by `with`, with their runs: concurrent contexts may share a marker."""
+
+
+class Marker(Generic[R]):
+    """A decorator and a context manager, sync and async; each use of it is one run."""
+
+    def __init__(self, word: str, new_run: Callable[[], R]) -> None:
+        self._word, self._new_run = word, new_run
+
+    def __enter__(self) -> R:
+        run = self._new_run()
+        run.start(lambda: None)
+        _entered.set((*_entered.get(), (self, run)))
+        return run
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entered = _entered.get()
+        for index in reversed(range(len(entered))):
+            marker, run = entered[index]
+            if marker is self:
+                _entered.set(entered[:index] + entered[index + 1 :])
+                run.end(error)
+                return
+
+    async def __aenter__(self) -> R:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def __call__(self, function: F) -> F:
+        """The function, each call of it one run. AgentError for a generator: it has no clear end."""
+        routine = routine_of(function)
+        if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
+            raise AgentError(
+                f"agl_core.{self._word} cannot mark {_name_of(function)}, which is a generator: "
+                f"use `with agl_core.{self._word}(…):` inside it."
+            )
+        marked = within(lambda *args, **kwargs: started(self._new_run(), lambda: _bound(function, args, kwargs)))
+        return functools.update_wrapper(marked(function), function)  # type: ignore[return-value]
+
+
+@contextmanager
+def started(run: R, arguments: Callable[[], Any] = lambda: None) -> Iterator[R]:
+    """The run, from its start to its end."""
+    run.start(arguments)
+    try:
+        yield run
+    except BaseException as error:
+        run.end(error)
+        raise
+    run.end(None)
 
 
 def agent(name: str) -> Marker[AgentRun]:

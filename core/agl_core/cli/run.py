@@ -109,15 +109,11 @@ def _forwarding(
             f"not trained on. Servers like vLLM return ids (return_token_ids)."
         )
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
-    before = RUNS / check_name(name) if name else None
-    is_new = before is None or not is_capture(before)
-    folder = new_capture(name or "capture", described) if before is None or is_new else before
+    folder = RUNS / check_name(name or "capture")
+    is_new = name is None or not is_capture(folder)
+    if is_new:
+        folder = first_free(folder, lambda new: write_capture(new, described))
     return _Setting(folder, open_store(folder, read_only=False), is_new, described, upstream)
-
-
-def new_capture(name: str, described: Mapping[str, Any]) -> Path:
-    """Make `runs/NAME`, or `runs/NAME-2` and so on if it is taken; `described` is what is recorded there."""
-    return first_free(RUNS / name, lambda folder: write_capture(folder, described))
 
 
 def _configured(config: Path, name: str | None) -> _Setting:

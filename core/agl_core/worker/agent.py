@@ -211,7 +211,6 @@ class TaskPerAttempt:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._abandoned = 0
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -244,11 +243,9 @@ class TaskPerAttempt:
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_GRACE)
         if not task.done():
-            self._abandoned += 1
             logger.warning(
-                "An agent did not end when cancelled and was abandoned (%d so far). [workers] isolation = 'process' "
-                "ends such agents by force.",
-                self._abandoned,
+                "An agent did not end when cancelled and was abandoned. [workers] isolation = 'process' ends such "
+                "agents by force."
             )
 
     async def _watch(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from agl_core import save_episodes
-from agl_core.cli.run import new_capture
 from agl_core.errors import ConfigError, PluginError, StoreError
 from agl_core.plugins import Plugins
+from agl_core.reading.runs import write_capture
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Call, DropReason, Ending, Episode, Mode, Reward, Rollout, RolloutState, Run, TrainingRecord
@@ -169,7 +169,9 @@ def test_an_evaluation_is_judged_and_gets_no_credit(run: Any) -> None:
 
 
 def test_what_agl_run_recorded_is_judged_whoever_answered_it(run: Any) -> None:
-    folder = new_capture("found", {"command": ["python", "agent.py"]})
+    folder = Path("runs/found")
+    folder.mkdir(parents=True)
+    write_capture(folder, {"command": ["python", "agent.py"]})
     run.put(*recorded_elsewhere(run, Mode.EVAL_SAMPLED), to=folder / "store.sqlite")
 
     result = run.agl(*TRY, "--run=runs/found")
