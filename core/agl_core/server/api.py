@@ -1,4 +1,4 @@
-"""The server's routes besides model calls: operations, those of workers, the lists of models, what is
+"""The server's routes: which model call a path names, operations, those of workers, the lists of models, what is
 passed on without being recorded, the OpenAPI document, and what clients get at other paths.
 """
 
@@ -7,21 +7,26 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import httpx
 import orjson
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
 from agl_core.apis.errors import ApiError, as_answer, openai_error, stopping
+from agl_core.apis.messages import Messages
+from agl_core.apis.responses import Responses
 from agl_core.config.models import PassthroughSection
-from agl_core.server.gateway import DIALECTS, MODELS, PASSED_ON, TRACES, Gateway, find_route
+from agl_core.server.gateway import Gateway
 from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
 from agl_core.server.listening import read_body
 from agl_core.server.queue import RolloutQueue
@@ -44,6 +49,42 @@ from agl_core.wire import (
     Right,
 )
 
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/responses/input_tokens": Responses(counts=True),
+    "/v1/messages": Messages(),
+    "/v1/messages/count_tokens": Messages(counts=True),
+    "/v1/completions": Completions(),
+}
+PASSED_ON = frozenset(
+    {
+        "/v1/audio/speech",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/embeddings",
+        "/v1/images/edits",
+        "/v1/images/generations",
+        "/v1/images/variations",
+        "/v1/moderations",
+        "/v1/rerank",
+    }
+)
+"""No other route is passed on: the key would let agents reach files, and make other model calls."""
+_PATH = re.compile(
+    r"(?P<prefix>/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
+    r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>.+?(?=/chat/|/completions|/embeddings)|[^/]+))?)"
+    r"(?P<route>/.*[^/])/*"
+)
+"""A deployment is named as its model, which may have slashes."""
+MODELS = "/v1/models"
+TRACES = "/v1/traces"
+"""Where agents export spans: a plugin's route."""
+_RESPONSES = "/v1/responses/"
+_BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, TRACES})
+"""Routes that are also served without /v1."""
+
+
 Result = TypeVar("Result")
 Owner = TypeVar("Owner")
 
@@ -53,6 +94,66 @@ _SETTING = (
     "To have it served, name a server that does in the run's configuration: [gateway.passthrough] url = "
     '"https://…/v1" and api_key_env = "VARIABLE".'
 )
+
+
+class ModelRoute(NamedTuple):
+    """Where a request goes that may be a model call."""
+
+    path: str
+    """As the routes have it."""
+    route: str
+    """Begins with /v1/."""
+    parameters: Mapping[str, str]
+    """`rollout`, `attempt` and `deployment`, if the path names them."""
+
+
+def find_route(path: str) -> ModelRoute | None:
+    """The API, attempt and id that a decoded path names; None if it is of no model API, alone or after an attempt's.
+
+    >>> find_route("//openai/deployments/m/chat/completions/")
+    ModelRoute(path='/v1/chat/completions', route='/v1/chat/completions', parameters={'deployment': 'm'})
+    >>> find_route("/agl/v1/lease") is None
+    True
+    """
+    match = _PATH.fullmatch(re.sub("//+", "/", path) if "//" in path else path)
+    if match is None:
+        return None
+    route = f"/v1{match['route']}"
+    if not match["base"] and route not in _BARE and not route.startswith((f"{MODELS}/", _RESPONSES)):
+        return None
+    named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
+    return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
+
+
+class CallRequest(Request):
+    """The request of a model call, which is asked for a dozen headers, most of them absent."""
+
+    def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
+        super().__init__({**scope, "path_params": target.parameters}, receive)
+        # Starlette's go through all of them for each name that is looked up.
+        self._headers = cast(Headers, {n.decode("latin-1"): v.decode("latin-1") for n, v in reversed(scope["headers"])})
+
+
+class ModelCalls:
+    """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
+        self._app, self._gateway, self._passthrough = app, gateway, passthrough
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response, target = self._app, find_route(scope["path"])
+        if target is not None:
+            route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
+            scope = {**scope, "path": target.path}
+            if method == "POST" and route in DIALECTS:
+                await self._gateway.answer(request, send, DIALECTS[route])
+                return
+            if method == "POST" and route in PASSED_ON:
+                response = await self._passthrough.answer(request, route)
+            elif method in ("GET", "DELETE") and re.fullmatch(f"{_RESPONSES}[^/]*", route):
+                reply_id = route.removeprefix(_RESPONSES)
+                response = await self._gateway.kept(request, DIALECTS["/v1/responses"], reply_id)
+        await response(scope, receive, send)
 
 
 def worker_routes(

@@ -9,26 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any
 from urllib.parse import unquote
 
 import orjson
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
-from agl_core.apis.dialect import ChatCompletions, Completions, Dialect, ModelRequest, rendered, unsupported
+from agl_core.apis.dialect import Dialect, ModelRequest, rendered, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
-from agl_core.apis.messages import Messages
-from agl_core.apis.reply import Reply, read_reply
-from agl_core.apis.responses import Responses
+from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
+from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
 from agl_core.capture import unpack_variables
 from agl_core.capture.requests import (
     HEADER_AGENT,
@@ -45,90 +44,14 @@ from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
-from agl_core.server.streaming import LiveReply
-from agl_core.server.upstream import Destination, DestinationProvider
+from agl_core.server.upstream import Destination, DestinationProvider, UpstreamReply
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
 
-if TYPE_CHECKING:
-    from agl_core.server.api import Passthrough
-
 logger = logging.getLogger(__name__)
 
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": ChatCompletions(),
-    "/v1/responses": Responses(),
-    "/v1/responses/input_tokens": Responses(counts=True),
-    "/v1/messages": Messages(),
-    "/v1/messages/count_tokens": Messages(counts=True),
-    "/v1/completions": Completions(),
-}
-PASSED_ON = frozenset(
-    {
-        "/v1/audio/speech",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/embeddings",
-        "/v1/images/edits",
-        "/v1/images/generations",
-        "/v1/images/variations",
-        "/v1/moderations",
-        "/v1/rerank",
-    }
-)
-"""No other route is passed on: the key would let agents reach files, and make other model calls."""
 _MAX_NOTES = 100
 """Different notes that are logged."""
-_PATH = re.compile(
-    r"(?P<prefix>/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
-    r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>.+?(?=/chat/|/completions|/embeddings)|[^/]+))?)"
-    r"(?P<route>/.*[^/])/*"
-)
-"""A deployment is named as its model, which may have slashes."""
-MODELS = "/v1/models"
-TRACES = "/v1/traces"
-"""Where agents export spans: a plugin's route."""
-_RESPONSES = "/v1/responses/"
-_BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, TRACES})
-"""Routes that are also served without /v1."""
-
-
-class ModelRoute(NamedTuple):
-    """Where a request goes that may be a model call."""
-
-    path: str
-    """As the routes have it."""
-    route: str
-    """Begins with /v1/."""
-    parameters: Mapping[str, str]
-    """`rollout`, `attempt` and `deployment`, if the path names them."""
-
-
-def find_route(path: str) -> ModelRoute | None:
-    """The API, attempt and id that a decoded path names; None if it is of no model API, alone or after an attempt's.
-
-    >>> find_route("//openai/deployments/m/chat/completions/")
-    ModelRoute(path='/v1/chat/completions', route='/v1/chat/completions', parameters={'deployment': 'm'})
-    >>> find_route("/agl/v1/lease") is None
-    True
-    """
-    match = _PATH.fullmatch(re.sub("//+", "/", path) if "//" in path else path)
-    if match is None:
-        return None
-    route = f"/v1{match['route']}"
-    if not match["base"] and route not in _BARE and not route.startswith((f"{MODELS}/", _RESPONSES)):
-        return None
-    named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
-    return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
-
-
-class CallRequest(Request):
-    """The request of a model call, which is asked for a dozen headers, most of them absent."""
-
-    def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
-        super().__init__({**scope, "path_params": target.parameters}, receive)
-        # Starlette's go through all of them for each name that is looked up.
-        self._headers = cast(Headers, {n.decode("latin-1"): v.decode("latin-1") for n, v in reversed(scope["headers"])})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,9 +160,8 @@ class Gateway:
         if attempt is not None and exchange is not None:
             await self._delivered(attempt, exchange, arrived)
 
-    async def kept(self, request: Request, reply_id: str) -> Response:
+    async def kept(self, request: Request, dialect: Dialect, reply_id: str) -> Response:
         """A response that was given before (GET), or its removal (DELETE); its echoes are known all the same."""
-        dialect = DIALECTS["/v1/responses"]
         try:
             exchange = (await self.attribution.open(request)).answered.of_reply(reply_id)
             if exchange is None or exchange.kept is None or exchange.request is None:
@@ -412,25 +334,62 @@ class Gateway:
             attempt.committing.discard(done)
 
 
-class ModelCalls:
-    """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest."""
+class LiveReply:
+    """The reply to one request for a stream. It begins with the model's first chunk: until then errors have a status.
 
-    def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
-        self._app, self._gateway, self._passthrough = app, gateway, passthrough
+    A client that leaves after that ends the sampling. One that leaves before may ask again, and gets the reply then.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response, target = self._app, find_route(scope["path"])
-        if target is not None:
-            route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
-            scope = {**scope, "path": target.path}
-            if method == "POST" and route in DIALECTS:
-                await self._gateway.answer(request, send, DIALECTS[route])
-                return
-            if method == "POST" and route in PASSED_ON:
-                response = await self._passthrough.answer(request, route)
-            elif method in ("GET", "DELETE") and re.fullmatch(f"{_RESPONSES}[^/]*", route):
-                response = await self._gateway.kept(request, route.removeprefix(_RESPONSES))
-        await response(scope, receive, send)
+    def __init__(self, connection: HttpConnection, send: Send, renderer: Renderer, *, logprobs: bool) -> None:
+        self.has_begun = False
+        self.was_left = False
+        """Whether its client left before its end, and so the model server was not heard out."""
+        self.renderer = renderer
+        self._connection, self._send, self._logprobs = connection, send, logprobs
+
+    async def follow(
+        self, answer: UpstreamReply, reply_id: str, waiting: Sequence[HttpConnection], headers: Mapping[str, str]
+    ) -> Reply:
+        """Pass a streamed reply on, all but the end; the whole of it. ApiError if it does not come to its end.
+
+        `waiting` are the connections of all who asked for it, and `headers` are for the client.
+        """
+        if answer.chunks is None:
+            return read_reply(answer.body, answer.headers, reply_id, logprobs=self._logprobs)
+        completion = StreamedCompletion(reply_id)
+        async with aclosing(answer.chunks):
+            async for chunks in answer.chunks:
+                deltas = [delta for chunk in chunks for delta in completion.add(chunk)]
+                await self._pass_on(deltas, completion, headers)
+                if self.has_begun and all(connection.is_gone for connection in waiting):
+                    self.was_left = True
+                    break
+        await self._pass_on(completion.end(), completion, headers)
+        return read_reply(completion.whole(cut=self.was_left), answer.headers, reply_id, logprobs=self._logprobs)
+
+    async def _pass_on(
+        self, deltas: Sequence[Delta], completion: StreamedCompletion, headers: Mapping[str, str]
+    ) -> None:
+        if not deltas or self._connection.is_gone:
+            return
+        events = list[Event]()
+        if not self.has_begun:
+            self.has_begun = True
+            own = {"content-type": STREAM_TYPE, **STREAM_HEADERS, **headers}
+            raw = [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+            events += self.renderer.start(completion.head)
+        for delta in deltas:
+            events += self.renderer.feed(delta)
+        if events:
+            await self._send({"type": "http.response.body", "body": self.renderer.encode(events), "more_body": True})
+
+    async def end(self, events: bytes) -> bool:
+        """Send the last events, and wait until they have left for the client; False if the connection broke before."""
+        if self._connection.is_gone:
+            return False
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        return await self._connection.has_left()
 
 
 def _this_task() -> asyncio.Task[Any]:

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MAX_HEADERS = 128
 MAX_HEAD_BYTES = 96 << 10
 """Of a request's line and headers: where a head has more, its connection is closed before it is whole."""
 MAX_PIPELINED_REQUESTS = 32
@@ -202,13 +201,8 @@ class HttpConnection(HttpToolsProtocol):
             self._expect()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MAX_HEADERS:
-            raise RuntimeError("too many headers")  # The parser makes it an error of its own.
         if self._in_head:  # Else it is a trailer.
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:

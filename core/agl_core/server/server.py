@@ -17,8 +17,8 @@ from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
-from agl_core.server.api import Passthrough, document, models_routes, unserved, worker_routes
-from agl_core.server.gateway import Gateway, ModelCalls
+from agl_core.server.api import ModelCalls, Passthrough, document, models_routes, unserved, worker_routes
+from agl_core.server.gateway import Gateway
 from agl_core.server.keys import Attribution, Keys, RolloutSource
 from agl_core.server.listening import Listening, url_of
 from agl_core.server.queue import RolloutQueue

@@ -15,7 +15,7 @@ import httpx
 import orjson
 import pytest
 
-from agl_core.server.listening import MAX_HEAD_BYTES, MAX_HEADERS, run
+from agl_core.server.listening import MAX_HEAD_BYTES, run
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey
 from agl_core.wire import MAX_BODY
@@ -275,13 +275,11 @@ async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) 
     assert len(stack.upstream.received) == 1
 
 
-async def test_too_many_headers(stack: Stack, http: httpx.AsyncClient) -> None:
+async def test_too_large_a_head(stack: Stack, http: httpx.AsyncClient) -> None:
     key = await stack.lease()
     url, body, headers = next(routes(stack, key))
-    many = {f"x-{number}": "" for number in range(MAX_HEADERS)}
-    for further, status in ((many, 400), ({"x-long": "x" * 4 * MAX_HEAD_BYTES}, 431)):
-        response = await http.post(url, content=body % b'"x"', headers={**headers, **further})
-        assert response.status_code == status
+    response = await http.post(url, content=body % b'"x"', headers={**headers, "x-long": "x" * 4 * MAX_HEAD_BYTES})
+    assert response.status_code == 431
     assert stack.upstream.received == []
 
 
