@@ -343,6 +343,17 @@ text = st.text(max_size=8)
 logprobs = st.floats(-20, 0, width=32)
 
 
+CALLS = st.fixed_dictionaries(
+    {
+        "agent": st.sampled_from([None, "a", "b"]),
+        "prompt_ids": st.none() | st.just(np.arange(3, dtype=np.int32)),
+        "version": st.none() | st.integers(0, 9),
+        "state": st.none() | st.dictionaries(text, st.integers()),
+        "prefix_broken": st.none() | st.sampled_from(PrefixBreak),
+    }
+)
+
+
 @st.composite
 def any_episodes(draw: st.DrawFn) -> Episode:
     """Several agents, several choices of a call, tools by id and by span, rewards of calls and at the end."""
@@ -352,35 +363,16 @@ def any_episodes(draw: st.DrawFn) -> Episode:
         for index in range(draw(st.integers(1, 2))):
             tokens = draw(st.integers(0, 5))
             ids = [f"t{sequence}-{index}"] if draw(st.booleans()) else []
-            choices.append(
-                make.choice(
-                    index,
-                    ids,
-                    tokens,
-                    logprobs=np.array(draw(st.lists(logprobs, min_size=tokens, max_size=tokens)), np.float32),
-                    mask=draw(st.sampled_from([None, np.ones(tokens, np.bool_)])),
-                    parse_error=draw(st.none() | text),
-                )
-            )
+            values = np.array(draw(st.lists(logprobs, min_size=tokens, max_size=tokens)), np.float32)
+            mask, error = draw(st.sampled_from([None, np.ones(tokens, np.bool_)])), draw(st.none() | text)
+            choices.append(make.choice(index, ids, tokens, logprobs=values, mask=mask, parse_error=error))
             tool_results += [make.tool_result(f"o-{id}", id, rollout=rollout, result=draw(text)) for id in ids]
         span = draw(st.sampled_from([None, "s1"]))
         if span is not None and draw(st.booleans()):
             tool_results.append(make.tool_result(f"o{sequence}", rollout=rollout, parent_span=span))
-        messages = [{"role": "user", "content": draw(text)}]
-        calls.append(
-            make.call(
-                sequence,
-                *choices,
-                rollout=rollout,
-                agent=draw(st.sampled_from([None, "a", "b"])),
-                parent_span=span,
-                request={"messages": messages, **({"tools": [{"type": "function"}]} if draw(st.booleans()) else {})},
-                prompt_ids=draw(st.none() | st.just(np.arange(3, dtype=np.int32))),
-                version=draw(st.none() | st.integers(0, 9)),
-                state=draw(st.none() | st.dictionaries(text, st.integers())),
-                prefix_broken=draw(st.none() | st.sampled_from(PrefixBreak)),
-            )
-        )
+        request: dict[str, Any] = {"messages": [{"role": "user", "content": draw(text)}]}
+        request |= {"tools": [{"type": "function"}]} if draw(st.booleans()) else {}
+        calls.append(make.call(sequence, *choices, rollout=rollout, parent_span=span, request=request, **draw(CALLS)))
     built = build_episode(
         make.rollout(rollout, step=draw(st.integers(0, 3)), group=draw(st.sampled_from(["g1", "g2"]))),
         make.attempt(rollout, result=draw(st.none() | text)),

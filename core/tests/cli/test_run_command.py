@@ -90,13 +90,8 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     assert [(r.name, r.value, r.source) for r in episode.rewards] == [("reward", 0.75, "agent")]
     probe, *_, forwarded, elsewhere = running.upstream.received
     assert probe.body["messages"][-1]["content"] == "Say OK."
-    assert {name: forwarded.body.get(name) for name in ("temperature", "top_p", "max_tokens", "seed", "model")} == {
-        "temperature": 0.25,
-        "top_p": 0.5,
-        "max_tokens": None,
-        "seed": None,
-        "model": "served",
-    }
+    names = ("temperature", "top_p", "max_tokens", "seed", "model")
+    assert [forwarded.body.get(name) for name in names] == [0.25, 0.5, None, None, "served"]
     assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
     assert "crashed: 1 LLM call by seeker, 1 tool result\n" in result.stderr
     message = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"

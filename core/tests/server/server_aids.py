@@ -32,17 +32,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "messages": {**GOOD, "max_tokens": 9},
 }
 """A request of each API, by its route."""
-OVERFLOW = Fail(
-    400,
-    {
-        "error": {
-            "message": "This model's maximum context length is 64 tokens. However, you requested 90 tokens.",
-            "type": "BadRequestError",
-            "param": None,
-            "code": 400,
-        }
-    },
-)
+TOO_LONG = "This model's maximum context length is 64 tokens. However, you requested 90 tokens."
+OVERFLOW = Fail(400, {"error": {"message": TOO_LONG, "type": "BadRequestError", "param": None, "code": 400}})
 """vLLM's words for a prompt that is too long."""
 
 

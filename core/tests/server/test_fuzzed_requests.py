@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from anyio.from_thread import start_blocking_portal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Say
-from agl_core.testing.server import running_stack
+from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Json, Task
 from agl_core.wire import LeaseRequest
 
@@ -91,50 +88,26 @@ VALID: Mapping[str, Json] = {
 }
 
 
+async def begin(stack: Stack) -> str:
+    """Lease three attempts, of which the other one makes a call; the id of its reply."""
+    names = {"own": "t", "other": SECRET, "third": "t"}
+    await stack.server.queue.enqueue([make.rollout(name, task=Task("t", input)) for name, input in names.items()])
+    await stack.server.queue.lease(LeaseRequest(worker="never beats", capacity=3))
+    stack.upstream.script(Say(SECRET))
+    return (await stack.client(OTHER).responses.create(model="default", input=SECRET)).id
+
+
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A server over the real store, in a thread, with three attempts; the other one has made a call already."""
-    world, ready = SimpleNamespace(), threading.Event()
-    folder: Path = tmp_path_factory.mktemp("fuzzed")
-
-    async def serve() -> None:
-        world.stop, world.loop = asyncio.Event(), asyncio.get_running_loop()
-        async with SqliteStore(folder / "store.sqlite") as store, running_stack(store=store, timeout=3600) as stack:
-            queue = stack.server.queue
-            await queue.enqueue([make.rollout("own"), make.rollout("other", task=Task("t", SECRET))])
-            await queue.enqueue([make.rollout("third")])
-            await queue.lease(LeaseRequest(worker="never beats", capacity=3))
-            stack.upstream.script(Say(SECRET))
-            async with httpx.AsyncClient(trust_env=False) as client:
-                reply = await client.post(
-                    f"{stack.url(OTHER)}/responses",
-                    json={"model": "default", "input": SECRET},
-                    headers={"Authorization": f"Bearer {stack.server.keys.of_attempt(OTHER)}"},
-                )
-            world.reply = reply.json()["id"]
-            world.stack, world.store = stack, store
-            ready.set()
-            await world.stop.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait(30)
-    keys = world.stack.server.keys
-    world.keys = {
-        "own": keys.of_attempt(OWN),
-        "worker": keys.worker,
-        "lease": keys.of_lease(AttemptKey("third", 0)),
-        "none": "agl-none",
-    }
-    with httpx.Client(base_url=world.stack.server.base_url, trust_env=False, timeout=30) as client:
-        world.client = client
-        yield world
-    world.loop.call_soon_threadsafe(world.stop.set)
-    thread.join()
-
-
-def ask(world: SimpleNamespace, call: Callable[[], Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(call(), world.loop).result(30)
+def world() -> Iterator[SimpleNamespace]:
+    """A server over the real store, in a thread."""
+    running = running_stack(timeout=3600)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(running) as stack:
+        reply, keys = portal.call(begin, stack), stack.server.keys
+        whose = {"own": keys.of_attempt(OWN), "worker": keys.worker, "lease": keys.of_lease(AttemptKey("third", 0))}
+        with httpx.Client(base_url=stack.server.base_url, trust_env=False, timeout=30) as client:
+            yield SimpleNamespace(
+                store=stack.store, call=portal.call, client=client, reply=reply, keys={**whose, "none": "agl-none"}
+            )
 
 
 numbers = st.integers() | st.floats() | st.sampled_from([2**63, 2**64, -(2**63) - 1, 10**40, 1e308, 0, -1])
@@ -232,8 +205,8 @@ def test_no_request_breaks_the_server_or_reaches_another_rollout(
         assert SECRET not in response.text
         if "/agl/" in path or "other" in prefix or who == "none":
             assert response.status_code >= 400
-    assert len(ask(world, lambda: world.store.calls([OTHER]))) == 1, "a call was recorded for the other"
-    assert ask(world, lambda: world.store.tool_results([OTHER])) == [], "spans were taken in for the other"
+    assert len(world.call(world.store.calls, [OTHER])) == 1, "a call was recorded for the other"
+    assert world.call(world.store.tool_results, [OTHER]) == [], "spans were taken in for the other"
 
 
 def test_the_requests_above_reach_what_they_aim_at(world: SimpleNamespace) -> None:

@@ -99,17 +99,8 @@ def record_run(
         effective = Sampling(temperature=1.0 if mode.trains else 0.0)
         answered = replace(make.choice(message={"role": "assistant", "content": reply}), **given)
         ids = None if given["response_ids"] is None else PROMPT
-        records.append(
-            make.call(
-                *(0, answered),
-                rollout=name,
-                version=3,
-                prompt_ids=ids,
-                request={"messages": [USER]},
-                agent="solver",
-                effective=effective,
-            )
-        )
+        sampled = {"version": 3, "agent": "solver", "effective": effective, "prompt_ids": ids}
+        records.append(make.call(0, answered, rollout=name, request={"messages": [USER]}, **sampled))
         if reward:
             records.append(Reward(name, 0, "right", float(member), "right"))
 

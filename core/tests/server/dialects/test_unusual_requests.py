@@ -3,7 +3,6 @@ and blocks of Anthropic's, settings that only tune a hosted service, and what is
 
 from __future__ import annotations
 
-import json
 from typing import Any, get_args, get_type_hints
 
 import openai
@@ -14,11 +13,11 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from agl_core.capture.requests import HEADER_IGNORED
-from agl_core.testing.scripts import CallTools, Fail, Raw, Say
+from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Mode
 
-from ..server_aids import HELLO, SMALLEST, client_of, closed, post_each
+from ..server_aids import HELLO, SMALLEST, client_of, closed, post_each, reply
 
 HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -26,22 +25,9 @@ GRAMMAR = {"definition": "start: /.+/", "syntax": "lark"}
 REQUEST: dict[str, Any] = {"model": "default", "input": "hello"}
 CHAT: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 CALLED = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": "ls -l"}}
-REPLY = {
-    "id": "x",
-    "object": "chat.completion",
-    "created": 1,
-    "model": "served",
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "tool_calls",
-            "message": {"role": "assistant", "content": None, "tool_calls": [CALLED]},
-        }
-    ],
-}
 FOUND_TOOL = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "add"}]}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
-USES_CUSTOM = Raw(json.dumps(REPLY).encode())
+USES_CUSTOM = reply({"role": "assistant", "content": None, "tool_calls": [CALLED]})
 
 
 async def test_a_summary_of_reasoning_is_not_required(stack: Stack) -> None:
