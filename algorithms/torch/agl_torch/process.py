@@ -29,7 +29,7 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
-from agl_core.training.child import Host, UpdateRequest, find_algorithm
+from agl_core.training.child import Host, find_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
 from agl_torch.loop import EngineLoop
@@ -102,20 +102,21 @@ class Policies:
     def versions(self) -> dict[str, int]:
         return {name: policy.sampler.version for name, policy in self.policies.items()}
 
-    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        policy = self._policy(request.policy)
-        algorithm = self._algorithm(request.algorithm, request.options)
-        steps = policy.trainer.optimizer.steps
-        policy.sampler.release()
+    def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
+    ) -> UpdateResult:
+        trained, built = self._policy(policy), self._algorithm(algorithm, options)
+        steps = trained.trainer.optimizer.steps
+        trained.sampler.release()
         try:
             with self._all_threads():
-                return policy.trainer.update(request.batch, algorithm, progress)
+                return trained.trainer.update(batch, built, progress)
         except Exception:
-            if policy.trainer.optimizer.steps != steps:
-                policy.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
+            if trained.trainer.optimizer.steps != steps:
+                trained.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
             raise
         finally:
-            policy.sampler.new_version(policy.trainer.version)
+            trained.sampler.new_version(trained.trainer.version)
 
     def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
         """[R] of a batch's response tokens, under the weights as they are."""
@@ -232,8 +233,10 @@ class ServedPolicies:
         threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()
         _log.info("Serving %s at %s.", ", ".join(self._served) or "nothing yet", *self.urls)
 
-    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        return self._alone(lambda: self._policies.update(request, progress))
+    def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
+    ) -> UpdateResult:
+        return self._alone(lambda: self._policies.update(policy, batch, algorithm, options, progress))
 
     def estimate(self, work: Workload) -> Needs:
         return self._alone(lambda: self._policies.estimate(work))

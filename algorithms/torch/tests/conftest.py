@@ -19,7 +19,6 @@ from agl_chat.requests import Generated, Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import Row, batch_of
-from agl_core.training.child import UpdateRequest
 from agl_core.types import Batch
 from agl_torch import attention
 from agl_torch.loading import LoadedModel, load_model
@@ -226,7 +225,6 @@ def saved(folder: Path, policy: PolicySpec, updates: int = 1) -> tuple[LoadedMod
     """A policy after some updates, and the folder with its weights."""
     policies = start_policies(default=policy)
     for seed in range(updates):
-        request = UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None, seed=seed))
-        policies.update(request, lambda _: None)
+        policies.update("default", make_batch(None, seed=seed), "grpo", {"beta": 0.0}, lambda _: None)
     policies.save(folder)
     return policies.policies["default"].loaded, folder / "default" / "model"

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 from agl_chat.requests import Request
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
-from agl_core.training.child import UpdateRequest
 from agl_torch.loading import LoadedModel, fingerprint, load_model
 from agl_torch.process import Policies
 from agl_torch.sampler import Sampler
@@ -187,8 +186,8 @@ def train(policies: Policies, seed: int) -> list[dict[str, float]]:
     steps = []
     for name in policies.policies:
         algorithm, options = KINDS[name][1]
-        request = UpdateRequest(name, algorithm, options, make_batch(None, seed=seed))
-        metrics = policies.update(request, lambda _: None).metrics
+        batch = make_batch(None, seed=seed)
+        metrics = policies.update(name, batch, algorithm, options, lambda _: None).metrics
         steps.append({key: value for key, value in metrics.items() if "seconds" not in key})
     return steps
 

@@ -15,7 +15,6 @@ from agl_chat.requests import Request
 from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.training.child import UpdateRequest
 from agl_core.types import Needs, Workload
 from agl_torch import memory
 from agl_torch.loading import LoadedModel
@@ -40,8 +39,8 @@ def load_one(checkpoint: Path, **options: Any) -> Policies:
 def update(
     policies: Policies, name: str = "default", seed: int = 0, algorithm: str = "grpo", **options: Any
 ) -> dict[str, float]:
-    request = UpdateRequest(name, algorithm, options, make_batch(None, seed=seed))
-    return dict(policies.update(request, lambda _: None).metrics)
+    batch = make_batch(None, seed=seed)
+    return dict(policies.update(name, batch, algorithm, options, lambda _: None).metrics)
 
 
 def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) -> None:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import EngineContext, Progress, UpdateResult
-from agl_core.training.child import Host, UpdateRequest, in_one_line
+from agl_core.training.child import Host, in_one_line
+from agl_core.types import Batch
 from agl_verl import checkpoint
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
@@ -85,17 +86,19 @@ class Driver:
         self.context_length = self._trainer.context_length
         self.watch = Watch()
 
-    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
+    def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
+    ) -> UpdateResult:
         """Train on a batch and serve the new version."""
-        if request.policy != self._policy:
-            raise EngineError(f"There is no policy '{request.policy}', only '{self._policy}'.")
-        if (request.algorithm, dict(request.options)) != (self._spec.algorithm, dict(self._spec.algorithm_options)):
+        if policy != self._policy:
+            raise EngineError(f"There is no policy '{policy}', only '{self._policy}'.")
+        if (algorithm, dict(options)) != (self._spec.algorithm, dict(self._spec.algorithm_options)):
             raise EngineError(
                 f"The veRL engine was started for the algorithm '{self._spec.algorithm}' and its options; it cannot "
-                f"make an update with '{request.algorithm}' or other options."
+                f"make an update with '{algorithm}' or other options."
             )
         with self._usable():
-            result = self._trainer.update(request.batch, progress)
+            result = self._trainer.update(batch, progress)
         progress(1.0)
         return result
 

@@ -27,7 +27,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
@@ -38,7 +37,6 @@ from agl_core.errors import AglError, ConfigError, EngineError, own_line
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, Progress
-from agl_core.types import Batch
 
 START = 0
 """The number of the start: the answer says where the engine serves, or why it does not start."""
@@ -48,18 +46,6 @@ PROGRESS_STEP = 0.01
 """Progress is reported when it grew by this share."""
 Options = TypeVar("Options", bound=BaseModel)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRequest:
-    """A batch, the policy to train on it, and the algorithm."""
-
-    policy: str
-    algorithm: str
-    """Its name, as plugins register it."""
-    options: Mapping[str, Any]
-    """The algorithm's options."""
-    batch: Batch
 
 
 class Host(Generic[Options]):
@@ -108,10 +94,10 @@ class Host(Generic[Options]):
         """Say that the engine serves, and do what the run asks for.
 
         It has `urls`, OpenAI-compatible base URLs that end in /v1, and `context_length`, the shortest of the policies',
-        0 if there is none yet. It has the methods of `agl_core.protocols.Engine` as plain functions: `save`, `load`,
-        `versions`, `stats`, `update(request, progress)`, and optional ones. They are called one after the other, on the
-        main thread, and run to their end even if the run no longer waits for them; `versions` and `stats` are asked
-        meanwhile too, on other threads. To its counters the memory of its processes on this machine is added.
+        0 if there is none yet. It has the methods of `agl_core.protocols.Engine` as plain functions: `update`, `save`,
+        `load`, `versions`, `stats`, and optional ones. They are called one after the other, on the main thread, and run
+        to their end even if the run no longer waits for them; `versions` and `stats` are asked meanwhile too, on other
+        threads. To its counters the memory of its processes on this machine is added.
         """
         self._engine = engine
         self._say(START, "value", (engine.urls, engine.context_length))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from agl_core import errors, private
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
-from agl_core.training.child import HEADER, START, Options, UpdateRequest, message
+from agl_core.training.child import HEADER, START, Options, message
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 
 LOG_NAME = "engine.log"
@@ -131,8 +131,7 @@ class ProcessEngine(Engine, Generic[Options]):
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
         """Train on a batch; the new version is served, whole, when this returns."""
-        request = UpdateRequest(policy, algorithm, options, batch)
-        result: UpdateResult = await self._ask("update", request, progress=progress)
+        result: UpdateResult = await self._ask("update", policy, batch, algorithm, options, progress=progress)
         return result
 
     async def save(self, folder: Path) -> None:

@@ -7,13 +7,15 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
 from agl_core import errors
 from agl_core.protocols import Progress, UpdateResult
-from agl_core.training.child import Host, UpdateRequest
+from agl_core.training.child import Host
+from agl_core.types import Batch
 
 
 class Script(BaseModel):
@@ -41,8 +43,8 @@ class Engine:
         if self.script.start:
             raise getattr(errors, self.script.start, ValueError)("no such luck")
 
-    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        assert request.policy == "default"
+    def update(self, policy: str, batch: Batch, algorithm: str, options: Any, progress: Progress) -> UpdateResult:
+        assert policy == "default"
         if self.script.update == "die":
             os._exit(9)
         if self.script.update == "fail":
