@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from credit_truth import RULES, learned
+from make_readme import replaced
 
 from agl_core.reading.metrics import read_metrics, series
 
@@ -263,10 +264,9 @@ class Page:
     tables: Callable[[], Iterator[str]]
 
     def write(self) -> None:
-        """Write what a person wrote and the tables."""
-        page = self.results.file.with_suffix(".md")
-        head = page.with_suffix(".head.md").read_text().rstrip()
-        page.write_text("\n".join([head, "", *self.tables()]).rstrip() + "\n")
+        """Write the tables anew."""
+        page, tables = self.results.file.with_suffix(".md"), "\n".join(self.tables()).rstrip()
+        page.write_text(replaced(page.read_text(), "docs/make_measured.py", f"\n{tables}\n"))
 
 
 PAGES: Mapping[str, Page] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-from make_readme import ROOT, readme
+from make_readme import readme, replaced
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -29,30 +29,6 @@ from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 
 DOCS = Path(__file__).parent
-HEAD = """# The configuration file
-
-A run is one TOML file. Paths are relative to it. `--set KEY=VALUE` overrides a key, `--seed` the seed. Unknown keys,
-wrong types and combinations that cannot work are refused before anything starts, all at once, with the nearest valid
-names. The resolved file, with every default filled in, is stored with the run.
-
-`make docs` generates this page from the types that check the file. `examples/calc/train.toml` is an example with
-comments.
-"""
-PLUGINS_HEAD = """
-## Settings of plugins
-
-`[algorithm]`, `[credit]`, `[buffer]`, `[engine]` and `[store]` choose a plugin by `name`. Its settings are in a table
-of that name (`[algorithm.grpo]`). A file may keep the tables of several plugins: one line switches between them. Task
-sources and reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed.
-"""
-CLI_HEAD = """# The command line
-
-What `agl COMMAND --help` says in the terminal, on one page. Options of every command stand before it:
-`agl --debug train train.toml` shows the traceback of an error, `agl --version` prints the version. Plugins can add
-commands; `agl plugins` lists them.
-
-`make docs` generates this page from the commands.
-"""
 
 
 def is_table(field: FieldInfo) -> bool:
@@ -121,31 +97,34 @@ def settings(component: Component, shown: dict[str, str]) -> Iterator[str]:
         shown.setdefault(row, component.name)
 
 
-def configuration() -> str:
-    """The whole page."""
+def configuration(page: str) -> str:
+    """The page with its tables written anew."""
     plugins = Plugins.load()
-    lines = [HEAD, *tables(RunConfig)]
+    own, of_plugins = list(tables(RunConfig)), list[str]()
     for name, section in plugins.components(kinds.SECTION).items():
-        lines += tables(section.options, name)
-    lines.append(PLUGINS_HEAD)
+        own += tables(section.options, name)
     for kind in kinds.KINDS:
         shown: dict[str, str] = {}
         for component in sorted(plugins.components(kind).values(), key=lambda component: component.name):
             if component.origin.startswith("agl-") and kind is not kinds.SECTION:
-                lines += settings(component, shown)
-    return "\n".join(lines).rstrip() + "\n"
+                of_plugins += settings(component, shown)
+    return _written(_written(page, "tables", "\n".join(own)), "plugins", "\n".join(of_plugins))
 
 
-def cli() -> str:
-    """The whole page."""
+def cli(page: str) -> str:
+    """The page with its commands written anew."""
     add_installed(app)
     group: Any = typer.main.get_command(app)
     context = group.make_context("agl", [], resilient_parsing=True)
-    parts = [CLI_HEAD]
+    parts = []
     for name in group.list_commands(context):
         _, command, _ = group.resolve_command(context, [name])
         parts.append(get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="agl", indent=1).strip())
-    return "\n\n".join(parts) + "\n"
+    return _written(page, "commands", "\n\n".join(parts))
+
+
+def _written(page: str, section: str, text: str) -> str:
+    return replaced(page, f"docs/make_reference.py, {section}", f"\n{text.rstrip()}\n")
 
 
 def main() -> None:
@@ -154,13 +133,13 @@ def main() -> None:
             version(f"agl-{folder.name}")
         except PackageNotFoundError:  # The pages would be made without its commands and settings.
             sys.exit(f"agl-{folder.name} is not installed: {sys.executable} -m pip install --no-deps -e {folder}")
-    front = ROOT / "README.md"
-    pages = {DOCS / "configuration.md": configuration(), DOCS / "cli.md": cli(), front: readme(front.read_text())}
-    for page, text in pages.items():
+    for name, write in (("docs/configuration.md", configuration), ("docs/cli.md", cli), ("README.md", readme)):
+        page = DOCS.parent / name
+        text = write(page.read_text())
         if "--check" not in sys.argv[1:]:
             page.write_text(text)
         elif page.read_text() != text:
-            sys.exit(f"{page.name} is not up to date: make docs")
+            sys.exit(f"{name} is not up to date: make docs")
 
 
 if __name__ == "__main__":

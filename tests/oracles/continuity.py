@@ -29,6 +29,8 @@ from agl_chat.formats import LlamaJson
 from agl_chat.parsing import detect_thinking
 from agl_core.types import PrefixBreak
 
+from ..benchmarks.tables import replaced, table
+
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "algorithms" / "chat" / "tests"))
 from parser_cases import WRITERS  # noqa: E402
@@ -365,60 +367,13 @@ def play(family: Family, conversation: Callable[[Agent], None]) -> str:
     return f"{agent.carried / agent.tokens:.0%}{causes}"
 
 
-HEAD = """\
-# Continuity by chat template
-
-A chat client sends its whole conversation anew each turn. `agl-chat` renders it with the model's own chat template, and
-puts the token ids that were sampled in the place of the replies that the agent echoes. So a prompt begins with exactly
-the tokens of the prompt and the response before it: nothing is computed twice, and calls that continue each other are
-one sequence in training. This holds where the template writes what was said in the same words again. Where it does not,
-the prompt is tokenised as the template writes it, and the call is recorded with the cause, `prefix_broken`:
-
-| cause | |
-|---|---|
-| `edited` | another reply stands where a recorded one was given |
-| `moved` | the messages before the reply are not those that it answered: another system message, a summary |
-| `template` | the template writes the reply, or what stands before it, otherwise in a longer conversation |
-| `cut` | the same for a reply that was cut by the token limit |
-
-`calls/prefix_broken/CAUSE` counts them ([metrics](metrics.md)).
-
-## What templates carry over
-
-A cell is the share of all prompt tokens after a conversation's first prompt that some earlier prompt and response begin
-with exactly, and the number of calls that broke, by the first letter of the cause. What is left to 100% is new text; a
-sub-agent and a summary begin anew. "–": there is no such conversation, since the template cannot offer tools, or has no
-place for text beside a call. "×": the template refuses it.
-
-"""
-TAIL = """\
-
-- Templates that drop earlier thoughts (Qwen3, GLM, Nemotron) keep them while tools are called, and lose them with the
-  next question of a user. agl restores thoughts that a client left out, so a loop of tools does not depend on it.
-- Qwen3 that does not think begins each reply with an empty thought, which its template leaves out of earlier replies:
-  nothing is carried over. DeepSeek V3 and R1 do the same with the tag that begins a reply.
-- TRL's template for training Qwen3 writes earlier replies as they were sampled. Put such a template into the model's
-  folder (`chat_template.jinja`) before training, and serve with it too.
-- Mistral's shows the tools before the last question, so what comes before moves with each question.
-
-The templates are those of TRL {trl}, byte for byte; "written here" has the constructs of the family's, which is in no
-package that is installed for tests. Not to be had, or not covered: gpt-oss, Gemma 4 and LFM2, whose forms of calls and
-thoughts agl does not parse (tools are refused there), and Kimi, MiniMax and Command R+. The tokenizers are small ones,
-trained on the template: the shares are of these conversations, and larger where replies are longer.
-
-`python -m tests.oracles.continuity` writes this page in the environment of `make oracles`, which tests that it is true.
-"""
-
-
 def page() -> str:
-    rows = "".join(
-        f"| {family.name} | {' | '.join(play(family, conversation) for conversation in CONVERSATIONS)} |\n"
-        for family in families()
-    )
-    numbers = range(1, len(CONVERSATIONS) + 1)
-    listed = "".join(f"{n}. {conversation.__doc__}\n" for n, conversation in zip(numbers, CONVERSATIONS, strict=True))
-    head = f"| template | {' | '.join(map(str, numbers))} |\n|---|{'---|' * len(CONVERSATIONS)}\n"
-    return HEAD + listed + "\n" + head + rows + TAIL.format(trl=version("trl"))
+    """The page with its list of conversations and its table written anew."""
+    listed = "".join(f"{number}. {conversation.__doc__}\n" for number, conversation in enumerate(CONVERSATIONS, 1))
+    cells = (" | ".join([f.name, *(play(f, conversation) for conversation in CONVERSATIONS)]) for f in families())
+    head = " | ".join(["template", *map(str, range(1, len(CONVERSATIONS) + 1))])
+    text = f"\n{listed}\n{table(head, cells)}\n\nTemplates of TRL {version('trl')}.\n"
+    return replaced(PAGE.read_text(), "tests/oracles/continuity.py", text)
 
 
 if __name__ == "__main__":
