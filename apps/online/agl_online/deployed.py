@@ -6,11 +6,10 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from agl_core import private
@@ -42,7 +41,7 @@ def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
 class DeployedVersions:
     """Answers sessions by the versions that the run's ledger names: the stable one, and for a share the canary.
 
-        async with DeployedVersions(run_dir, loaded, share=0.1) as deployed:
+        async with DeployedVersions(run_dir, loaded, share=0.1).running() as deployed:
             async with local_server(loaded, run_dir, sessions_of(loaded, run_dir, deployed, say)) as server:
                 await deployed.refresh()  # after each decision, and from time to time
 
@@ -69,20 +68,15 @@ class DeployedVersions:
         """Calls that a version is answering: until they end, it is kept."""
         self._refreshing = asyncio.Lock()
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
         """Start the engine and load what is stable; an AglError says why that cannot be."""
         try:
             await self._start()
             await self._refresh()
-        except BaseException:
+            yield self
+        finally:
             await self._stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stop()
 
     async def refresh(self) -> None:
         """Serve what the ledger says now; the engine is started anew if it was lost.

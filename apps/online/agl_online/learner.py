@@ -57,7 +57,7 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
     step = read_state(checkpoints[-1]).step if checkpoints else 0
     ledger = Ledger(run_dir)
     ledger.begin(step, "It is what the run was deployed with.")
-    async with DeployedVersions(run_dir, loaded, section.canary.share, observer.say) as deployed:
+    async with DeployedVersions(run_dir, loaded, section.canary.share, observer.say).running() as deployed:
         return await train(
             loaded,
             run_dir,

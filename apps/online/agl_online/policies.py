@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version as installed
@@ -29,11 +29,10 @@ from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError, ServerError
 from agl_core.kinds import Capability
 from agl_core.plugins import Plugins
-from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
+from agl_core.protocols import Engine, EngineContext, PolicySpec
 from agl_core.reading.runs import find_run, policy_names
 from agl_core.server import Keys, LightningServer
-from agl_core.server.keys import ActiveAttempt, carries, is_loopback
-from agl_core.server.upstream import Relay
+from agl_core.server.keys import ActiveAttempt, RolloutSource, carries, is_loopback
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
@@ -201,27 +200,16 @@ class _Clients(ActiveAttempt):
         return
 
 
-class ServedPolicies:
+class ServedPolicies(RolloutSource):
     """Whose calls are answered: those with `key`, or without one those that are meant for this machine's own names.
 
     Without a key, a web page could otherwise send requests by another host name that leads here.
     """
 
-    operations = ()
-    routes = ()
-    counters: Mapping[str, int] = {}
-
-    def __init__(self, relay: Relay, key: str | None) -> None:
+    def __init__(self, key: str | None) -> None:
         rollout = Rollout("served", "served", 0, "served", Task("served", None), Mode.USE, 0, 0, RolloutState.RUNNING)
-        attempt = Attempt("served", 0, "served", started=0.0)
-        self._clients = _Clients(rollout, attempt, deadline=float("inf"), answered_by=relay)
+        self._clients = _Clients(rollout, Attempt("served", 0, "served", started=0.0), deadline=float("inf"))
         self._key = key
-
-    async def start(self, base_url: str) -> None:
-        return
-
-    async def stop(self) -> None:
-        return
 
     async def attempt_of(self, request: Request) -> ActiveAttempt:
         """The same for all. ApiError 401 without the key; without a key at all, 403 for requests by another name."""
@@ -249,9 +237,16 @@ async def serving(
 ) -> AsyncIterator[tuple[str, Engine]]:
     """Serve versions by these names until the block ends; yields the address and the engine that has them all.
 
-    An AglError says why it cannot begin. `overrides` are `KEY=VALUE` texts for the configurations of the runs.
+    An AglError says why it cannot begin: that others can reach `host`, and there is no key, among other things.
+    `overrides` are `KEY=VALUE` texts for the configurations of the runs.
     """
-    check_key(host, key)
+    if key is not None and (problem := problem_of_key(POLICY_KEY, key)):
+        raise ServerError(problem)
+    if key is None and not is_loopback(host):
+        raise ServerError(
+            f"Policies are not served on {host}, where other machines can reach them, without a key. Set {POLICY_KEY} "
+            f"here (`openssl rand -hex 24` makes one), which clients send as their API key, or use host 127.0.0.1."
+        )
     versions = {name: Version.find(name) for name in names}
     configs = {version.run: load_run(version.run, overrides) for version in versions.values()}
     first = next(iter(configs.values()))
@@ -263,32 +258,15 @@ async def serving(
         upstream = replace(await engine.start(), models={name: name for name in names})
         for name, version in versions.items():
             await engine.publish(name, policy_spec(version, configs[version.run]))
-        yield await stack.enter_async_context(answering(upstream, first, store, host=host, port=port, key=key)), engine
-
-
-@asynccontextmanager
-async def answering(
-    upstream: Upstream, loaded: LoadedConfig, store: Store, *, host: str, port: int, key: str | None
-) -> AsyncIterator[str]:
-    """Answer model calls by this upstream, sampled as the run asks; yields the address."""
-    settings = replace(run_settings(loaded.config), agents={})
-    relay = Relay(lambda lending: None)
-    relay.serve(upstream, settings)
-    # The address is checked above; nobody has the keys of workers here.
-    keys = Keys(chosen=frozenset({WORKER_KEY}))
-    listen = ServerSection(host=host, port=port)
-    clients, hook = ServedPolicies(relay, key), Plugins().hook
-    async with LightningServer(store, None, settings, hook, listen=listen, keys=keys, source=clients) as server:
-        yield server.base_url
-    relay.withdraw()
-
-
-def check_key(host: str, key: str | None) -> None:
-    """ServerError if the key is invalid, or there is none and others can reach `host`."""
-    if key is not None and (problem := problem_of_key(POLICY_KEY, key)):
-        raise ServerError(problem)
-    if key is None and not is_loopback(host):
-        raise ServerError(
-            f"Policies are not served on {host}, where other machines can reach them, without a key. Set {POLICY_KEY} "
-            f"here (`openssl rand -hex 24` makes one), which clients send as their API key, or use host 127.0.0.1."
+        server = LightningServer(
+            store,
+            upstream,
+            replace(run_settings(first.config), agents={}),
+            Plugins().hook,
+            listen=ServerSection(host=host, port=port),
+            # The host was checked; nobody has the keys of workers here.
+            keys=Keys(chosen=frozenset({WORKER_KEY})),
+            source=ServedPolicies(key),
         )
+        await stack.enter_async_context(server)
+        yield server.base_url, engine

@@ -369,14 +369,17 @@ class RolloutSource(Protocol):
     @property
     def operations(self) -> Sequence[AnyOperation]:
         """The operations of its routes, for the OpenAPI document and the limits of bodies."""
+        return ()
 
     @property
     def routes(self) -> Sequence[Route]:
         """Further routes of the server."""
+        return ()
 
     @property
     def counters(self) -> Mapping[str, int]:
         """The part of the server's health that is about it."""
+        return {}
 
     async def start(self, base_url: str) -> None:
         """Called when the server has its port, before it listens."""

@@ -1,13 +1,16 @@
-"""Runs with checkpoints, as training leaves them, whose weights are not real."""
+"""Runs with checkpoints, as training leaves them, whose weights are not real, and an engine that loads them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from agl_core.errors import EngineError
+from agl_core.protocols import PolicySpec, Upstream
 from agl_core.training.checkpoints import Checkpoints, RunState
 
 
@@ -60,3 +63,36 @@ def add_checkpoint(
     evaluation = {"step": step, "set": "eval", "mode": "greedy", "reward": reward, "rollouts": 20}
     evaluations = [] if reward is None else [evaluation]
     checkpoints.commit(part, RunState(step=step, evaluations=evaluations, config=config))
+
+
+@dataclass
+class LoadingEngine:
+    """An engine that notes which weights it loads; `url` answers in its place."""
+
+    url: str
+    loaded: dict[str, PolicySpec] = field(default_factory=dict)
+    is_lost: bool = False
+    fails: Sequence[int] = ()
+
+    async def start(self) -> Upstream:
+        return Upstream((self.url,), {}, "key")
+
+    async def stop(self) -> None:
+        self.is_lost = True
+
+    async def versions(self) -> dict[str, int]:
+        if self.is_lost:
+            raise EngineError("The engine was lost.")
+        return {}
+
+    async def publish(self, name: str, spec: PolicySpec) -> None:
+        if self.is_lost or spec.version in self.fails:
+            raise EngineError("The weights cannot be read.")
+        self.loaded[name] = spec
+
+    async def withdraw(self, name: str) -> None:
+        del self.loaded[name]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(spec.version for spec in self.loaded.values())

@@ -18,14 +18,14 @@ import openai
 import pytest
 import yaml
 
+from agl_core.config.load import LoadedConfig
 from agl_core.errors import CheckpointError, ConfigError, ServerError
-from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream
-from agl_online.policies import POLICY_KEY, Version, answering, export, load_run, policy_spec, serving
+from agl_online.policies import POLICY_KEY, Version, export, load_run, policy_spec, serving
 
-from .saved_runs import make_run
+from .saved_runs import LoadingEngine, make_run
 
 
 @pytest.fixture(autouse=True)
@@ -130,17 +130,25 @@ class Bench:
 
 
 @asynccontextmanager
-async def answered(runs: Path, *names: str, key: str | None = None) -> AsyncIterator[Bench]:
-    async with ScriptedUpstream() as upstream, SqliteStore(runs.parent / "unused.sqlite") as store:
+async def answered(*names: str, key: str | None = None) -> AsyncIterator[Bench]:
+    async with ScriptedUpstream() as upstream:
         upstream.answer = lambda received: Say(received.body["model"])
-        served = Upstream((upstream.url,), {name: name for name in names}, "key")
-        async with answering(served, load_run(runs / "calc"), store, host="127.0.0.1", port=0, key=key) as url:
-            yield Bench(upstream, url)
-        assert await store.rollouts() == []
+        folders: list[Path] = []
+
+        def engine(config: LoadedConfig, folder: Path) -> LoadingEngine:
+            folders.append(folder)
+            return LoadingEngine(upstream.url)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("agl_online.policies.make_engine", engine)
+            async with serving(names, host="127.0.0.1", port=0, key=key) as (url, _):
+                yield Bench(upstream, url)
+                async with SqliteStore(folders[0] / "store.sqlite", read_only=True) as store:
+                    assert await store.rollouts() == []
 
 
-async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
-    async with answered(runs, "calc") as bench:
+async def test_every_api_answers_and_nothing_is_recorded() -> None:
+    async with answered("calc") as bench:
         body: Any = {"model": "calc", "max_tokens": 9}
         async with bench.openai() as client:
             chat = await client.chat.completions.create(
@@ -162,9 +170,9 @@ async def test_every_api_answers_and_nothing_is_recorded(runs: Path) -> None:
     assert [message["content"] for message in sent[3]["messages"]] == ["Hi", response.output_text, "And then?"]
 
 
-async def test_token_ids_are_for_clients_that_ask(runs: Path) -> None:
+async def test_token_ids_are_for_clients_that_ask() -> None:
     """So a server of sessions can record what a served policy answers, and train on it."""
-    async with answered(runs, "calc") as bench, bench.openai() as client:
+    async with answered("calc") as bench, bench.openai() as client:
         body: Any = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
         plain = await client.chat.completions.create(**body)
         assert plain.choices[0].logprobs is None
@@ -177,19 +185,19 @@ async def test_token_ids_are_for_clients_that_ask(runs: Path) -> None:
         assert len(exact.choices[0].logprobs.content or ()) == len(sampled)
 
 
-async def test_requests_name_a_version_and_one_alone_answers_any_name(runs: Path) -> None:
-    async with answered(runs, "calc", "calc@10") as bench:
+async def test_requests_name_a_version_and_one_alone_answers_any_name() -> None:
+    async with answered("calc", "calc@10") as bench:
         assert [await bench.ask(name) for name in ("calc", "calc@10")] == ["calc", "calc@10"]
         with pytest.raises(openai.NotFoundError, match=r"calc@11.*calc@10"):
             await bench.ask("calc@11")
         async with bench.openai() as client:
             assert [model.id async for model in client.models.list()] == ["calc", "calc@10"]
-    async with answered(runs, "calc@10") as bench:
+    async with answered("calc@10") as bench:
         assert await bench.ask("gpt-4o-mini") == "calc@10"
 
 
-async def test_the_key_is_needed_where_there_is_one(runs: Path) -> None:
-    async with answered(runs, "calc", key="s3cret") as bench, httpx.AsyncClient(trust_env=False) as bare:
+async def test_the_key_is_needed_where_there_is_one() -> None:
+    async with answered("calc", key="s3cret") as bench, httpx.AsyncClient(trust_env=False) as bare:
         for key in ("wrong", "s3cret-"):
             with pytest.raises(openai.AuthenticationError, match=POLICY_KEY):
                 await bench.ask("calc", key)
@@ -203,8 +211,8 @@ async def test_the_key_is_needed_where_there_is_one(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"host": "rebound.example:80"}])
-async def test_without_a_key_no_web_page_is_answered(runs: Path, headers: dict[str, str]) -> None:
-    async with answered(runs, "calc") as bench, httpx.AsyncClient() as client:
+async def test_without_a_key_no_web_page_is_answered(headers: dict[str, str]) -> None:
+    async with answered("calc") as bench, httpx.AsyncClient() as client:
         body = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
         refused = await client.post(f"{bench.url}/v1/chat/completions", json=body, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_name")

@@ -5,55 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from agl_core.config.load import SERVED, LoadedConfig, load
-from agl_core.errors import EngineError
-from agl_core.protocols import PolicySpec, Upstream
 from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_online.config import learn_section
 from agl_online.deployed import DeployedVersions
 from agl_online.versions import By, Ledger, State
 
+from ..policies.saved_runs import LoadingEngine
 from ..sessions.deployed import Deployed, deployed
 from .deployed_runs import decide, make_canary, make_deployed, make_stable
-
-
-@dataclass
-class Engine:
-    """An engine that notes which weights it loads; `url` answers in its place."""
-
-    url: str
-    loaded: dict[str, PolicySpec] = field(default_factory=dict)
-    is_lost: bool = False
-    fails: Sequence[int] = ()
-
-    async def start(self) -> Upstream:
-        return Upstream((self.url,), {}, "key")
-
-    async def stop(self) -> None:
-        self.is_lost = True
-
-    async def versions(self) -> dict[str, int]:
-        if self.is_lost:
-            raise EngineError("The engine was lost.")
-        return {}
-
-    async def publish(self, name: str, spec: PolicySpec) -> None:
-        if self.is_lost or spec.version in self.fails:
-            raise EngineError("The weights cannot be read.")
-        self.loaded[name] = spec
-
-    async def withdraw(self, name: str) -> None:
-        del self.loaded[name]
-
-    @property
-    def steps(self) -> list[int]:
-        return sorted(spec.version for spec in self.loaded.values())
 
 
 @dataclass
@@ -61,7 +27,7 @@ class Bench:
     use: Deployed
     deployed: DeployedVersions
     model: ScriptedUpstream
-    engines: list[Engine]
+    engines: list[LoadingEngine]
 
     async def ask(self, name: str | None, **headers: str) -> int:
         """The version that answers a session, which is said by the scripted reply too."""
@@ -75,17 +41,17 @@ class Bench:
 @contextlib.asynccontextmanager
 async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     loaded = load(ledger.run / "config.toml", needs=SERVED)
-    engines: list[Engine] = []
+    engines: list[LoadingEngine] = []
 
-    def engine(config: LoadedConfig, folder: Path) -> Engine:
-        engines.append(Engine(model.url))
+    def engine(config: LoadedConfig, folder: Path) -> LoadingEngine:
+        engines.append(LoadingEngine(model.url))
         return engines[-1]
 
     monkeypatch.setattr("agl_online.deployed.make_engine", engine)
     async with ScriptedUpstream() as model:
         model.answer = lambda received: Say(received.body["model"])
         async with (
-            DeployedVersions(ledger.run, loaded, learn_section(loaded).canary.share) as versions,
+            DeployedVersions(ledger.run, loaded, learn_section(loaded).canary.share).running() as versions,
             deployed(ledger.run, answering=versions) as use,
         ):
             yield Bench(use, versions, model, engines)
