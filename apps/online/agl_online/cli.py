@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,19 +21,19 @@ from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
 from agl_core.errors import ConfigError, StoreError
 from agl_core.kinds import Kind
-from agl_core.reading.runs import find_run, open_store, policy_names, read_run, read_settings
+from agl_core.reading.runs import find_run, open_store, read_run, read_settings
 from agl_core.reading.words import number, one_line
 from agl_core.server import Keys, listening
 from agl_core.store.connections import is_written
 from agl_core.store.interface import ErasableStore, Store
 from agl_core.training.server import local_server, make_run_dir, removed_unless_begun, run_settings
-from agl_core.types import AttemptKey, Mode, Rollout
+from agl_core.types import AttemptKey, Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
 from agl_core.worker.client import LightningClient
 from agl_online import learner, policies
 from agl_online.config import online_section
 from agl_online.deployed import fixed_upstream
-from agl_online.policies import POLICY_KEY, Version, find_policy, name_of
+from agl_online.policies import POLICY_KEY, Version, find_policy
 from agl_online.sessions import sessions_of
 from agl_online.versions import By, Decision, Ledger, LedgerError, State
 from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions
@@ -148,36 +148,37 @@ def _read(target: Path, overrides: Sequence[str], needs: Collection[Kind] = kind
     return loaded, loaded.config.runs / loaded.config.name
 
 
-async def _entry(store: Store, rollout: Rollout) -> dict[str, Any]:
-    """One session as a list shows it."""
-    key, attempts = AttemptKey(rollout.id, 0), await store.attempts(rollout.id)
-    annotations = await store.annotations([key]) if isinstance(store, ErasableStore) else ()
-    return {
-        "id": rollout.id,
-        "application": str(rollout.task.metadata.get("application")),
-        "name": rollout.task.metadata.get("session"),
-        "started": attempts[0].started if attempts else None,
-        "ended": attempts[0].ended if attempts else None,
-        "ending": rollout.ending,
-        "calls": sum(not call.late and not call.undelivered for call in await store.calls([key])),
-        "feedback": [{"id": a.id, "received": a.received, "call": a.call, **a.said} for a in annotations],
-    }
+async def _entries(store: Store, limit: int) -> list[dict[str, Any]]:
+    """The newest sessions, as a list shows them."""
+    entries = []
+    for rollout in await store.rollouts(mode=Mode.USE, newest=limit):
+        key, [attempt] = AttemptKey(rollout.id, 0), await store.attempts(rollout.id)
+        annotations = await store.annotations([key]) if isinstance(store, ErasableStore) else ()
+        entry = {
+            "id": rollout.id,
+            "application": str(rollout.task.metadata.get("application")),
+            "name": rollout.task.metadata.get("session"),
+            "started": attempt.started,
+            "ended": attempt.ended,
+            "ending": rollout.ending,
+            "calls": sum(not call.late and not call.undelivered for call in await store.calls([key])),
+            "feedback": [{"id": a.id, "received": a.received, "call": a.call, **a.said} for a in annotations],
+        }
+        entries.append(entry)
+    return entries
 
 
 @sessions.command("list")
 def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the sessions of a run, the newest last. --json has all feedback; agl show RUN ID has the calls of one."""
-
-    async def read(store: Store) -> list[dict[str, Any]]:
-        return [await _entry(store, rollout) for rollout in await store.rollouts(mode=Mode.USE, newest=limit)]
-
-    entries = read_run(run, read)
+    entries = read_run(run, partial(_entries, limit=limit))
     if as_json:
         print_json(entries)
         return
     rows = table("session", "application", "name", "started", "ended", "calls", "feedback")
     for entry in entries:
         numbers = {name: value for feedback in entry["feedback"] for name, value in feedback["rewards"].items()}
+        given = ", ".join(f"{one_line(name, 40)} {number(value)}" for name, value in numbers.items())
         rows.add_row(
             entry["id"],
             one_line(entry["application"], 40),
@@ -185,7 +186,7 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
             _when(entry["started"]),
             entry["ending"] or "open",
             str(entry["calls"]),
-            _numbers(numbers) or ("said" if entry["feedback"] else "-"),
+            given or ("said" if entry["feedback"] else "-"),
         )
     Screen().print(rows)
 
@@ -249,7 +250,7 @@ def list_versions(run: Run, as_json: AsJson = False) -> None:
     folder = find_run(run)
     ledger = Ledger(folder)
     standing = ledger.current()
-    names = {step: f"{name_of(folder, policy_names(folder)[0])}@{step}" for step in sorted(standing.decided)}
+    names = {step: f"{folder.resolve().name}@{step}" for step in sorted(standing.decided)}
     if as_json:
         decisions = ledger.decisions()
         entries = []
@@ -285,7 +286,7 @@ def rollback(name: Name, reason: Reason = _BY_HAND) -> None:
 
 def _decided(name: str, state: State, reason: str) -> str:
     """Write an operator's decision; returns the name of the version."""
-    run, of_run = find_policy(name.partition("@")[0])
+    run, _ = find_policy(name.partition("@")[0])
     standing = Ledger(run).current()
     otherwise = standing.passed if state is State.STABLE else standing.stable
     step = standing.canary if standing.canary is not None else otherwise
@@ -294,7 +295,7 @@ def _decided(name: str, state: State, reason: str) -> str:
     if step is None:
         raise LedgerError(f"There is no such version of {name}: it was never deployed (`agl learn`), or none waits.")
     Ledger(run).record(Decision(step, state, By.OPERATOR, reason))
-    return f"{name_of(run, of_run)}@{step}"
+    return f"{run.resolve().name}@{step}"
 
 
 @policy.command("export")
@@ -339,10 +340,6 @@ async def _serve_policies(
             await engine.versions()  # EngineError once it is lost.
             await asyncio.wait({stopping}, timeout=1.0)
         console.print("stopping")
-
-
-def _numbers(rewards: Mapping[str, float]) -> str:
-    return ", ".join(f"{one_line(name, 40)} {number(value)}" for name, value in rewards.items())
 
 
 def _when(moment: float | None) -> str:

@@ -141,10 +141,6 @@ class LearnSection(Section):
         exactly = self.sessions_per_step * self.offline_share / (1 - self.offline_share)
         return max(1, round(exactly)) if self.offline_share else 0
 
-    def is_due(self, step: int) -> bool:
-        """True if the weights after this step are proposed as a version."""
-        return step % self.propose_every == 0
-
 
 def online_section(loaded: LoadedConfig) -> OnlineSection:
     """The table `[online]`. ConfigError if the configuration has none, or does not say who answers."""
@@ -168,21 +164,20 @@ def online_section(loaded: LoadedConfig) -> OnlineSection:
 
 
 def learn_section(loaded: LoadedConfig) -> LearnSection:
-    """The table `[learn]`. ConfigError if the configuration has none."""
+    """The table `[learn]`. ConfigError if the configuration has none.
+
+    CapabilityError with everything that learning from sessions needs and the run does not have.
+    """
     learn = loaded.sections.get("learn")
     if learn is None:
         raise ConfigError(
             "There is no [learn] in the configuration, so nothing is learned from sessions. Add it and [online] "
             "(docs/deploy-and-learn.md), or train on tasks: agl train."
         )
-    assert isinstance(learn.options, LearnSection)
-    return learn.options
-
-
-def check_learning(loaded: LoadedConfig) -> None:
-    """CapabilityError with everything that learning from sessions needs and the run does not have."""
     if problems := list(_problems(loaded)):
         raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
+    assert isinstance(learn.options, LearnSection)
+    return learn.options
 
 
 def _problems(loaded: LoadedConfig) -> Iterator[str]:

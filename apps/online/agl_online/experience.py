@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agl_core.learning.batch import left_out, staleness
 from agl_core.protocols import DrawContext
@@ -48,6 +48,7 @@ class _Ended:
     """True if a step has something to train on in it."""
 
 
+@dataclass(eq=False)
 class SessionExperience:
     """Each update gets the sessions of its step, each a group of one, and groups of rollouts of `tasks`, if any.
 
@@ -55,43 +56,37 @@ class SessionExperience:
     one that was given up. `between` is called between two looks: there is more to do while sessions are waited for.
     """
 
-    def __init__(
-        self,
-        store: ErasableStore,
-        collector: Collector,
-        run: str,
-        settings: LearnSection,
-        agents: Sequence[str],
-        tasks: Experience | None,
-        versions: Mapping[str, int],
-        since: Callable[[int], int | None],
-        between: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._store, self._collector, self._run = store, collector, run
-        self._settings, self._agents, self._tasks = settings, agents, tasks
-        self._versions, self._since, self._between = versions, since, between
-        self._unrewarded: dict[str, int] = {}
-        """Sessions without a reward, and how much feedback they had then: they are scored again when there is more."""
+    store: ErasableStore
+    collector: Collector
+    run: str
+    settings: LearnSection
+    agents: Sequence[str]
+    tasks: Experience | None
+    versions: Mapping[str, int]
+    since: Callable[[int], int | None]
+    between: Callable[[], Awaitable[None]]
+    _unrewarded: dict[str, int] = field(default_factory=dict, init=False)
+    """Sessions without a reward, and how much feedback they had then: they are scored again when there is more."""
 
     @property
     def begun(self) -> int:
-        return 0 if self._tasks is None else self._tasks.begun
+        return 0 if self.tasks is None else self.tasks.begun
 
     @property
     def unfinished(self) -> list[int]:
-        return [] if self._tasks is None else self._tasks.unfinished
+        return [] if self.tasks is None else self.tasks.unfinished
 
     async def cancel(self) -> None:
         """Cancel running rollouts. Sessions go on."""
-        if self._tasks is not None:
-            await self._tasks.cancel()
+        if self.tasks is not None:
+            await self.tasks.cancel()
 
     async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
         """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
         ended, waiting = await self._take(context.step, phase)
         ended.sort(key=lambda session: (not session.is_usable, session.time))
         usable = [session.scored for session in ended if session.is_usable]
-        weights = capped_weights([_name(scored.rollout) for scored in usable])
+        weights = capped_weights([scored.rollout.group for scored in usable])
         groups = [[session.scored.episode] for session in ended]
         warn_of_failed_rules([session.scored for session in ended])
         metrics = {
@@ -102,7 +97,7 @@ class SessionExperience:
         if usable:
             metrics["sessions/reward"] = sum(episode_return(scored.episode) for scored in usable) / len(usable)
             metrics["sessions/weight"] = sum(weights) / len(usable)
-        tasks = Drawn([]) if self._tasks is None else await self._tasks.draw(updates_left, context, phase)
+        tasks = Drawn([]) if self.tasks is None else await self.tasks.draw(updates_left, context, phase)
         return replace(
             tasks,
             groups=[*tasks.groups, *groups],
@@ -115,13 +110,13 @@ class SessionExperience:
 
     async def _take(self, step: int, phase: Phase) -> tuple[list[_Ended], int]:
         """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
-        again = await self._store.rollouts(run=self._run, mode=Mode.USE, step=step)
+        again = await self.store.rollouts(run=self.run, mode=Mode.USE, step=step)
         if again:  # A learner that was killed before its checkpoint made this step with them.
             return await self._look(again, len(again)), 0
-        wanted = self._settings.sessions_per_step
+        wanted = self.settings.sessions_per_step
         while True:
             started = time.monotonic()
-            await self._between()
+            await self.between()
             waiting = await self._waiting()
             ended = await self._look(waiting, wanted)
             usable = [session for session in ended if session.is_usable]
@@ -132,10 +127,10 @@ class SessionExperience:
 
     async def _waiting(self) -> list[Rollout]:
         """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
-        ended: Wanted = {"run": self._run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
+        ended: Wanted = {"run": self.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
         first: Wanted = {**ended, "limit": _MAX_DROPPED}
         last: Wanted = {**ended, "newest": _LATEST}
-        earliest, latest = await self._store.rollouts(**first), await self._store.rollouts(**last)
+        earliest, latest = await self.store.rollouts(**first), await self.store.rollouts(**last)
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> list[_Ended]:
@@ -144,8 +139,8 @@ class SessionExperience:
         The latest come from versions that are nearest to the weights.
         """
         now, ids = time.time(), [rollout.id for rollout in rollouts]
-        ends = {attempt.rollout: attempt.ended or now for attempt in await self._store.attempts(*ids)}
-        annotations = await self._store.annotations([AttemptKey(id, 0) for id in ids])
+        ends = {attempt.rollout: attempt.ended or now for attempt in await self.store.attempts(*ids)}
+        annotations = await self.store.annotations([AttemptKey(id, 0) for id in ids])
         judgements = Counter(annotation.rollout for annotation in annotations)
         self._unrewarded = {id: self._unrewarded[id] for id in ids if id in self._unrewarded}
         latest = sorted(rollouts, key=lambda rollout: ends.get(rollout.id, 0.0), reverse=True)
@@ -154,7 +149,7 @@ class SessionExperience:
         changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != judgements[rollout.id]]
         ended: list[_Ended] = []
         for start in range(0, len(changed), 2 * wanted):
-            for scored in await self._collector.scored(changed[start : start + 2 * wanted]):
+            for scored in await self.collector.scored(changed[start : start + 2 * wanted]):
                 id = scored.rollout.id
                 if scored.episode.dropped is DropReason.NO_REWARD:
                     self._unrewarded[id] = judgements[id]
@@ -162,7 +157,7 @@ class SessionExperience:
                     ended.append(self._ended(ends[id], scored))
             if sum(session.is_usable for session in ended) >= wanted:
                 break  # The others wait; in the end they are too old.
-        too_old = await self._collector.scored(old)
+        too_old = await self.collector.scored(old)
         return [*ended, *(self._ended(ends.get(scored.rollout.id, 0.0), scored, is_old=True) for scored in too_old)]
 
     def _ended(self, end: float, scored: Scored, *, is_old: bool = False) -> _Ended:
@@ -171,38 +166,34 @@ class SessionExperience:
         ages = [self._age(transition) for transition in episode.transitions]
         # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
         transitions = tuple(
-            transition if age is None else replace(transition, version=self._versions[transition.policy] - age)
+            transition if age is None else replace(transition, version=self.versions[transition.policy] - age)
             for transition, age in zip(episode.transitions, ages, strict=True)
         )
         episode = replace(episode, transitions=transitions)
-        is_stale = is_old or None in ages or staleness(episode, self._versions) > self._settings.max_staleness
+        is_stale = is_old or None in ages or staleness(episode, self.versions) > self.settings.max_staleness
         if episode.dropped is None and is_stale:
             episode = replace(episode, dropped=DropReason.STALE)
         return _Ended(end, replace(scored, episode=episode), self._is_usable(episode))
 
     def _age(self, transition: Transition) -> int | None:
         """The updates since; None if the weights do not come from what answered."""
-        if transition.version is None or transition.policy not in self._versions:
+        if transition.version is None or transition.policy not in self.versions:
             return None
-        return self._since(transition.version)
+        return self.since(transition.version)
 
     def _is_usable(self, episode: Episode) -> bool:
         return episode.dropped is None and any(
-            left_out(transition, self._agents) is None for transition in episode.transitions
+            left_out(transition, self.agents) is None for transition in episode.transitions
         )
 
 
-def _name(rollout: Rollout) -> tuple[str, str]:
-    return str(rollout.task.metadata.get("application")), rollout.group
-
-
-def capped_weights(names: Sequence[tuple[str, str]]) -> list[float]:
-    """The weight of each session of a step, at most 1, by its application and its name.
+def capped_weights(names: Sequence[str]) -> list[float]:
+    """The weight of each session of a step, at most 1, by what stands for its name (`Rollout.group`).
 
     Sessions of one name weigh together at most a quarter of the number of sessions, so that no user outweighs the
     others; a single session may always weigh 1.
 
-    >>> capped_weights([("a", "x"), ("a", "x"), ("a", "y"), ("b", "z")])
+    >>> capped_weights(["x", "x", "y", "z"])
     [0.5, 0.5, 1.0, 1.0]
     """
     of_name = Counter(names)

@@ -26,12 +26,12 @@ from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import train
 from agl_core.training.server import make_run_dir
 from agl_core.types import AlarmName
-from agl_online.config import LearnSection, check_learning, learn_section
+from agl_online.config import LearnSection, learn_section
 from agl_online.deployed import DeployedVersions
 from agl_online.experience import SessionExperience, updates_since
 from agl_online.sessions import sessions_of
 from agl_online.trials import Outcomes, decide_at_gate, judge_canary, measure_divergence
-from agl_online.versions import By, Decision, Ledger, LedgerError, Standing, State
+from agl_online.versions import By, Decision, Ledger, LedgerError, State
 
 _STORE = "store.sqlite"
 _LOOK = 1.0
@@ -45,7 +45,6 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
     version. ConfigError without `[learn]`, or if another process has the run.
     """
     section = learn_section(loaded)
-    check_learning(loaded)
     if is_written(run_dir / _STORE):
         raise ConfigError(
             f"Another process has the run {run_dir}: a run has one learner, which also serves it. Stop that one first, "
@@ -64,7 +63,7 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
             observer,
             resume=(run_dir / _STORE).exists(),
             source=sessions_of(loaded, run_dir, deployed, observer.say),
-            trainer_of=partial(Learner, deployed=deployed, ledger=ledger),
+            trainer_of=partial(Learner, section=section, deployed=deployed, ledger=ledger),
         )
 
 
@@ -72,6 +71,7 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
 class Learner(Trainer):
     """The training of a run whose versions answer real use."""
 
+    section: LearnSection = field(kw_only=True)
     deployed: DeployedVersions = field(kw_only=True)
     ledger: Ledger = field(kw_only=True)
     _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
@@ -91,28 +91,15 @@ class Learner(Trainer):
         assert isinstance(store, ErasableStore), "it was checked"
         return store
 
-    @property
-    def _policy(self) -> str:
-        """The only one, as the check of the configuration says."""
-        return next(iter(self.loaded.policies))
-
-    @property
-    def _section(self) -> LearnSection:
-        return learn_section(self.loaded)
-
-    @property
-    def _standing(self) -> Standing:
-        return self.ledger.current()
-
     def _source(self) -> GroupSource:
-        tasks = self._section.groups_of_tasks
+        groups = self.section.groups_of_tasks
         return SessionExperience(
             self._store,
             self.session.collector,
             self.session.run,
-            self._section,
+            self.section,
             self.loaded.config.train.agents,
-            self._of_tasks(tasks) if tasks else None,
+            self._of_tasks(groups) if groups else None,
             versions=self.session.versions,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
             between=self._attend,
@@ -131,7 +118,7 @@ class Learner(Trainer):
         if not self.checkpoints.all():
             await uninterrupted(self.checkpoint())  # What the weights can go back to.
         await self._follow()
-        if self._standing.state(self.state.step) is State.CANDIDATE:
+        if self.ledger.current().state(self.state.step) is State.CANDIDATE:
             await self._decide_at_gate()  # The learner was killed before the gate decided.
         await super().train()
         await self._serve_on()
@@ -147,9 +134,9 @@ class Learner(Trainer):
 
     async def _after_step(self) -> None:
         await self._attend()
-        standing = self._standing
+        standing = self.ledger.current()
         is_free = standing.canary is None and standing.passed is None
-        if self._section.is_due(self.state.step) and is_free:
+        if self.state.step % self.section.propose_every == 0 and is_free:
             if self.saved_step != self.state.step:
                 await uninterrupted(self.checkpoint())
             reason = f"The weights after step {self.state.step} are proposed."
@@ -158,34 +145,30 @@ class Learner(Trainer):
 
     async def _decide_at_gate(self) -> None:
         """Have the gate decide on the weights as they are, which are those of the last checkpoint."""
-        step, stable = self.state.step, self._standing.stable
+        step, stable = self.state.step, self.ledger.current().stable
         assert stable is not None, "the run is deployed"
         candidate = await self._evaluation_of(step)
         incumbent = await self._evaluation_of(stable)
-        engine, agents = self.session.engine, self.loaded.config.train.agents
-        apart = await measure_divergence(engine, self._policy, incumbent.episodes, agents)
-        decision = decide_at_gate(step, candidate, incumbent, self._section.gate, divergence=apart)
+        [policy] = self.loaded.policies
+        agents = self.loaded.config.train.agents
+        apart = await measure_divergence(self.session.engine, policy, incumbent.episodes, agents)
+        decision = decide_at_gate(step, candidate, incumbent, self.section.gate, divergence=apart)
         self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
         await self._attend()
 
-    def _release(self, step: int) -> None:
-        """Let a version that passed the gate answer sessions: some of them first, if there is to be a canary."""
-        share = self._section.canary.share
-        reason, state = f"It answers {share:.0%} of the sessions.", State.CANARY
-        if not share:
-            reason, state = "It passed the gate, and there is to be no canary.", State.STABLE
-        self._decide(Decision(step, state, By.GATE, reason))
-
     async def _attend(self) -> None:
         """Look at the canary, begin one, and follow what was decided, by an operator too."""
         await self.session.engine.versions()  # EngineError if it was lost.
-        standing = self._standing
+        standing = self.ledger.current()
         try:
             if standing.canary is not None:
                 await self._look_at(standing.canary)
             elif standing.passed is not None:
-                self._release(standing.passed)
+                state, reason = State.STABLE, "It passed the gate, and there is to be no canary."
+                if share := self.section.canary.share:
+                    state, reason = State.CANARY, f"It answers {share:.0%} of the sessions."
+                self._decide(Decision(standing.passed, state, By.GATE, reason))
         except LedgerError as error:  # An operator decided meanwhile.
             self.observer.say(str(error))
         await self._follow()
@@ -193,16 +176,16 @@ class Learner(Trainer):
 
     async def _look_at(self, tried: int) -> None:
         """Promote the canary, or roll it back, if the sessions say so."""
-        standing = self._standing
+        standing = self.ledger.current()
         assert standing.stable is not None, "the run is deployed"
         outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
-        decision = judge_canary(tried, standing.stable, outcomes, self._section.canary)
+        decision = judge_canary(tried, standing.stable, outcomes, self.section.canary)
         if decision is not None:
             self._decide(decision)
 
     async def _follow(self) -> None:
         """Take the weights back to the stable version if they come from one that was rejected or rolled back."""
-        standing, state = self._standing, self.state
+        standing, state = self.ledger.current(), self.state
         given_up = (
             step
             for step in standing.decided

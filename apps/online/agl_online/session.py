@@ -45,7 +45,10 @@ class Recorder:
     _writing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def record(self, session: ActiveSession, calls: tuple[Call, ...]) -> None:
-        """Write calls of a session, with the session itself if it is not written yet; returns in time in any case."""
+        """Write calls of a session, with the session itself if it is not written yet; returns in time in any case.
+
+        Without calls it is written before its first one, if that can be done; else it comes with that call.
+        """
         if not session.recorded or (session.closed and not session.begun):
             return
         try:
@@ -58,12 +61,8 @@ class Recorder:
         own: list[Record] = []
         if not session.closed and (session.missed or not session.begun):
             own = [session.rollout, session.record]
-        await self._write(session, [*own, *kept])
-
-    async def begin(self, session: ActiveSession) -> None:
-        """Write a session before its first call, if that can be done; else it comes with that call."""
-        if session.recorded and not session.begun:
-            await self._write(session, [session.rollout, session.record])
+        if own or kept:
+            await self._write(session, [*own, *kept])
 
     async def end(self, session: ActiveSession) -> bool:
         """Write how a session ended; False if that has to be tried again."""

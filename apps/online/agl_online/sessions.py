@@ -292,8 +292,7 @@ class Sessions:
         self._open.pop(session.id, None)
         if self._named.get(session.rollout.group) is session:
             del self._named[session.rollout.group]
-        missed = {UNRECORDED_CALLS: session.missed} if session.missed else {}
-        session.record = replace(session.record, result={"ended_by": by, **missed})
+        session.record = replace(session.record, result={"ended_by": by, **(session.record.result or {})})
         if not await self._recorder.end(session):
             self._unwritten.append(session)
         self.counted["ended"] += 1
@@ -360,7 +359,7 @@ class Sessions:
     async def _answer_begin(self, application: str, body: BeginSession) -> SessionReply:
         """A session that may have several calls; it is in the store before its first one, if it can be."""
         session = await self._begin(application, body.name or secrets.token_hex(12), recorded=body.record)
-        await self._recorder.begin(session)
+        await self._recorder.record(session, ())
         key = self.keys.of_session(session.application, session.id)
         return SessionReply(session=session.id, path=rollout_path(*session.key), key=key, recorded=session.recorded)
 

@@ -20,7 +20,7 @@ from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.learning.health import answer
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
-from agl_core.reading.evaluations import Comparison, compare
+from agl_core.reading.evaluations import compare
 from agl_core.store.interface import ErasableStore
 from agl_core.training.evaluation import Evaluated
 from agl_core.training.metrics import mean
@@ -66,9 +66,25 @@ def decide_at_gate(
     `candidate` and `incumbent` are evaluations of both versions on the same tasks, `divergence` how far apart they
     are.
     """
+    figures, reasons = {**divergence}, list[str]()
     comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
-    figures = {name: value for comparison in comparisons for name, value in _figures(comparison)}
-    figures |= divergence
+    for comparison in comparisons:
+        key, difference = f"{comparison.set}/{comparison.mode}", comparison.difference
+        where = key.replace("/", ", ")
+        figures |= {
+            f"{key}/reward/difference": difference.value,
+            f"{key}/reward/low": difference.low,
+            f"{key}/reward/high": difference.high,
+            f"{key}/tasks": float(comparison.tasks),
+        }
+        if comparison.tasks < _MIN_TASKS:
+            few = f"{comparison.tasks} tasks are too few to compare rewards on {where}"
+            reasons.append(f"{few} ({_MIN_TASKS} are enough)")
+        elif not difference.low > -settings.tolerance:
+            reasons.append(
+                f"the reward on {where} may be lower by more than {settings.tolerance:g} ({difference.value:+.3f}, 95% "
+                f"interval {difference.low:+.3f} to {difference.high:+.3f})"
+            )
 
     def beside(name: str) -> Iterator[tuple[str, float, float, str]]:
         """A metric in each set and mode: its key, of both versions, and where it was measured."""
@@ -79,7 +95,6 @@ def decide_at_gate(
                 yield key, now, before, key.removesuffix(f"/{name}").replace("/", ", ")
 
     gains = [f"reward {before:.3f} → {now:.3f} on {where}" for _, now, before, where in beside("reward/mean")]
-    reasons = [*_worse_rewards(comparisons, settings)]
     if not comparisons:
         reasons.append("no task was evaluated with both versions")
     if not divergence:
@@ -100,26 +115,6 @@ def decide_at_gate(
     text = "; ".join(reasons or gains)
     state = State.REJECTED if reasons else State.PASSED
     return Decision(step, state, By.GATE, f"{text[:1].upper()}{text[1:]}.", figures)
-
-
-def _worse_rewards(comparisons: Sequence[Comparison], settings: GateSection) -> Iterator[str]:
-    for comparison in comparisons:
-        where, difference = f"{comparison.set}, {comparison.mode}", comparison.difference
-        if comparison.tasks < _MIN_TASKS:
-            yield f"{comparison.tasks} tasks are too few to compare rewards on {where} ({_MIN_TASKS} are enough)"
-        elif not difference.low > -settings.tolerance:
-            yield (
-                f"the reward on {where} may be lower by more than {settings.tolerance:g} ({difference.value:+.3f}, 95% "
-                f"interval {difference.low:+.3f} to {difference.high:+.3f})"
-            )
-
-
-def _figures(comparison: Comparison) -> Iterator[tuple[str, float]]:
-    where, difference = f"{comparison.set}/{comparison.mode}", comparison.difference
-    yield f"{where}/reward/difference", difference.value
-    yield f"{where}/reward/low", difference.low
-    yield f"{where}/reward/high", difference.high
-    yield f"{where}/tasks", float(comparison.tasks)
 
 
 async def measure_divergence(

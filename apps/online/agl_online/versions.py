@@ -222,7 +222,7 @@ class Ledger:
         """
         with self._open() as file:
             standing = self.current()
-            problem = standing.problem(decision) or self._missing(_needed(standing, decision))
+            problem = standing.problem(decision) or self._missing(standing, decision)
             if problem is not None:
                 raise LedgerError(f"Version {decision.step} of {self.run} cannot become {decision.state}. {problem}")
             # JSON cannot say what is not finite.
@@ -254,9 +254,14 @@ class Ledger:
         if standing.stable is not None:
             self._checkpoints.mark_stable(self._policy, standing.stable, standing.kept)
 
-    def _missing(self, step: int | None) -> str | None:
-        """The error for a version that is not there."""
-        is_there = not step or (self._checkpoints.path(step) / self._policy / "model").is_dir()
+    def _missing(self, standing: Standing, decision: Decision) -> str | None:
+        """The error if the version that is served after a decision has no checkpoint."""
+        step: int | None = decision.step
+        if decision.state is State.ROLLED_BACK:
+            step = standing.previous if step == standing.stable else None
+        if not step or decision.state is State.REJECTED:
+            return None
+        is_there = (self._checkpoints.path(step) / self._policy / "model").is_dir()
         return None if is_there else f"There is no checkpoint of step {step}."
 
     @property
@@ -267,10 +272,3 @@ class Ledger:
     def _policy(self) -> str:
         """A run that is deployed has one."""
         return policy_names(self.run)[0]
-
-
-def _needed(standing: Standing, decision: Decision) -> int | None:
-    """The version that has to be there for a decision to hold."""
-    if decision.state is State.ROLLED_BACK:
-        return standing.previous if decision.step == standing.stable else None
-    return None if decision.state is State.REJECTED else decision.step

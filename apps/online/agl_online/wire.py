@@ -134,28 +134,25 @@ class ApplicationKeys:
 
     def application_of(self, request: Request) -> str | None:
         """The application whose key the request carries; None if it is no such key."""
-        return self._holder(request, self.of_application)
+        return next((name for name in self.applications if carries(request, self.of_application(name))), None)
 
     def caller(self, request: Request) -> str:
         """The same; ApiError 401 instead of None."""
         hint = "This route takes an application's key (`agl sessions key RUN APPLICATION`)."
-        return self._required(request, self.of_application, hint)
+        return self._holder(request, self.of_application, hint)
 
     def collector(self, request: Request) -> str:
         """The application on whose sessions the request's key may give feedback. ApiError 401 without one."""
         hint = "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`)."
-        return self._required(request, self.of_feedback, hint)
+        return self._holder(request, self.of_feedback, hint)
 
     def user_of_session(self, request: Request, session: str) -> str:
         """The application whose session this is, by the key that the request carries. ApiError 401 without it."""
         hint = "A session's own path takes the key that came with the session."
-        return self._required(request, lambda application: self.of_session(application, session), hint)
+        return self._holder(request, lambda application: self.of_session(application, session), hint)
 
-    def _required(self, request: Request, key_of: Callable[[str], str], hint: str) -> str:
-        name = self._holder(request, key_of)
-        if name is None:
-            raise refused_key(request, hint)
-        return name
-
-    def _holder(self, request: Request, key_of: Callable[[str], str]) -> str | None:
-        return next((name for name in self.applications if carries(request, key_of(name))), None)
+    def _holder(self, request: Request, key_of: Callable[[str], str], hint: str) -> str:
+        for name in self.applications:
+            if carries(request, key_of(name)):
+                return name
+        raise refused_key(request, hint)

@@ -10,7 +10,7 @@ import tomli_w
 
 from agl_core.config.load import load
 from agl_core.errors import CapabilityError, ConfigError
-from agl_online.config import check_learning, online_section
+from agl_online.config import learn_section, online_section
 
 PLUGIN = """
 import agl_core
@@ -60,7 +60,7 @@ def test_what_does_not_go_together_is_said(tmp_path: Path, changes: dict[str, An
     if "policies" in changes:
         changes["policies"]["a"] = {**changes["policies"]["a"], "agents": ["a"]}
     with pytest.raises(CapabilityError) as raised:
-        check_learning(loaded(tmp_path, **changes))
+        learn_section(loaded(tmp_path, **changes))
     assert all(text in str(raised.value) for text in parts), raised.value
 
 

@@ -160,13 +160,11 @@ class World:
         returns = frozenset({CreditKind.RETURN})
         credit = Chosen(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
         algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
-        section = Component(kinds.SECTION, "learn", lambda options: options, "", options=LearnSection)
-        learn = LearnSection(**{"sessions_per_step": 4, "offline_share": 0.0, "propose_every": 4, **self.learn})
+        section = LearnSection(**{"sessions_per_step": 4, "offline_share": 0.0, "propose_every": 4, **self.learn})
         loaded: Any = SimpleNamespace(
             config=config,
             policies={"default": PolicyPlan(algorithm, credit)},
             plugins=Plugins(),
-            sections={"learn": Chosen(section, learn)},
         )
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
@@ -189,6 +187,7 @@ class World:
         return _Killable(
             *(loaded, session, Fifo(), checkpoints, log, Observer()),
             state=state,
+            section=section,
             deployed=cast(Any, self),
             ledger=self.ledger,
             world=self,

@@ -13,7 +13,6 @@ import pytest
 from agl_core.config.load import SERVED, LoadedConfig, load
 from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_online.config import learn_section
 from agl_online.deployed import DeployedVersions
 from agl_online.versions import By, Ledger, State
 
@@ -51,7 +50,7 @@ async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async with ScriptedUpstream() as model:
         model.answer = lambda received: Say(received.body["model"])
         async with (
-            DeployedVersions(ledger.run, loaded, learn_section(loaded).canary.share).running() as versions,
+            DeployedVersions(ledger.run, loaded, share=0.5).running() as versions,
             deployed(ledger.run, answering=versions) as use,
         ):
             yield Bench(use, versions, model, engines)
