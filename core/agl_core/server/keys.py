@@ -383,9 +383,11 @@ class RolloutSource(Protocol):
 
     async def start(self, base_url: str) -> None:
         """Called when the server has its port, before it listens."""
+        return
 
     async def stop(self) -> None:
         """Called when the server listens no more."""
+        return
 
     async def attempt_of(self, request: Request) -> ActiveAttempt | None:
         """The attempt that a model call belongs to, open or not; None: to none of its. ApiError if it is refused."""
