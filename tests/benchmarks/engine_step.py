@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
-from agl_chat.requests import Request
+from agl_chat.backends import Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.engines import Row, batch_of

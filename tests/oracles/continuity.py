@@ -24,9 +24,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agl_chat.conversation import ChatError, ChatText, Sessions, normalise
+from agl_chat.conversation import ChatText, Sessions
 from agl_chat.formats import LlamaJson
 from agl_chat.parsing import detect_thinking
+from agl_chat.requests import ChatError, normalise
 from agl_core.types import PrefixBreak
 
 from ..benchmarks.tables import replaced, table

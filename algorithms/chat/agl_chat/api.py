@@ -1,49 +1,45 @@
 """The OpenAI-compatible API of an engine: chat requests in, token requests to its back end, replies out.
 
-A field of a request that changes what the model reads, what it samples or what the reply has is honoured, or refused by
-name. All others tune somebody else's service: they are ignored and noted (`ChatRequest.unknown`).
+A reply comes whole (`ModelServer.finish`), or in chunks as its tokens come (`stream_reply`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import hmac
 import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from agl_chat.conversation import ChatError, ChatText, Prompt, Sessions, normalise
+from agl_chat.backends import Backend, Generated, Request, SampledToken
+from agl_chat.conversation import ChatText, Prompt, Sessions
 from agl_chat.formats import Message, Parsed, ToolFormat
-from agl_chat.parsing import ReplyParser
-from agl_chat.requests import Backend, Generated, Request, Response, SampledToken
-from agl_chat.streaming import ResponseText, stream_reply
+from agl_chat.parsing import ReplyParser, ResponseText
+from agl_chat.requests import ChatError, ChatRequest, normalise, parse_request, unsupported
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
-from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types import FinishReason
-from agl_core.types.forms import parse_json
 
 Result = TypeVar("Result")
 CHAT_COMPLETIONS = "/v1/chat/completions"
-MAX_CHOICES = 128
 _LONGEST_NOTE = 1000
 """Characters."""
+_FOR_TEMPLATES = ("reasoning_effort",)
+"""Fields of a request that some templates have a variable for."""
 
 
 def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: str) -> Starlette:
@@ -135,149 +131,6 @@ def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None
     return HttpResponse(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str = Field(min_length=1)
-
-
-class Tool(BaseModel):
-    """One entry of `tools`, and a `tool_choice` that names one."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    type: Literal["function"] = "function"
-    function: FunctionTool
-
-
-class ChatRequest(BaseModel):
-    """POST /v1/chat/completions."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    model: str
-    messages: list[dict[str, Any]]
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
-    parallel_tool_calls: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = Field(None, description="Reply with token ids, and with agl's extras.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
-
-    @property
-    def unknown(self) -> dict[str, Any]:
-        """The fields that ask for something and are not honoured here."""
-        given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
-        return {name: value for name, value in given.items() if name not in (*_NOT_SERVED, *DISTORTING, *FORMATS)}
-
-    @property
-    def grammar(self) -> str | None:
-        """The form that replies must have, if there is one."""
-        return grammar_of({**(self.model_extra or {}), "tools": self.tools, "tool_choice": self.tool_choice})
-
-    @property
-    def limit(self) -> int | None:
-        """The most tokens a response may have; None: as many as the context has room for."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stop for stop in stops if stop)
-
-    @property
-    def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model sees: none when it must not call any."""
-        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools or []]
-
-    @property
-    def forces_tool(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
-
-    @property
-    def forced_tool(self) -> str | None:
-        """The one tool that must be called; None if any will do. The only tool there is, when one is required."""
-        if isinstance(self.tool_choice, Tool):
-            return self.tool_choice.function.name
-        return self.tools[0].function.name if self.tools and len(self.tools) == 1 else None
-
-
-def parse_request(body: bytes) -> ChatRequest:
-    """Check a request's body. Raises ChatError that names the field and what to do."""
-    try:
-        fields = parse_json(body)
-        if not isinstance(fields, dict):
-            raise ChatError("The request body is no JSON object.")
-        _refuse_unsupported(fields)
-        request = ChatRequest.model_validate(fields)
-    except orjson.JSONDecodeError as error:
-        raise ChatError(f"The request body is no JSON: {error}.") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise ChatError(f"{path}: {first['msg']}", param=str(first["loc"][0]), code="invalid_value") from None
-    names = [tool.function.name for tool in request.tools or []]
-    if request.forces_tool and not names:
-        raise ChatError("tool_choice asks for a tool call, but there are no tools.", param="tool_choice")
-    if isinstance(request.tool_choice, Tool) and request.forced_tool not in names:
-        raise ChatError(
-            f"tool_choice names {request.forced_tool!r}, which is not among the tools. "
-            f"{nearest(str(request.forced_tool), names)}",
-            param="tool_choice",
-        )
-    return request
-
-
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name in distorting(fields):
-        raise _unsupported(f"{name} = {fields[name]!r}", "log-probabilities are of the unchanged distribution", name)
-    for name, (neutral, reason) in _NOT_SERVED.items():
-        value = fields.get(name)
-        if value is not None and value is not False and value not in (neutral, "", [], {}):
-            raise _unsupported(f"{name} = {str(value)[:60]}", reason, name)
-
-
-def _unsupported(what: str, reason: str, param: str) -> ChatError:
-    return ChatError(
-        f"{what} is not supported: {reason}. Leave {param} out.", param=param, code="unsupported_parameter"
-    )
-
-
-_TEXT_ALONE = "this engine reads and writes text alone"
-_ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_tokens'"
-_OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
-_NOT_SERVED: Mapping[str, tuple[Any, str]] = {
-    "prompt_logprobs": (None, "log-probabilities are returned of responses alone"),
-    "functions": ([], "it is the older form of tools. Send 'tools'"),
-    "audio": (None, _TEXT_ALONE),
-    "modalities": (["text"], _TEXT_ALONE),
-    "web_search_options": (None, "it needs OpenAI's own servers. Give the model a tool that searches"),
-    "best_of": (1, "it samples more than it returns. Use 'n', and choose among the choices"),
-    "ignore_eos": (False, _ENDS),
-    "stop_token_ids": ([], _ENDS),
-    "echo": (False, _OWN_TEMPLATE),
-    "continue_final_message": (False, _OWN_TEMPLATE),
-    "chat_template": (None, _OWN_TEMPLATE),
-    "documents": ([], _OWN_TEMPLATE),
-    "truncate_prompt_tokens": (None, "prompts are never cut: one that is too long is refused"),
-}
-"""Fields that ask for what this engine does not do, the value with which they do not, and why or what instead."""
-_FOR_TEMPLATES = ("reasoning_effort",)
-"""Fields of a request that some templates have a variable for."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
     """A chat request on its way through the sampler."""
@@ -287,8 +140,8 @@ class Exchange:
     messages: list[Message]
     prompt: Prompt
     request: Request
-    parser: Callable[[], ReplyParser]
-    """Makes a parser of one choice's text."""
+    parser: ReplyParser
+    """Of the text of each choice."""
     ignored: tuple[str, ...]
     """The fields of the request that nothing here honours."""
 
@@ -337,7 +190,7 @@ class ModelServer:
             grammar=chat.grammar,
             model=self.name,
         )
-        parser = functools.partial(self.text.parser, prompt.text, chat.shown_tools)
+        parser = self.text.parser(prompt.text, chat.shown_tools)
         return Exchange(chat, session, messages, prompt, request, parser, tuple(ignored))
 
     def _tool_format(self, chat: ChatRequest) -> ToolFormat | None:
@@ -354,7 +207,7 @@ class ModelServer:
 
     def response_text(self, exchange: Exchange) -> ResponseText:
         """An empty text for a response's tokens."""
-        return ResponseText(self.text, exchange.parser(), exchange.chat.stops)
+        return ResponseText(self.text.decode, exchange.parser, exchange.chat.stops)
 
     def finish(
         self, exchange: Exchange, generated: Generated, texts: Sequence[ResponseText] | None = None
@@ -373,9 +226,13 @@ class ModelServer:
                     code="non_finite",
                     status=500,
                 )
-            message = _message(text.parsed, exchange, index)
-            choice = self._choice(exchange, index, message, response)
-            choices.append({**choice, "stop_reason": text.stop})
+            message, reason = _message(text.parsed, exchange, index), response.finish_reason
+            if "tool_calls" in message and reason is FinishReason.STOP:
+                reason = FinishReason.TOOL_CALLS
+            ends = {"finish_reason": reason.value, "stop_reason": text.stop}
+            choices.append(
+                {"index": index, "message": message, **ends, **self.of_tokens(exchange, response.tokens(index))}
+            )
             mask = None if response.mask is None else response.mask.tolist()
             extras.append({"mask": mask, "parse_error": text.parsed.error})
             replies.append((normalise([message])[0], response.ids))
@@ -393,26 +250,21 @@ class ModelServer:
             }
         return body
 
-    def _choice(self, exchange: Exchange, index: int, message: Message, response: Response) -> dict[str, Any]:
-        reason = response.finish_reason
-        if "tool_calls" in message and reason is FinishReason.STOP:
-            reason = FinishReason.TOOL_CALLS
-        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason.value, "logprobs": None}
+    def of_tokens(self, exchange: Exchange, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """The fields of a choice, or of its part in a chunk, about these tokens of it."""
+        fields: dict[str, Any] = {"logprobs": None}
         if exchange.chat.logprobs:
-            choice["logprobs"] = {"content": self.entries(response.tokens(index)), "refusal": None}
+            entries = [
+                {
+                    **self._entry(token.id, token.logprob),
+                    "top_logprobs": [self._entry(*other) for other in token.likeliest.items()],
+                }
+                for token in tokens
+            ]
+            fields["logprobs"] = {"content": entries, "refusal": None}
         if exchange.chat.return_token_ids:
-            choice["token_ids"] = response.ids.tolist()
-        return choice
-
-    def entries(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
-        """The log-probabilities of tokens, as a choice has them."""
-        return [
-            {
-                **self._entry(token.id, token.logprob),
-                "top_logprobs": [self._entry(*other) for other in token.likeliest.items()],
-            }
-            for token in tokens
-        ]
+            fields["token_ids"] = [token.id for token in tokens]
+        return fields
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.text.piece(token)
@@ -445,7 +297,7 @@ def _one_call_end(chat: ChatRequest, tool_format: ToolFormat | None) -> tuple[st
         return ()
     if tool_format.call_end is None:
         reason = f"nothing marks the end of a call in the format {tool_format.name!r}"
-        raise _unsupported("parallel_tool_calls=false", reason, "parallel_tool_calls")
+        raise unsupported("parallel_tool_calls=false", reason, "parallel_tool_calls")
     return (tool_format.call_end,)
 
 
@@ -481,3 +333,64 @@ def _call_id(exchange: Exchange, choice: int, position: int) -> str:
     request = exchange.request
     origin = (exchange.session or request.id, request.prompt_ids.tobytes(), request.seed, choice, position)
     return f"call_{hashlib.blake2b(repr(origin).encode(), digest_size=12).hexdigest()}"
+
+
+async def stream_reply(model: ModelServer, exchange: Exchange, backend: Backend) -> AsyncGenerator[dict[str, Any]]:
+    """The chunks of a reply. Each has the tokens that came since the one before, also where their text comes later.
+
+    The first has the prompt's ids, the last one usage and agl's extras, if they are asked for. Closing the iterator
+    ends the sampling. A response of a back end that tells of no token comes in one chunk.
+    """
+    loop, news, tokens = asyncio.get_running_loop(), asyncio.Event(), list[SampledToken]()
+
+    def add(token: SampledToken) -> None:
+        tokens.append(token)
+        news.set()
+
+    def watch(token: SampledToken) -> None:
+        loop.call_soon_threadsafe(add, token)
+
+    of_prompt = {"prompt_token_ids": exchange.prompt.ids.tolist()} if exchange.chat.return_token_ids else {}
+
+    def chunk(index: int, delta: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **fields}
+        made = {**head, **of_prompt, "choices": [choice]}
+        of_prompt.clear()
+        return made
+
+    generating = asyncio.ensure_future(backend.generate(replace(exchange.request, watch=watch)))
+    generating.add_done_callback(lambda _: news.set())
+    texts = [model.response_text(exchange) for _ in range(exchange.request.n)]
+    head = {**model.head(exchange), "object": "chat.completion.chunk"}
+    generated = None
+    try:
+        while generated is None:
+            await news.wait()
+            news.clear()
+            came, tokens[:] = tokens[:], []
+            if generating.done():
+                generated = generating.result()
+                told = [len(text.ids) for text in texts]
+                came = [token for i, r in enumerate(generated.responses) for token in r.tokens(i)[told[i] :]]
+            for index, text in enumerate(texts):
+                if some := [token for token in came if token.choice == index]:
+                    role = {} if text.ids else {"role": "assistant"}
+                    delta = role | _delta(text.feed([token.id for token in some]))
+                    yield chunk(index, delta, **model.of_tokens(exchange, some))
+    finally:
+        generating.cancel()
+    lasts = [text.end() for text in texts]
+    body = model.finish(exchange, generated, texts)
+    for index, (choice, last) in enumerate(zip(body["choices"], lasts, strict=True)):
+        delta = _delta(last)
+        if calls := choice["message"].get("tool_calls"):
+            delta["tool_calls"] = [{"index": position, **call} for position, call in enumerate(calls)]
+        yield chunk(index, delta, finish_reason=choice["finish_reason"], stop_reason=choice["stop_reason"])
+    more = {"agl": body["agl"]} if "agl" in body else {}
+    if more or (exchange.chat.stream_options or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": body["usage"], **more}
+
+
+def _delta(parsed: Parsed) -> dict[str, Any]:
+    texts = {"reasoning_content": parsed.reasoning, "content": parsed.content}
+    return {name: text for name, text in texts.items() if text}

@@ -1,7 +1,4 @@
-"""A conversation as a model reads it, by its own tokenizer and chat template, with the exact ids of echoed replies.
-
-A client may write one message in many ways: content as None, a string or a list of parts; tool arguments as any JSON
-text of the same value; keys that are null. Templates want one way (`normalise`), and an echo is recognised in all.
+"""Conversations as a model reads them, by its own tokenizer and chat template, with the exact ids of echoed replies.
 
 A chat client sends the whole conversation anew each turn. Rendering and tokenising it again would often give other
 tokens for the assistant's earlier replies than those that were sampled (spacing, JSON style, merges). So the prompt of
@@ -20,116 +17,15 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from agl_chat.formats import Message, Parsed, ToolFormat, Tools
 from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
 from agl_chat.plain_text import PlainText, in_plain_text
-from agl_core.errors import ServerError
+from agl_chat.requests import ChatError, normalise
+from agl_core.errors import EngineError
 from agl_core.types import PrefixBreak, RecordedReply, TokenizedReply, Tokens
-from agl_core.types.forms import parse_if_json
-
-
-class ChatError(ServerError):
-    """A request that cannot be answered; becomes an OpenAI-shaped error reply.
-
-    `param` names the field of the request, `code` is for programs to tell errors apart.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code, self.status = message, param, code, status
-
-    @property
-    def body(self) -> dict[str, dict[str, str | None]]:
-        kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages for `apply_chat_template`: text content, tool arguments as values, no null keys.
-
-    Raises ChatError for what is no message or no text.
-    """
-    if not messages:
-        raise ChatError("messages is empty: send at least one message.", param="messages")
-    names: dict[str, str] = {}
-    return [_normalise(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
-
-
-def _normalise(message: Mapping[str, Any], field: str, names: dict[str, str]) -> Message:
-    role = message.get("role")
-    if role not in _ROLES:
-        raise ChatError(f"{field}.role is {role!r}; it must be one of {', '.join(_ROLES)}.", param=f"{field}.role")
-    text, thinking = _texts(message.get("content"), f"{field}.content")
-    normal: Message = {"role": "system" if role == "developer" else role, "content": text}
-    if message.get("name") is not None:
-        normal["name"] = message["name"]
-    # Servers and clients name it differently; this is the name that chat templates know.
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or thinking
-    if reasoning:
-        normal["reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        normal["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
-        ]
-        names.update((call["id"], call["function"]["name"]) for call in normal["tool_calls"] if "id" in call)
-    if message.get("tool_call_id") is not None:
-        normal["tool_call_id"] = message["tool_call_id"]
-        # Some templates show a tool's name, which the OpenAI API does not repeat on its result.
-        if message["tool_call_id"] in names:
-            normal.setdefault("name", names[message["tool_call_id"]])
-    return normal
-
-
-def _texts(content: Any, field: str) -> tuple[str, str]:
-    """The text of a message's content, and the thinking that is in it."""
-    if content is None or isinstance(content, str):
-        return content or "", ""
-    texts = {"text": "", "thinking": ""}
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(kind) if kind in ("text", "thinking", "refusal") else None
-        if kind == "thinking" and isinstance(text, list):
-            text, _ = _texts(text, field)
-        if not isinstance(text, str):
-            raise ChatError(
-                f"{field} has a part of type {kind!r}; this engine takes text only.",
-                param=field,
-                code="unsupported_content",
-            )
-        texts["thinking" if kind == "thinking" else "text"] += text
-    return texts["text"], texts["thinking"]
-
-
-def _tool_call(call: Any, field: str) -> Message:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatError(f"{field} is no function call: it needs function.name and function.arguments.", param=field)
-    arguments = parse_if_json(function.get("arguments") or {})
-    normal: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    if isinstance(call.get("id"), str):
-        normal["id"] = call["id"]
-    return normal
-
-
-def meaning(message: Message) -> str:
-    """The content of a normalised message, whatever its spacing and call ids: equal for a reply and its echo."""
-    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
-    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
-
-
-def digests(messages: Sequence[Message]) -> list[bytes]:
-    """Entry k identifies what the first k messages mean, k = 0 … len(messages)."""
-    state = hashlib.blake2b(digest_size=16)
-    prefixes = [state.digest()]
-    for message in messages:
-        state.update(meaning(message).encode() + b"\0")
-        prefixes.append(state.digest())
-    return prefixes
 
 
 class ChatText:
@@ -283,6 +179,62 @@ def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
     if reply.is_complete:
         response_ids += text.encode(end) if end else [min(text.eos_ids)]
     return TokenizedReply(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub name, with its own chat template.
+
+    Where there is a `tokenizer.json`, that file is the tokenizer, unless the model's own code is trusted.
+    `AutoTokenizer` may choose a class by the model's type instead, which brings a pre-tokenizer of its own: every id of
+    a hand-made BPE beside a Qwen2 configuration would differ from those the model was trained on.
+    """
+    whole = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if whole is not None and not trust_remote_code:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if not tokenizer.chat_template:
+        raise EngineError(
+            f"The tokenizer of '{model}' has no chat template, so conversations cannot be rendered. Use an "
+            f"instruction-tuned model, or put a chat_template.jinja beside tokenizer.json."
+        )
+    return tokenizer
+
+
+def end_ids(*sources: Any) -> frozenset[int]:
+    """Every token id that ends a response, by a model's configurations and its tokenizer."""
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or ())
+    return frozenset(ids)
+
+
+def load_text(model: str, *, trust_remote_code: bool = False) -> ChatText:
+    """The text of a model in a folder or of a hub name, without its weights."""
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:  # Not every model has one.
+        generation = None
+    return ChatText(tokenizer, end_ids(generation, config, tokenizer))
+
+
+def meaning(message: Message) -> str:
+    """The content of a normalised message, whatever its spacing and call ids: equal for a reply and its echo."""
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
+    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
+
+
+def digests(messages: Sequence[Message]) -> list[bytes]:
+    """Entry k identifies what the first k messages mean, k = 0 … len(messages)."""
+    state = hashlib.blake2b(digest_size=16)
+    prefixes = [state.digest()]
+    for message in messages:
+        state.update(meaning(message).encode() + b"\0")
+        prefixes.append(state.digest())
+    return prefixes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ import abc
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from agl_core.types.forms import without_halves
@@ -30,35 +30,29 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A response taken apart, or a piece of one: pieces add up.
-
-    With an error there are no calls, and the content is the whole text (but for reasoning).
-    """
+    """A response taken apart. With an error there are no calls, and the content is the whole text but for reasoning."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     error: str | None = None
     reasoning: str = ""
 
-    def __add__(self, later: Parsed) -> Parsed:
-        return Parsed(
-            self.content + later.content,
-            self.calls + later.calls,
-            self.error or later.error,
-            self.reasoning + later.reasoning,
-        )
+    def after(self, before: Parsed) -> Parsed:
+        """What it says beyond `before`, which was certain when there was less of the response."""
+        content, reasoning = self.content[len(before.content) :], self.reasoning[len(before.reasoning) :]
+        return replace(self, content=content, reasoning=reasoning)
 
 
-def find_mark(text: str, start: int, marks: Sequence[str]) -> tuple[int, bool]:
+def find_mark(text: str, marks: Sequence[str]) -> tuple[int, bool]:
     """Where the first of these marks begins, or is cut by the end of the text, and whether it is there whole.
 
-    >>> find_mark("2 < 3 <thi", 0, ["<think>"])
+    >>> find_mark("2 < 3 <thi", ["<think>"])
     (6, False)
     """
-    whole = [at for mark in marks if (at := text.find(mark, start)) >= 0]
+    whole = [at for mark in marks if (at := text.find(mark)) >= 0]
     if whole:
         return min(whole), True
-    longest = min(len(text) - start, max(map(len, marks), default=0))
+    longest = min(len(text), max(map(len, marks), default=0))
     cut = (n for n in range(longest, 0, -1) if any(mark.startswith(text[len(text) - n :]) for mark in marks))
     return len(text) - next(cut, 0), False
 
@@ -94,12 +88,9 @@ class ToolFormat(abc.ABC):
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         """The calls in such a text, with the types of the tools' schemas if it has none. Raises MalformedError."""
 
-    def find_call(self, text: str, start: int) -> tuple[int, bool]:
-        """Where from `start` on a call may begin in a text that goes on, and whether it is sure to be the mark of one.
-
-        The end of the text if nothing in it may be a beginning.
-        """
-        return find_mark(text, start, self.markers)
+    def find_call(self, text: str) -> int:
+        """Where a call may begin in a text that goes on; the end of the text if nothing in it may be a beginning."""
+        return find_mark(text, self.markers)[0]
 
     def parse(self, text: str, tools: Tools = ()) -> Parsed:
         """Find the calls in a response's text (without its end token)."""
@@ -294,15 +285,13 @@ class LlamaJson(ToolFormat):
     def detect(self, template: str) -> bool:
         return '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
 
-    def find_call(self, text: str, start: int) -> tuple[int, bool]:
+    def find_call(self, text: str) -> int:
         body = text.lstrip()
-        if start or not body:
-            return (len(text) if start else 0), False
         if body.startswith(self.markers[0]) or self._OBJECT.match(body):
-            return 0, True
+            return 0
         begun = re.sub(r"^\{\s*", "{", body)
         may_begin = any(beginning.startswith(begun) for beginning in (self.markers[0], *self._BEGINNINGS))
-        return (0 if may_begin else len(text)), False
+        return 0 if may_begin else len(text)
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         body = text.strip()

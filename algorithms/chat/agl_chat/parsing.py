@@ -1,9 +1,9 @@
-"""A reply taken apart as it comes: reasoning between the template's own tags, content, and tool calls."""
+"""A reply taken apart, whole or as it comes: reasoning between the template's own tags, content, and tool calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 from agl_chat import formats
 from agl_chat.formats import Parsed, ToolFormat, Tools, find_mark
@@ -48,96 +48,94 @@ def detect_thinking(template: str) -> ThinkingTags | None:
     return next((tags for tags in THINKING_TAGS if tags.last in template), None)
 
 
-class _Part(Enum):
-    START = auto()
-    REASONING = auto()
-    CONTENT = auto()
-
-
+@dataclass(frozen=True, slots=True)
 class ReplyParser:
-    """Takes one reply apart, in pieces of any size.
-
-    What `feed` and `finish` give, added up, is the same for every way to cut the text. Reasoning and content are given
-    as soon as they are certain: a possible beginning of a tag or of a call is held back, and so is space that a call
-    may follow. Calls are given at the end, since a malformed one makes text of all.
+    """Takes a reply apart, whole or as far as it has come.
 
     Reasoning stands at the beginning of a reply, and ends at its tag alone; space around it is dropped.
     """
 
-    def __init__(
-        self,
-        tool_format: ToolFormat | None = None,
-        tools: Tools = (),
-        tags: ThinkingTags | None = None,
-        *,
-        is_thinking: bool = False,
-    ) -> None:
-        """`is_thinking`: the prompt ends with the first of the tags."""
-        self._format, self._tools, self._tags, self._is_thinking = tool_format, tools, tags, is_thinking
-        self._part = _Part.CONTENT if tags is None else _Part.START
-        self._pending = ""
-        """What is neither given nor part of the content."""
-        self._has_reasoning = self._is_after_reasoning = False
-        self._content, self._given = "", 0
-        """The content with its calls, and how many characters of it are given."""
-        self._held: list[str] | None = None
-        """What follows the content from where the first call begins; None before that."""
+    tool_format: ToolFormat | None = None
+    tools: Tools = ()
+    tags: ThinkingTags | None = None
+    is_thinking: bool = False
+    """The prompt ends with the first of the tags."""
 
-    def parse(self, text: str) -> Parsed:
-        """A whole reply."""
-        return self.feed(text) + self.finish()
+    def parse(self, text: str, *, is_over: bool = True) -> Parsed:
+        """What a reply says; of one that goes on, what is certain, which more text only adds to.
 
-    def feed(self, text: str) -> Parsed:
-        """What is certain after these characters and was not given before."""
-        self._pending += text
-        if self._part is _Part.START:
-            self._start(is_over=False)
-        reasoning = self._reasoning(is_over=False) if self._part is _Part.REASONING else ""
-        return Parsed(self._grow() if self._part is _Part.CONTENT else "", reasoning=reasoning)
+        A possible beginning of a tag or of a call is not certain, nor is space that a call may follow. Calls come at
+        the end, since a malformed one makes text of all.
+        """
+        reasoning, content = self._split_reasoning(text, is_over)
+        if self.tool_format is None:
+            return Parsed(content, reasoning=reasoning)
+        if is_over:
+            return replace(self.tool_format.parse(content, self.tools), reasoning=reasoning)
+        return Parsed(content[: self.tool_format.find_call(content)].rstrip(), reasoning=reasoning)
 
-    def finish(self) -> Parsed:
-        """The rest, once there are no more characters; an error is in here."""
-        if self._part is _Part.START:
-            self._start(is_over=True)
-        if self._part is _Part.REASONING:
-            return Parsed("", reasoning=self._reasoning(is_over=True))
-        grown = self._grow()
-        text = self._content + "".join(self._held or ())
-        parsed = self._format.parse(text, self._tools) if self._format else Parsed(text)
-        return replace(parsed, content=grown + parsed.content[self._given :])
+    def _split_reasoning(self, text: str, is_over: bool) -> tuple[str, str]:
+        """Reasoning, and what follows it."""
+        if self.tags is None:
+            return "", text
+        first, last = self.tags.first, self.tags.last
+        begun = text.lstrip()
+        if begun.startswith(first):
+            text = begun.removeprefix(first)
+        elif first.startswith(begun) and not is_over:
+            return "", ""
+        elif not self.is_thinking:
+            return "", text
+        reasoning, tag, content = text.partition(last)
+        if not tag and not is_over:
+            reasoning = reasoning[: find_mark(reasoning, (last,))[0]]
+        return reasoning.strip(), content.lstrip()
 
-    def _start(self, *, is_over: bool) -> None:
-        assert self._tags is not None
-        text = self._pending.lstrip()
-        if text.startswith(self._tags.first):
-            self._part, self._pending = _Part.REASONING, text.removeprefix(self._tags.first)
-        elif is_over or not self._tags.first.startswith(text):
-            self._part = _Part.REASONING if self._is_thinking else _Part.CONTENT
 
-    def _reasoning(self, *, is_over: bool) -> str:
-        assert self._tags is not None
-        text = self._pending if self._has_reasoning else self._pending.lstrip()
-        before, tag, after = text.partition(self._tags.last)
-        end = len(before) if tag or is_over else find_mark(before, 0, (self._tags.last,))[0]
-        given = before[:end].rstrip()
-        self._has_reasoning = self._has_reasoning or bool(given)
-        if tag:
-            self._part, self._is_after_reasoning = _Part.CONTENT, True
-        self._pending = after if tag else text[len(given) :]
-        return given
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes a part of a character to."""
 
-    def _grow(self) -> str:
-        """Add what is pending to the content, and give what has become certain of it."""
-        text, self._pending = self._pending, ""
-        if self._held is not None:
-            self._held.append(text)
-            return ""
-        self._content += text if self._content or not self._is_after_reasoning else text.lstrip()
-        if self._format is None:
-            given = self._content[self._given :]
-        else:
-            end, is_certain = self._format.find_call(self._content, self._given)
-            self._held = [] if is_certain else None
-            given = self._content[self._given : end].rstrip()
-        self._given += len(given)
-        return given
+
+class ResponseText:
+    """The text of one response: decoded, cut at the first stop string, taken apart.
+
+    Whole responses are fed in one piece. What `feed` and `end` give adds up to `parsed`.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], parser: ReplyParser, stops: Sequence[str]) -> None:
+        self.ids: list[int] = []
+        self.parsed = Parsed("")
+        self.stop: str | None = None
+        """The stop string that the response has."""
+        self._decode, self._parser, self._stops = decode, parser, stops
+        self._decoded = ""
+        self._start = self._known = 0
+        """Some tokens are decoded twice, since a token's text depends on those before it: from `_start` on."""
+
+    def feed(self, ids: Sequence[int]) -> Parsed:
+        """What is certain after these tokens and was not before."""
+        self.ids += ids
+        piece = self._piece()
+        if piece.endswith(_UNFINISHED):
+            return Parsed("")
+        if piece:
+            self._start = self._known
+        self._known = len(self.ids)
+        return self._parse(piece, is_over=False)
+
+    def end(self) -> Parsed:
+        """The rest, once there are no more tokens."""
+        return self._parse(self._piece(), is_over=True)
+
+    def _piece(self) -> str:
+        before = self._decode(self.ids[self._start : self._known])
+        return self._decode(self.ids[self._start :])[len(before) :]
+
+    def _parse(self, piece: str, *, is_over: bool) -> Parsed:
+        self._decoded += piece
+        at, is_whole = find_mark(self._decoded, self._stops)
+        if is_whole:
+            self.stop = next(stop for stop in self._stops if self._decoded.startswith(stop, at))
+        parsed = self._parser.parse(self._decoded[: None if is_over and not is_whole else at], is_over=is_over)
+        before, self.parsed = self.parsed, parsed
+        return parsed.after(before)

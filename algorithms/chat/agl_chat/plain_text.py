@@ -91,11 +91,11 @@ class PlainText(ToolFormat):
     def detect(self, template: str) -> bool:
         return "tool" not in template
 
-    def find_call(self, text: str, start: int) -> tuple[int, bool]:
-        line = self._LINE.search(text, start)
+    def find_call(self, text: str) -> int:
+        if line := self._LINE.search(text):
+            return line.start()
         last = text.rfind("\n") + 1
-        may_begin = last >= start and ACTION.startswith(text[last:])
-        return (line.start(), True) if line else (last if may_begin else len(text), False)
+        return last if ACTION.startswith(text[last:]) else len(text)
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         pieces = self._LINE.split(text)

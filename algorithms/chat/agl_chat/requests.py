@@ -1,93 +1,251 @@
-"""Requests and responses of token ids: what an engine is asked, and what it answers."""
+"""Chat requests: the fields that are honoured, those that are refused, and messages as templates want them.
+
+A field that changes what the model reads, what it samples or what the reply has is honoured, or refused by name. All
+others tune somebody else's service: they are ignored and noted (`ChatRequest.unknown`).
+
+A client may write one message in many ways: content as None, a string or a list of parts; tool arguments as any JSON
+text of the same value; keys that are null. Templates want one way (`normalise`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agl_chat.formats import Message
+from agl_core.errors import ServerError, nearest
+from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
+from agl_core.types.forms import parse_if_json, parse_json
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One token of a response."""
-
-    choice: int
-    id: int
-    logprob: float
-    likeliest: Mapping[int, float]
-    """The likeliest ids at its position and their log-probabilities, best first; empty if not asked for."""
+MAX_CHOICES = 128
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One prompt to answer, `n` times."""
+class ChatError(ServerError):
+    """A request that cannot be answered; becomes an OpenAI-shaped error reply.
 
-    id: str
-    prompt_ids: Tokens
-    """[P] int32, not empty and shorter than the context."""
-    max_tokens: int
-    """Limit of each response, forced tokens included; the context has room for as many."""
-    n: int = 1
-    temperature: float = 1.0
-    """0 takes the likeliest token; its log-probabilities are then those of temperature 1."""
-    top_p: float = 1.0
-    seed: int = 0
-    """The draw depends on the seed, the choice's index and the position only."""
-    forced_ids: tuple[int, ...] = ()
-    """Tokens that every response starts with, whatever the policy prefers; they are masked."""
-    top: int = 0
-    """How many of the likeliest tokens are reported at each position."""
-    stop: Callable[[Sequence[int]], bool] | None = None
-    """Asked after each sampled token, with the response so far: whether it is complete."""
-    stops: tuple[str, ...] = ()
-    """The strings that `stop` looks for, for an engine that detokenises itself."""
-    grammar: str | None = None
-    """The form that every response must have (`agl_core.learning.transitions.grammar_of`)."""
-    watch: Callable[[SampledToken], None] | None = None
-    """Told of each token as it comes, on the engine's thread, by an engine that can."""
-    model: str = "default"
-    """The name of the model that answers."""
+    `param` names the field of the request, `code` is for programs to tell errors apart.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.status = message, param, code, status
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Response:
-    """One sampled response, all of it from one version of the weights."""
+class FunctionTool(BaseModel):
+    """A function that the model may call."""
 
-    ids: Tokens
-    """[T] int32, exactly as sampled, the end token included."""
-    logprobs: Logprobs
-    """[T] float32, log-softmax(logits / temperature) at each id, over all tokens that the grammar allows."""
-    mask: TokenMask | None
-    """[T] bool, False where a token was forced, or the only one that the grammar allows; None: all sampled."""
-    finish_reason: FinishReason
-    """STOP, LENGTH, or ABORTED by an engine of its own accord."""
-    likeliest: tuple[dict[int, float], ...] = ()
-    """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
+    model_config = ConfigDict(extra="allow", frozen=True)
 
-    def tokens(self, choice: int) -> list[SampledToken]:
-        """Its tokens, as those of this choice."""
-        likeliest = self.likeliest or [dict[int, float]()] * len(self.ids)
-        columns = zip(self.ids.tolist(), self.logprobs.tolist(), likeliest, strict=True)
-        return [SampledToken(choice, token, logprob, others) for token, logprob, others in columns]
+    name: str = Field(min_length=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Generated:
-    """The responses to one request."""
+class Tool(BaseModel):
+    """One entry of `tools`, and a `tool_choice` that names one."""
 
-    request: Request
-    responses: tuple[Response, ...]
-    version: int
-    prefilled: int
-    """Prompt tokens computed, summed over the responses."""
-    reused: int
-    """Prompt tokens taken from the cache, summed over the responses."""
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["function"] = "function"
+    function: FunctionTool
 
 
-class Backend(Protocol):
-    """An engine: tokens in, tokens out."""
+class ChatRequest(BaseModel):
+    """POST /v1/chat/completions."""
 
-    async def generate(self, request: Request) -> Generated:
-        """Answer a request; cancelling it frees its place. EngineError if the engine cannot answer."""
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = Field(None, description="Reply with token ids, and with agl's extras.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+
+    @property
+    def unknown(self) -> dict[str, Any]:
+        """The fields that ask for something and are not honoured here."""
+        given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
+        return {name: value for name, value in given.items() if name not in (*_NOT_SERVED, *DISTORTING, *FORMATS)}
+
+    @property
+    def grammar(self) -> str | None:
+        """The form that replies must have, if there is one."""
+        return grammar_of({**(self.model_extra or {}), "tools": self.tools, "tool_choice": self.tool_choice})
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens a response may have; None: as many as the context has room for."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(stop for stop in stops if stop)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model sees: none when it must not call any."""
+        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools or []]
+
+    @property
+    def forces_tool(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The one tool that must be called; None if any will do. The only tool there is, when one is required."""
+        if isinstance(self.tool_choice, Tool):
+            return self.tool_choice.function.name
+        return self.tools[0].function.name if self.tools and len(self.tools) == 1 else None
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Check a request's body. Raises ChatError that names the field and what to do."""
+    try:
+        fields = parse_json(body)
+        if not isinstance(fields, dict):
+            raise ChatError("The request body is no JSON object.")
+        _refuse_unsupported(fields)
+        request = ChatRequest.model_validate(fields)
+    except orjson.JSONDecodeError as error:
+        raise ChatError(f"The request body is no JSON: {error}.") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise ChatError(f"{path}: {first['msg']}", param=str(first["loc"][0]), code="invalid_value") from None
+    names = [tool.function.name for tool in request.tools or []]
+    if request.forces_tool and not names:
+        raise ChatError("tool_choice asks for a tool call, but there are no tools.", param="tool_choice")
+    if isinstance(request.tool_choice, Tool) and request.forced_tool not in names:
+        raise ChatError(
+            f"tool_choice names {request.forced_tool!r}, which is not among the tools. "
+            f"{nearest(str(request.forced_tool), names)}",
+            param="tool_choice",
+        )
+    return request
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    for name in distorting(fields):
+        raise unsupported(f"{name} = {fields[name]!r}", "log-probabilities are of the unchanged distribution", name)
+    for name, (neutral, reason) in _NOT_SERVED.items():
+        value = fields.get(name)
+        if value is not None and value is not False and value not in (neutral, "", [], {}):
+            raise unsupported(f"{name} = {str(value)[:60]}", reason, name)
+
+
+def unsupported(what: str, reason: str, param: str) -> ChatError:
+    return ChatError(
+        f"{what} is not supported: {reason}. Leave {param} out.", param=param, code="unsupported_parameter"
+    )
+
+
+_TEXT_ALONE = "this engine reads and writes text alone"
+_ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_tokens'"
+_OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
+_NOT_SERVED: Mapping[str, tuple[Any, str]] = {
+    "prompt_logprobs": (None, "log-probabilities are returned of responses alone"),
+    "functions": ([], "it is the older form of tools. Send 'tools'"),
+    "audio": (None, _TEXT_ALONE),
+    "modalities": (["text"], _TEXT_ALONE),
+    "web_search_options": (None, "it needs OpenAI's own servers. Give the model a tool that searches"),
+    "best_of": (1, "it samples more than it returns. Use 'n', and choose among the choices"),
+    "ignore_eos": (False, _ENDS),
+    "stop_token_ids": ([], _ENDS),
+    "echo": (False, _OWN_TEMPLATE),
+    "continue_final_message": (False, _OWN_TEMPLATE),
+    "chat_template": (None, _OWN_TEMPLATE),
+    "documents": ([], _OWN_TEMPLATE),
+    "truncate_prompt_tokens": (None, "prompts are never cut: one that is too long is refused"),
+}
+"""Fields that ask for what this engine does not do, the value with which they do not, and why or what instead."""
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages for `apply_chat_template`: text content, tool arguments as values, no null keys.
+
+    Raises ChatError for what is no message or no text.
+    """
+    if not messages:
+        raise ChatError("messages is empty: send at least one message.", param="messages")
+    names: dict[str, str] = {}
+    return [_normalise(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+
+
+def _normalise(message: Mapping[str, Any], field: str, names: dict[str, str]) -> Message:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise ChatError(f"{field}.role is {role!r}; it must be one of {', '.join(_ROLES)}.", param=f"{field}.role")
+    text, thinking = _texts(message.get("content"), f"{field}.content")
+    normal: Message = {"role": "system" if role == "developer" else role, "content": text}
+    if message.get("name") is not None:
+        normal["name"] = message["name"]
+    # Servers and clients name it differently; this is the name that chat templates know.
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or thinking
+    if reasoning:
+        normal["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        normal["tool_calls"] = [
+            _tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
+        ]
+        names.update((call["id"], call["function"]["name"]) for call in normal["tool_calls"] if "id" in call)
+    if message.get("tool_call_id") is not None:
+        normal["tool_call_id"] = message["tool_call_id"]
+        # Some templates show a tool's name, which the OpenAI API does not repeat on its result.
+        if message["tool_call_id"] in names:
+            normal.setdefault("name", names[message["tool_call_id"]])
+    return normal
+
+
+def _texts(content: Any, field: str) -> tuple[str, str]:
+    """The text of a message's content, and the thinking that is in it."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    texts = {"text": "", "thinking": ""}
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(kind) if kind in ("text", "thinking", "refusal") else None
+        if kind == "thinking" and isinstance(text, list):
+            text, _ = _texts(text, field)
+        if not isinstance(text, str):
+            raise ChatError(
+                f"{field} has a part of type {kind!r}; this engine takes text only.",
+                param=field,
+                code="unsupported_content",
+            )
+        texts["thinking" if kind == "thinking" else "text"] += text
+    return texts["text"], texts["thinking"]
+
+
+def _tool_call(call: Any, field: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError(f"{field} is no function call: it needs function.name and function.arguments.", param=field)
+    arguments = parse_if_json(function.get("arguments") or {})
+    normal: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        normal["id"] = call["id"]
+    return normal

@@ -11,9 +11,10 @@ import orjson
 import pytest
 from tiny_tokenizers import make_tokenizer
 
-from agl_chat.api import ChatRequest, ModelServer, parse_request
+from agl_chat.api import ModelServer
+from agl_chat.backends import Generated, Response
 from agl_chat.conversation import ChatText
-from agl_chat.requests import Generated, Response
+from agl_chat.requests import ChatRequest, parse_request
 from agl_core.types import FinishReason
 
 

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from agl_chat.api import create_app
-from agl_chat.backends import SglangBackend, VllmBackend, client_of
-from agl_chat.conversation import ChatError
-from agl_chat.requests import Backend, Generated, Request
+from agl_chat.backends import Backend, Generated, Request, SglangBackend, VllmBackend, client_of
+from agl_chat.requests import ChatError
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason

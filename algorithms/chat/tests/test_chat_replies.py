@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_chat.conversation import ChatError
-from agl_chat.requests import Generated, Response
+from agl_chat.backends import Generated, Response
+from agl_chat.requests import ChatError
 from agl_core.types import FinishReason
 
 from .conftest import CALCULATOR, ScriptedChat, ServedModel, parsed

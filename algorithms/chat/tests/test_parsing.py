@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,33 +37,28 @@ def replies(draw: st.DrawFn) -> tuple[ToolFormat | None, ThinkingTags | None, bo
 
 
 @settings(max_examples=400, deadline=None)
-@given(replies(), st.data())
-def test_pieces_of_any_size_add_up_to_the_whole(reply: tuple, data: st.DataObject) -> None:
+@given(replies())
+def test_what_is_certain_only_grows_to_the_whole(reply: tuple) -> None:
     tool_format, tags, is_thinking, text = reply
 
-    def parser() -> ReplyParser:
-        return ReplyParser(tool_format, TOOLS, tags, is_thinking=is_thinking)
-
-    whole = parser().parse(text)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=6)))
-    for ends in ([*cuts, len(text)], range(1, len(text) + 1)):
-        cut, added, start = parser(), Parsed(""), 0
-        for end in ends:
-            delta = cut.feed(text[start:end])
-            assert delta.calls == ()
-            added, start = added + delta, max(start, end)
-        assert added + cut.finish() == whole
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_reply_in_single_characters_says_what_the_format_reads(name: str) -> None:
-    tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
-    for text in WRITTEN[name]:
-        assert sum(deltas(ReplyParser(tool_format, TOOLS), *text), Parsed("")) == tool_format.parse(text, TOOLS)
+    parser = ReplyParser(tool_format, TOOLS, tags, is_thinking)
+    whole = parser.parse(text)
+    before = Parsed("")
+    for end in range(len(text) + 1):
+        certain = parser.parse(text[:end], is_over=False)
+        assert certain.calls == ()
+        assert certain.content.startswith(before.content)
+        assert certain.reasoning.startswith(before.reasoning)
+        before = certain
+    assert whole.content.startswith(before.content)
+    assert whole.reasoning.startswith(before.reasoning)
 
 
 def deltas(parser: ReplyParser, *pieces: str) -> list[Parsed]:
-    return [*(parser.feed(piece) for piece in pieces), parser.finish()]
+    """What each piece adds, and the end."""
+    texts = list(accumulate(pieces))
+    parsed = [Parsed(""), *(parser.parse(text, is_over=False) for text in texts), parser.parse(texts[-1])]
+    return [later.after(before) for before, later in pairwise(parsed)]
 
 
 def test_what_is_certain_is_given_at_once_and_what_may_be_a_mark_is_not() -> None:
@@ -104,7 +101,7 @@ def test_prose_is_given_before_its_end(name: str) -> None:
     ],
 )
 def test_reasoning(text: str, is_thinking: bool, reasoning: str, content: str) -> None:
-    assert ReplyParser(None, (), THINK, is_thinking=is_thinking).parse(text) == Parsed(content, reasoning=reasoning)
+    assert ReplyParser(None, (), THINK, is_thinking).parse(text) == Parsed(content, reasoning=reasoning)
 
 
 def test_calls_among_thoughts_are_thoughts() -> None:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_chat.api import create_app
-from agl_chat.backends import client_of
-from agl_chat.requests import Generated, Request, Response
+from agl_chat.backends import Generated, Request, Response, client_of
 from agl_core.apis.reply import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_chat.conversation import ChatError, ChatText
+from agl_chat.conversation import ChatText
+from agl_chat.requests import ChatError
 from agl_core.types import Tokens
 
 if TYPE_CHECKING:  # Importing it takes a while, and few runs need it.

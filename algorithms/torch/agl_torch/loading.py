@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
 from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
-from agl_chat.loading import end_ids, load_tokenizer
+from agl_chat.conversation import end_ids, load_tokenizer
 from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from agl_chat.requests import Generated, Request
+from agl_chat.backends import Generated, Request
 from agl_core.errors import EngineError
 from agl_torch.sampler import Sampler
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agl_chat.requests import Request, Response
+from agl_chat.backends import Request, Response
 from agl_core.types import FinishReason, Tokens
 from agl_torch.grammars import Constraint
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_chat.requests import Generated, Request, SampledToken
+from agl_chat.backends import Generated, Request, SampledToken
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
-from agl_chat.requests import Generated, Request
+from agl_chat.backends import Generated, Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import Row, batch_of

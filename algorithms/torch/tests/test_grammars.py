@@ -18,7 +18,7 @@ import torch
 from tiny_tokenizers import make_tokenizer
 from torch import Tensor
 
-from agl_chat.requests import Generated, Request
+from agl_chat.backends import Generated, Request
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch, FinishReason

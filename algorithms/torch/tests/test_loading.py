@@ -17,7 +17,7 @@ from tiny_tokenizers import TEXTS
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from agl_chat.requests import Request
+from agl_chat.backends import Request
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.loading import LoadedModel, fingerprint, load_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agl_chat.requests import Request
+from agl_chat.backends import Request
 from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec

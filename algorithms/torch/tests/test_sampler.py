@@ -29,7 +29,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from agl_chat.requests import Generated, Request
+from agl_chat.backends import Generated, Request
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.requests import Uniforms, choose

@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 
 from agl_chat.api import ModelServer, create_app
+from agl_chat.backends import Request
 from agl_chat.conversation import ChatText
-from agl_chat.requests import Request
 from agl_core.errors import EngineError
 from agl_torch.loop import EngineLoop
 from agl_torch.sampler import Sampler

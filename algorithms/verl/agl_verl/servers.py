@@ -17,7 +17,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from agl_chat.api import CHAT_COMPLETIONS, ModelServer, create_app
 from agl_chat.backends import VllmBackend, client_of
-from agl_chat.loading import load_text
+from agl_chat.conversation import load_text
 from agl_verl.environment import KEY_VARIABLE
 from agl_verl.gate import Gate, GatedApp
 

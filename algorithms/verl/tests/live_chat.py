@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from agl_chat.api import ModelServer, create_app
-from agl_chat.backends import VllmBackend
-from agl_chat.conversation import ChatError, ChatText
-from agl_chat.loading import load_text
-from agl_chat.requests import Request
+from agl_chat.backends import Request, VllmBackend
+from agl_chat.conversation import ChatText, load_text
+from agl_chat.requests import ChatError
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_core.types import PrefixBreak

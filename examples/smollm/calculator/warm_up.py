@@ -18,8 +18,7 @@ import torch
 from sum_tool import TOOLS
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from agl_chat.conversation import ChatText
-from agl_chat.loading import load_tokenizer
+from agl_chat.conversation import ChatText, load_tokenizer
 
 sys.path += [str(folder) for folder in Path(__file__).parents[1:3]]
 from imitation import imitate
