@@ -10,36 +10,38 @@ from typing import Any
 import pytest
 
 CALC = Path(__file__).parents[2] / "examples" / "calc"
-TRAIN = """
+CONFIGURATION = """
 config_version = 1
 name = "learned"
+folder = "{calc}"                 # Tasks and agent are those of the example.
+plugins = ["tasks.py"]
 
 [tasks.train]
 source = "recorded"
-run = "runs/{run}"
+run = "{recorded}"
+without_logprobs = true
+
+[tasks.eval]
+source = "calc"
+split = "eval"
 
 [policies.default.model]
-path = {policy}
+path = "{calc}/policy"
 dtype = "float32"
 
 [sampling]
 max_tokens = 64
 
 [train]
-steps = {steps}
+steps = 40
+
+[eval]
+every = 40
+tasks = 40
 
 [algorithm]
 name = "reinforce++"
-"reinforce++" = {options}
-"""
-EVALUATED = """
-[tasks.eval]
-source = "calc"
-split = "eval"
-
-[eval]
-every = {steps}
-tasks = 40
+"reinforce++" = {{ whitening = "off" }}
 
 [agent]
 entry = "agent:solve"
@@ -69,21 +71,12 @@ def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def write(folder: Path, run: str, options: str, *, steps: int) -> Path:
-    text = TRAIN.format(run=run, policy=json.dumps(str(CALC / "policy")), steps=steps, options=options)
-    text = text.replace("\n\n[policies", "\nwithout_logprobs = true\n\n[policies")
-    # Tasks and agent are those of the example.
-    text = f"folder = {json.dumps(str(CALC))}\nplugins = ['tasks.py']\n{text}{EVALUATED.format(steps=steps)}"
-    text = text.replace(f'"runs/{run}"', json.dumps(str(folder / "runs" / run)))
-    (folder / "train.toml").write_text(text)
-    return folder / "train.toml"
-
-
 @pytest.mark.storm
 @pytest.mark.timeout(900)
 def test_a_policy_learns_from_recorded_conversations(agl: Any, conversations: Path) -> None:
     assert "600 rollouts, 1000 calls" in agl.run("import", conversations, "--name", "chats")
-    file = write(agl.folder, "chats", '{ whitening = "off" }', steps=40)
+    file = agl.folder / "train.toml"
+    file.write_text(CONFIGURATION.format(calc=CALC, recorded=agl.folder / "runs" / "chats"))
 
     agl.run("train", file)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -30,32 +29,18 @@ def every_setting(plugins: Plugins) -> list[str]:
 def settings_of(model: type[BaseModel], above: str = "") -> Iterator[str]:
     """The settings of a model, those of the models inside it included."""
     for name, field in model.model_fields.items():
-        yield from _inside(field.annotation, f"{above}.{field.alias or name}" if above else field.alias or name)
+        key = f"{above}.{field.alias or name}".removeprefix(".")
+        yield from _inside(field.annotation, key) or [key]
 
 
-def _inside(annotation: Any, name: str) -> Iterator[str]:
-    for member in _members(annotation):
-        if isinstance(member, type) and issubclass(member, BaseModel):
-            yield from settings_of(member, name)
-            return
-        if get_origin(member) in (dict, Mapping):
-            key, value = get_args(member)
-            if isinstance(key, type) and issubclass(key, Enum):
-                yield from (f"{name}.{choice.value}" for choice in key)
-                return
-            if isinstance(value, type) and issubclass(value, BaseModel):
-                yield name  # Which tables there are is a setting too.
-                yield from settings_of(value, f"{name}.{TABLE}")
-                return
-    yield name
-
-
-def _members(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _members(argument)
-    elif origin is Annotated:
-        yield from _members(get_args(annotation)[0])
-    else:
-        yield annotation
+def _inside(annotation: Any, name: str) -> list[str]:
+    """The settings of the model or the tables that a field holds; none if it holds a plain value."""
+    arguments = get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return list(settings_of(annotation, name))
+    if get_origin(annotation) not in (dict, Mapping):
+        return next(filter(None, (_inside(argument, name) for argument in arguments)), [])
+    if isinstance(arguments[0], type) and issubclass(arguments[0], Enum):
+        return [f"{name}.{choice.value}" for choice in arguments[0]]
+    inside = _inside(arguments[1], f"{name}.{TABLE}")
+    return [name, *inside] if inside else []  # Which tables there are is a setting too.
