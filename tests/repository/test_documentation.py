@@ -150,7 +150,6 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 FILES = {
     (page.stem, name): text
@@ -202,10 +201,7 @@ def test_the_rewards_of_the_page_give_what_they_say(folder: Path) -> None:
     assert score("no_apology") == {episode.transitions[0].key: -0.1}
 
 
-ROOT = Path(__file__).parents[2]
-CONFIGURATION = ROOT / "docs" / "site" / "mkdocs.yml"
-
-
+SITE = ROOT / "docs" / "site" / "mkdocs.yml"
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|link(?! rel="(?:canonical|prev|next)"))\b[^>]*?\b(?:src|href)="?([^" >]+)"""
 )
@@ -218,7 +214,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     built = subprocess.run(
-        [*command, "--config-file", CONFIGURATION, "--site-dir", folder],
+        [*command, "--config-file", SITE, "--site-dir", folder],
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
@@ -244,7 +240,7 @@ def test_links_lead_from_the_site_to_readmes_and_their_files(site: Path) -> None
     assert (site / "repository" / "examples" / "calc" / "train.toml").is_file()
     assert (site / "repository" / "examples" / "calc" / "curves.svg").is_file()
     linked = re.findall(r"\]\((.+?)\)", (site / "llms.txt").read_text())
-    sources = re.findall(r"^ +- (\S+\.md)$", CONFIGURATION.read_text(), re.MULTILINE)
+    sources = re.findall(r"^ +- (\S+\.md)$", SITE.read_text(), re.MULTILINE)
     assert linked == [source.replace("README.md", "index.html").replace(".md", ".html") for source in sources]
     assert [link for link in linked if not (site / link).is_file()] == []
     assert not list(site.rglob("make_*.py"))
