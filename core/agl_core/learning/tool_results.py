@@ -19,8 +19,6 @@ CONTRADICTED = "contradicted"
 
 One calls it ok, the other a failure: the conversation counts. A report that calls it a failure joins no tool call.
 """
-
-
 _FROM_ANYWHERE = (Source.COMMAND, Source.SPAN)
 """Sources whose reports any process can make that the agent starts."""
 
@@ -136,6 +134,49 @@ def _tool_result(tool_call: ToolCall, message: Mapping[str, Any]) -> ToolResult:
         source=Source.CONVERSATION,
         status_rule=rule,
     )
+
+
+def has_failed(tool_result: ToolResult) -> bool:
+    """True if the tool raised, or did not end in time."""
+    return tool_result.status in _FAILED
+
+
+def choices_of(call: Call) -> dict[TransitionKey, Choice]:
+    """A call's choices, each the first of its index."""
+    choices: dict[TransitionKey, Choice] = {}
+    for choice in call.choices:
+        choices.setdefault(TransitionKey(call.rollout, call.attempt, call.id, choice.index), choice)
+    return choices
+
+
+def messages_of(call: Call) -> tuple[Mapping[str, Any], ...]:
+    """The conversation that a request sent; what is not a message is ignored."""
+    messages = call.request.get("messages")
+    return tuple(m for m in messages if isinstance(m, Mapping)) if isinstance(messages, Sequence) else ()
+
+
+def tools_of(call: Call) -> tuple[Mapping[str, Any], ...]:
+    """The tools that a request offered; what is not an object is ignored."""
+    tools = call.request.get("tools")
+    return tuple(t for t in tools if isinstance(t, Mapping)) if isinstance(tools, list | tuple) else ()
+
+
+def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tool calls of a message that a tool result can belong to: objects whose id is a text."""
+    tool_calls = message.get("tool_calls")
+    if not isinstance(tool_calls, Sequence):
+        return []
+    return [call for call in tool_calls if isinstance(call, Mapping) and isinstance(call.get("id"), str)]
+
+
+def function_of(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
+    """The tool's name, and its arguments: parsed, if they are JSON."""
+    is_custom = tool_call.get("type") == "custom"
+    function = tool_call.get("custom" if is_custom else "function")
+    function = function if isinstance(function, Mapping) else {}
+    name = function.get("name")
+    arguments: Json = function.get("input" if is_custom else "arguments")
+    return name if isinstance(name, str) and name else "tool", arguments if is_custom else parse_if_json(arguments)
 
 
 def join_tool_results(
@@ -361,46 +402,3 @@ def _completed(report: ToolResult, tool_call: ToolCall, shown: ToolResult | None
         return report
     result = None if shown.error is not None else shown.result if report.result is None else report.result
     return replace(report, status=shown.status, status_rule=shown.status_rule, error=shown.error, result=result)
-
-
-def has_failed(tool_result: ToolResult) -> bool:
-    """True if the tool raised, or did not end in time."""
-    return tool_result.status in _FAILED
-
-
-def choices_of(call: Call) -> dict[TransitionKey, Choice]:
-    """A call's choices, each the first of its index."""
-    choices: dict[TransitionKey, Choice] = {}
-    for choice in call.choices:
-        choices.setdefault(TransitionKey(call.rollout, call.attempt, call.id, choice.index), choice)
-    return choices
-
-
-def messages_of(call: Call) -> tuple[Mapping[str, Any], ...]:
-    """The conversation that a request sent; what is not a message is ignored."""
-    messages = call.request.get("messages")
-    return tuple(m for m in messages if isinstance(m, Mapping)) if isinstance(messages, Sequence) else ()
-
-
-def tools_of(call: Call) -> tuple[Mapping[str, Any], ...]:
-    """The tools that a request offered; what is not an object is ignored."""
-    tools = call.request.get("tools")
-    return tuple(t for t in tools if isinstance(t, Mapping)) if isinstance(tools, list | tuple) else ()
-
-
-def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The tool calls of a message that a tool result can belong to: objects whose id is a text."""
-    tool_calls = message.get("tool_calls")
-    if not isinstance(tool_calls, Sequence):
-        return []
-    return [call for call in tool_calls if isinstance(call, Mapping) and isinstance(call.get("id"), str)]
-
-
-def function_of(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
-    """The tool's name, and its arguments: parsed, if they are JSON."""
-    is_custom = tool_call.get("type") == "custom"
-    function = tool_call.get("custom" if is_custom else "function")
-    function = function if isinstance(function, Mapping) else {}
-    name = function.get("name")
-    arguments: Json = function.get("input" if is_custom else "arguments")
-    return name if isinstance(name, str) and name else "tool", arguments if is_custom else parse_if_json(arguments)
