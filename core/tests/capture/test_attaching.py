@@ -153,7 +153,7 @@ PLUGIN = """
 
 @pytest.mark.parametrize("framework", ["httpx2", "a_framework"])
 def test_a_plugin_of_pydantic_that_is_loaded_in_its_import_stays(tmp_path: Path, framework: str) -> None:
-    """As Logfire's: pydantic imports it while it is imported itself, and it imports what agl waits for."""
+    """Logfire's is such a one: pydantic imports it while it is imported itself, and it imports what agl waits for."""
     (tmp_path / "the_plugin.py").write_text(textwrap.dedent(PLUGIN.format(framework=framework)))
     (tmp_path / "a_framework.py").write_text("")
     info = tmp_path / "the_plugin-1.0.dist-info"

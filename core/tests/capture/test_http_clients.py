@@ -36,13 +36,12 @@ class Wire:
     def __init__(self, library: Any) -> None:
         self.library = library
         self.requests: list[Any] = []
-        self.statuses = iter([200] * 100)
         self.transport = library.MockTransport(self.answer)
 
     def answer(self, request: Any) -> Any:
         self.requests.append(request)
         reply = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
-        return self.library.Response(next(self.statuses), json=reply, headers={"retry-after-ms": "1"})
+        return self.library.Response(200, json=reply)
 
     def stamps(self) -> list[dict[str, str]]:
         return [{k: v for k, v in r.headers.items() if k.startswith("x-agl")} for r in self.requests]

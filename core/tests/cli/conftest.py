@@ -90,7 +90,7 @@ CONFIG: dict[str, Any] = {
 }
 
 ENDS = {"m0": ("42", "ok", 1.0, 0.25), "m1": ("7", "error", 0.0, -0.25), "m2": ("42", "error", 1.0, -0.25)}
-"""By member: the answer, what its tool did, and the two rewards it got."""
+"""The answer of each member, what its tool did, and its two rewards."""
 
 
 @dataclass(frozen=True)

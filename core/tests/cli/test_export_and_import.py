@@ -60,8 +60,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def names(run: Any, out: str = "out") -> list[str]:
-    return [line["rollout"] for line in lines(run.folder / out)]
+def names(run: Any) -> list[str]:
+    return [line["rollout"] for line in lines(run.folder / "out")]
 
 
 def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> None:

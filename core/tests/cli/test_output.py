@@ -34,10 +34,10 @@ def piped(*arguments: str) -> str:
     return result.output
 
 
-def on_a_terminal(code: str, folder: Path, *arguments: str, width: int = 80) -> list[str]:
+def on_a_terminal(code: str, folder: Path, *arguments: str) -> list[str]:
     """The lines that Python code leaves on a terminal."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     unset = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
     environment = {**{name: value for name, value in os.environ.items() if name not in unset}, "TERM": "xterm"}
     command = [sys.executable, "-c", code, *arguments]

@@ -78,7 +78,7 @@ def test_the_same_configuration_changes_nothing(run: Any) -> None:
 def test_a_setting_changes_what_follows_from_it_alone(
     run: Any, setting: str, mean: str, expected: list[list[str]]
 ) -> None:
-    """In the light of the whole group, of which one member is asked for."""
+    """The whole group is judged, though one member is asked for."""
     result = run.agl(*TRY, f"--set={setting}", "--rollout=s1-g0-m0")
 
     rows = cells(result.output)
@@ -147,11 +147,11 @@ def test_what_cannot_be_tried_is_refused(run: Any) -> None:
         assert what in str(error)
 
 
-def recorded_elsewhere(run: Any, mode: Mode, **changes: Any) -> list[Any]:
+def recorded_elsewhere(run: Any, mode: Mode) -> list[Any]:
     """The records of m0, as something else than training: no rewards, no uses."""
     records = [r for r in run.trained(1, "m0") if not isinstance(r, Reward | TrainingRecord)]
     answered = [replace(r, policy="gpt-of-yours") if isinstance(r, Call) else r for r in records]
-    return [replace(answered[0], mode=mode, **changes), *answered[1:]]
+    return [replace(answered[0], mode=mode), *answered[1:]]
 
 
 def test_an_evaluation_is_judged_and_gets_no_credit(run: Any) -> None:

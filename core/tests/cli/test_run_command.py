@@ -264,7 +264,7 @@ CONFIG: dict[str, Any] = {
     "engine": {"name": "absent"},
     "trackers": {"absent": {}},
 }
-"""Of a run whose plugins and weights are on the trainer's machine alone."""
+"""A run whose plugins and weights are on the trainer's machine alone."""
 
 
 @pytest.mark.parametrize(

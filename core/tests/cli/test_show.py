@@ -122,14 +122,8 @@ def certified(records: list[Any], **changes: Any) -> list[Any]:
     recomputed = Recomputed(3, of, changes.pop("precision", "float32"), computed + changes.pop("shift", 0.0))
     choice = replace(choice, **changes.pop("choice", {}))
     record = replace(others.pop(), recomputed=changes.pop("recomputed", recomputed))
-    return [
-        rollout,
-        attempt,
-        first,
-        replace(second, **{"version": 3, "choices": (choice,), **changes}),
-        *others,
-        record,
-    ]
+    second = replace(second, **{"version": 3, "choices": (choice,), **changes})
+    return [rollout, attempt, first, second, *others, record]
 
 
 OTHER_IDS = np.array([11, 12, 13, 99, 15], np.int32)

@@ -367,11 +367,11 @@ def test_a_folder_that_cannot_be_made_is_named(
 
 
 READ_ONLY = 'mount --bind . . && mount -o remount,bind,ro . && cd .. && cd mine && exec "$@"'
-"""For root, whom permissions do not stop: a shell command in a mount namespace of its own."""
+"""A shell command in a mount namespace of its own, for root, whom permissions do not stop."""
 
 
 def test_a_read_only_run_is_not_resumed(running: Bench) -> None:
-    """Before anything opens a file in it, a tracker for instance."""
+    """The run is refused before anything, a tracker for instance, opens a file in it."""
     run = running.folder / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(f"folder = '{running.folder}'\n{textwrap.dedent(CONFIG)}")

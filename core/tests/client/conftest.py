@@ -22,14 +22,12 @@ class Workplace:
     stack: Stack
     workers: list[WorkerThread]
 
-    async def run(
-        self, function: Callable[..., Any], inputs: list[Json], *, concurrency: int = 8
-    ) -> dict[int, tuple[Rollout, Attempt]]:
-        """One rollout per input, all to the end; by the input's place."""
-        return await self.finish(self.start(function, concurrency=concurrency), inputs)
+    async def run(self, function: Callable[..., Any], inputs: list[Json]) -> dict[int, tuple[Rollout, Attempt]]:
+        """Run one rollout per input to its end; the records by the input's index."""
+        return await self.finish(self.start(function), inputs)
 
     async def finish(self, worker: WorkerThread, inputs: list[Json]) -> dict[int, tuple[Rollout, Attempt]]:
-        """One rollout per input, all to the end by this worker, which is stopped then."""
+        """Run one rollout per input to its end by this worker, which is stopped then."""
         rollouts = [make.rollout(f"w{i}", task=Task(f"t{i}", task_input)) for i, task_input in enumerate(inputs)]
         await self.stack.server.queue.enqueue(rollouts)
         done = [finished for rollout in rollouts for finished in await self.stack.server.queue.done([rollout.id])]

@@ -10,7 +10,6 @@ import agl_core
 from agl_core.learning.transitions import build_episode
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import running_stack
-from agl_core.types import Episode
 
 # Before any framework is imported, as a worker does it.
 agl_core.attach()
@@ -41,12 +40,6 @@ async def play(ask: Callable[[str, str], object], tool: str = "look_up") -> Seen
         rollout = await stack.store.rollout(attempt.key.rollout)
         [record] = await stack.store.attempts(rollout.id)
         conversation = build_episode(rollout, record, await attempt.calls())
-    agents = [transition.agent for transition in episode.transitions]
-    in_words = [
-        (str(tool_result.status), tool_result.status_rule) for tool_result in conversation.transitions[0].tool_results
-    ]
-    return Seen(agents, _statuses(episode), in_words)
-
-
-def _statuses(episode: Episode) -> list[str]:
-    return [str(tool_result.status) for tool_result in episode.transitions[0].tool_results]
+    in_words = [(str(result.status), result.status_rule) for result in conversation.transitions[0].tool_results]
+    statuses = [str(result.status) for result in episode.transitions[0].tool_results]
+    return Seen([transition.agent for transition in episode.transitions], statuses, in_words)

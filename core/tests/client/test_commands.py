@@ -142,7 +142,7 @@ async def test_a_script_that_prints_nothing_itself_gives_what_its_program_prints
 
 
 async def test_it_works_in_an_empty_folder_of_its_own_that_is_removed(workplace: Any, tmp_path: Path) -> None:
-    """And finds what it names beside the configuration: its script, its modules, a folder."""
+    """The command finds what it names beside the configuration: its script, its modules, a folder."""
     (tmp_path / "tasks.jsonl").write_text("the answers")
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__main__.py").write_text(
@@ -197,7 +197,7 @@ ODD = (
 
 @pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
 async def test_nothing_that_it_leaves_after_its_result_earns_it_another_try(workplace: Any, tmp_path: Path) -> None:
-    """Nor does it stop the worker."""
+    """The worker goes on, too."""
     code = """
 import shutil
 print(json.dumps("the result"), flush=True)

@@ -60,7 +60,7 @@ def children() -> list[psutil.Process]:
 
 
 async def run(workplace: Any, tasks: list[Any], runner: Any = None) -> list[Any]:
-    """(rollout, attempt) of each task."""
+    """Run these tasks; the rollout and the attempt of each."""
     ended = await workplace.finish(workplace.start_runner(runner or processes(workplace)), tasks)
     return [ended[i] for i in range(len(tasks))]
 
@@ -79,7 +79,7 @@ def is_alive(pid: int) -> bool:
 async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness_of_its_own(
     workplace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no key but the attempt's."""
+    """The attempt's key is the only one that it has."""
     monkeypatch.setenv(WORKER_KEY, "a worker's")
     monkeypatch.setenv(OPERATOR_KEY, "an operator's")
     ended = await run(workplace, [{"does": "tell"}] * 4)
@@ -238,7 +238,7 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
 @pytest.mark.timing
 @pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
 async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: Any, tmp_path: Path) -> None:
-    """Also of an agent whose process lingers."""
+    """The process of one agent lingers."""
     queue, store = workplace.stack.server.queue, workplace.stack.store
     files = {name: tmp_path / name for name in ("w0", "w1")}
     for name, file in files.items():
@@ -270,7 +270,7 @@ async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: An
 async def test_a_start_that_is_given_up_says_nothing_and_leaves_no_process(
     capfd: pytest.CaptureFixture[str], moments: int
 ) -> None:
-    """As when a run that is finished is resumed: its worker is closed before it had anything to do."""
+    """A finished run that is resumed closes its worker before that had anything to do."""
     runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url="http://127.0.0.1:9")
     before = {child.pid for child in children()}
     starting = asyncio.create_task(runner.start())

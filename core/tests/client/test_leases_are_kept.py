@@ -76,7 +76,7 @@ class LosingTheFirstLease(LightningClient):
 @pytest.mark.timing
 @LEASED
 async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(workplace: Any) -> None:
-    """Not after a timeout and a grace of minutes: the worker sends heartbeats before its first lease."""
+    """The worker sends heartbeats before its first lease, so that no timeout of minutes has to pass."""
 
     async def agent(task_input: Any, context: AgentContext) -> int:
         await ask(context)

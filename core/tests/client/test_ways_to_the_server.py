@@ -119,7 +119,7 @@ def test_a_key_may_have_what_a_header_may(config: Any, monkeypatch: pytest.Monke
 
 HERE = Path(__file__).parent
 NOBODY = "http://127.0.0.1:9"
-"""Where no proxy listens."""
+"""An address at which no proxy listens."""
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ MINIMAL: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the configuration stands, with the weights it names."""
+    """The folder of the configuration, with the weights it names."""
     (tmp_path / "weights").mkdir()
     return tmp_path
 

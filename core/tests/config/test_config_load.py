@@ -42,7 +42,7 @@ def test_the_chosen_components_come_with_validated_options(loaded: Load) -> None
 
 
 def test_a_table_that_stands_alone_is_the_choice(loaded: Load) -> None:
-    """So that one setting of a plugin can be set from the command line."""
+    """A setting of a plugin can be set alone from the command line."""
     changes = {"algorithm": {"comparing": {"beta": 0.5}}, "engine": None, "policies.default.credit": {"whole": {}}}
 
     run = loaded(changes, "engine.pretending.threads=2")

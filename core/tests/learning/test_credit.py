@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -85,9 +85,6 @@ def group(members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
 
 
 # Each of core's own rules.
-
-
-Rule = Callable[[Sequence[Episode]], list[list[float]]]
 
 
 def rewards(*values: float) -> list[Step]:

@@ -234,7 +234,7 @@ def cannot_be_interrupted(_: object) -> Any:
     "rule", [loops, computes, waits, cannot_be_interrupted, GroupRewardRule(cannot_be_interrupted)]
 )
 async def test_a_rule_that_never_returns_costs_its_own_time_alone(rule: Any, episode: Episode) -> None:
-    """Neither the event loop's nor that of the others."""
+    """The event loop and the other rules go on."""
     ticks = 0
 
     async def tick() -> None:

@@ -43,7 +43,7 @@ async def test_a_json_value_comes_back(text: str, value: Any) -> None:
         assert await run_sandboxed(evaluated, text) == value
 
 
-async def test_an_evaluation_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_evaluation_leaves_nothing_for_the_next() -> None:
     replaced = f"setattr(__import__('sys').modules['{__name__}'], 'evaluated', lambda text: 1.0)"
     assert await run_sandboxed(evaluated, replaced) is None
     assert await run_sandboxed(evaluated, "2") == 2

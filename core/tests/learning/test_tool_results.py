@@ -16,8 +16,8 @@ from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Call, Episode, Json, Source, ToolResult, ToolStatus
 
 
-def answer(tool_call_id: str, content: Any = "22 °C", **more: Any) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": tool_call_id, "content": content, **more}
+def answer(tool_call_id: str, content: Any = "22 °C") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
 
 
 def asking(ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult, ...] = ()) -> Episode:
@@ -130,7 +130,7 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     ],
 )
 def test_no_reports_of_a_whole_response_deny_a_failure_that_the_model_was_shown(reported: str, ids: list[str]) -> None:
-    """However many say otherwise, and even if one tells another failure."""
+    """The number of reports that say otherwise does not matter, nor that one tells another failure."""
     statuses = [ToolStatus(status) for status in reported.split()]
     contents = ["Error: no city", "Error: no date" if ToolStatus.ERROR in statuses else "22"]
     calls = [
@@ -155,14 +155,14 @@ def test_a_report_that_found_nothing_keeps_its_result() -> None:
         assert (result.status, result.status_rule, result.result) == (*expected, {"blocks": []})
 
 
-def looking(*directions: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
+def looking(*directions: str | None) -> list[Any]:
     """A call for each direction that asks to look there (None: for nothing), in steps of one agent."""
     calls = []
     for number, direction in enumerate(directions):
         choice = make.choice(tool_calls=[] if direction is None else [f"c{number}"])
         for tool_call in choice.message.get("tool_calls") or ():
             tool_call["function"]["arguments"] = f'{{"direction": "{direction}"}}'
-        calls.append(make.call(number, choice, agent=agent, parent_span=span and f"{span}-{number}"))
+        calls.append(make.call(number, choice, agent="solver", parent_span=f"step-{number}"))
     return calls
 
 

@@ -22,7 +22,7 @@ from agl_core.wire import LeaseRequest
 
 OWN, OTHER = AttemptKey("own", 0), AttemptKey("other", 0)
 SECRET = "SWORDFISH"
-"""Is in the other rollout's task, reply and ids, and nowhere else."""
+"""A word of the other rollout's task, reply and ids alone."""
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 TEXT = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 CALLED = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -210,7 +210,7 @@ def test_no_request_breaks_the_server_or_reaches_another_rollout(
 
 
 def test_the_requests_above_reach_what_they_aim_at(world: SimpleNamespace) -> None:
-    """As they are, unchanged, they are taken: so changing one place of them tests what lies behind it."""
+    """They are taken unchanged, so that a change of one place tests what lies behind it."""
     for path, valid in VALID.items():
         agents = not path.startswith("/agl")
         who = "own" if agents else "lease" if path.endswith("close") else "worker"

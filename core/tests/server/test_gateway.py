@@ -1,4 +1,4 @@
-"""Where requests lead, what the gateway refuses, passes on, and makes of an upstream that fails."""
+"""The gateway: routes, refusals, requests that it passes on, and upstreams that fail."""
 
 from __future__ import annotations
 
@@ -304,13 +304,15 @@ async def test_embeddings_are_passed_on_with_a_key_of_their_own_and_not_recorded
     key = await stack.lease()
     reply = await stack.client(key).embeddings.create(model="embedder", input="hello", encoding_format="float")
     assert reply.data[0].embedding == [0.25, 0.5]
-    (received,) = other.received
+    [received] = other.received
     assert received.headers["Authorization"] == "Bearer key-of-the-other"
     assert stack.key(key) not in str(received.headers)
-    assert await stack.calls(key) == []
-    assert stack.upstream.received == []
-    await stack.client(key).chat.completions.create(model="default", messages=[{"role": "user", "content": "x"}])
-    assert (await closed(stack, key)).passed_through == {"embeddings": 1}
+    with pytest.raises(openai.NotFoundError, match="no such model") as raised:
+        await stack.client(key).embeddings.create(model="unknown", input="x")
+    assert raised.value.code == "model_not_found", "its errors are passed on, too"
+    assert (await stack.calls(key), stack.upstream.received) == ([], [])
+    await stack.client(key).chat.completions.create(**GOOD)
+    assert (await closed(stack, key)).passed_through == {"embeddings": 2}
 
 
 async def test_speech_is_streamed_and_transcriptions_are_uploaded(stack: Stack, other: OtherServer) -> None:
@@ -331,13 +333,6 @@ async def test_only_models_that_answer_calls_are_described(stack: Stack, other: 
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("org/model:free")
     assert other.received == []
-
-
-async def test_errors_of_the_other_server_are_passed_on(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
-    with pytest.raises(openai.NotFoundError, match="no such model") as raised:
-        await client.embeddings.create(model="unknown", input="x")
-    assert raised.value.code == "model_not_found"
 
 
 async def test_a_route_that_no_server_has_names_the_setting(stack: Stack) -> None:
@@ -378,7 +373,7 @@ async def test_no_other_route_is_reached(stack: Stack, other: OtherServer) -> No
     assert other.received == []
 
 
-async def test_a_server_that_is_away(other: OtherServer) -> None:
+async def test_a_server_that_is_away() -> None:
     section = GatewaySection(passthrough=PassthroughSection(url="http://127.0.0.1:9/v1"))
     async with running_stack(gateway=section) as stack:
         with pytest.raises(openai.InternalServerError, match=r"http://127\.0\.0\.1:9/v1 cannot be asked"):

@@ -40,7 +40,7 @@ class Lives(RuleBasedStateMachine):
         self.store = MemoryStore()
         self.created: list[str] = []
         self.leased: list[tuple[str, AttemptKey]] = []
-        """With their workers."""
+        """The leased attempts with their workers."""
         self.counting: set[AttemptKey] = set()
         self.endings: dict[AttemptKey, Ending] = {}
 
@@ -111,7 +111,7 @@ class Lives(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def report(self, number: int, ending: Ending, calls: int, twice: bool) -> None:
-        """Of any attempt that was ever leased: also one that was lost, superseded, or reported before."""
+        """Report any attempt that was ever leased: also one that was lost, superseded, or reported before."""
         _, key = self.leased[number % len(self.leased)]
         active = self.queue.attempts.get(key)
         if active is not None and not active.closed:

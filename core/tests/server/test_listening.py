@@ -116,7 +116,7 @@ TRICKLE += b"Content-Length: 100\r\n\r\n{"
 async def test_who_does_not_end_a_body_is_told_and_not_waited_for(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not even if there is a byte of it now and then."""
+    """A byte of it now and then makes no difference."""
     monkeypatch.setattr("agl_core.server.listening.REQUEST_TIMEOUT", 0.3)
     async with running_stack() as stack, asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
         attempt = await stack.lease()
@@ -285,7 +285,7 @@ async def test_too_large_a_head(stack: Stack, http: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("depth", [20, 100, 128, 200, 250, 254, 255, 100_000])
 async def test_nesting_is_taken_or_refused(depth: int, http: httpx.AsyncClient) -> None:
-    """At each depth where a parser, a writer or a record between agent and store might give up."""
+    """Parsers, writers and records between agent and store give up at one of these depths or none."""
     async with running_stack() as stack:
         key = await stack.lease()
         for url, body, headers in routes(stack, key):

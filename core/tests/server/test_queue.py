@@ -158,7 +158,7 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
 async def test_what_memory_has_forgotten_is_answered_from_the_store(
     queue: RolloutQueue, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too many ended since, or the server was restarted."""
+    """Memory forgets once too many have ended since, or the server was restarted."""
     monkeypatch.setattr("agl_core.server.queue.MAX_REMEMBERED", 1)
     await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
     first, second = [await leased(queue, calls=1) for _ in range(2)]
@@ -310,10 +310,10 @@ async def watched(clock: Clock, queue: RolloutQueue) -> AsyncIterator[RolloutQue
         await watching
 
 
-def beat(queue: RolloutQueue, *keys: AttemptKey, worker: str = "w") -> list[AttemptKey]:
+def beat(queue: RolloutQueue, *keys: AttemptKey) -> list[AttemptKey]:
     """Send a heartbeat; returns those that are lost."""
     attempts = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in keys]
-    lost = queue.heartbeat(HeartbeatRequest(worker=worker, attempts=attempts)).lost
+    lost = queue.heartbeat(HeartbeatRequest(worker="w", attempts=attempts)).lost
     return [AttemptKey(attempt.rollout, attempt.attempt) for attempt in lost]
 
 
@@ -364,7 +364,7 @@ async def test_what_a_worker_that_stops_beating_loses_counts_no_more(
 async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(
     watched: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
-    """Also of what it was lent and never heard of."""
+    """The clock also runs for attempts of which the worker never heard."""
     await watched.enqueue([make.rollout(id) for id in "abc"])
     first, _ = await lent(watched, capacity=2)
     await lent(watched, "another")

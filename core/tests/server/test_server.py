@@ -260,7 +260,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def test_an_attempts_key_is_made_of_the_secret() -> None:
-    """As openssl has it: printf agent/r/0 | openssl dgst -sha256 -hmac secret -binary | base64, made URL-safe."""
+    """The same as openssl's: printf agent/r/0 | openssl dgst -sha256 -hmac secret -binary | base64, made URL-safe."""
     keys = Keys(worker="w", secret="secret")
     assert keys.of_attempt(AttemptKey("r", 0)) == "agl-2E9EX4mwhTGrFul1YaP193hjtO8wEhWUZEKpgLGmGBY"
     assert keys.of_lease(AttemptKey("r", 0)) == "agl-snl1YqPNTSf0E8cltP3Ll4-kUldESI9RgveYy0kZoI8"

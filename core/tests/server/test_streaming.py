@@ -44,6 +44,12 @@ async def asking(stack: Stack, key: AttemptKey, route: str = "chat/completions")
         yield response.aiter_lines()
 
 
+async def first_text(lines: AsyncIterator[str]) -> None:
+    async for line in lines:
+        if "A long" in line:
+            return
+
+
 async def streamed(stack: Stack, key: AttemptKey, route: str = "chat/completions") -> str:
     async with asking(stack, key, route) as lines:
         return "\n".join([line async for line in lines])
@@ -74,9 +80,7 @@ async def test_text_comes_before_the_reply_has_ended(stack: Stack, route: str) -
     key, hold = await stack.lease(), Hold(LONG, after=4)
     stack.upstream.script(hold)
     async with asking(stack, key, route) as lines:
-        async for line in lines:
-            if "A long" in line:
-                break
+        await first_text(lines)
         assert not hold.release.is_set()
         assert await stack.calls(key) == []
         hold.release.set()
@@ -91,9 +95,7 @@ async def test_a_client_that_leaves_early_ends_the_sampling(stack: Stack, route:
     key, hold = await stack.lease(), Hold(LONG, after=4)
     stack.upstream.script(hold)
     async with asking(stack, key, route) as lines:
-        async for line in lines:
-            if "A long" in line:
-                break
+        await first_text(lines)
         await hold.arrived.wait()
     hold.release.set()
     await until(lambda: stack.upstream.cut)

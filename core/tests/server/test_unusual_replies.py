@@ -43,12 +43,8 @@ async def chat(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
     completion = await stack.client(key).chat.completions.create(model="m", messages=HELLO, tools=[TOOL])
     # The SDK does not check what it gets; frameworks do.
     message = ChatCompletion.model_validate(completion.to_dict()).choices[0].message
-    calls: Any = message.tool_calls or ()
-    return (
-        message.content or message.refusal or "",
-        reasoning_of(message),
-        [json.loads(call.function.arguments) for call in calls],
-    )
+    arguments = [json.loads(call.function.arguments) for call in message.tool_calls or ()]
+    return message.content or message.refusal or "", reasoning_of(message), arguments
 
 
 async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:

@@ -179,7 +179,7 @@ async def test_a_stream_that_is_not_read_to_its_end_closes_the_connection() -> N
 
 
 async def test_a_server_waits_for_a_slow_reader() -> None:
-    """Else a client that does not read would fill the memory."""
+    """A client that does not read must not fill the memory."""
     size = 64 * MAX_UNREAD
     big = STREAM_HEAD + f"Content-Length: {size}\r\n\r\n".encode() + bytes(size)
 
@@ -285,7 +285,7 @@ async def test_a_server_that_is_not_there(unused_tcp_port: int) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """Of 127.0.0.1, signed by itself, with its key."""
+    """A certificate of 127.0.0.1, signed by itself, with its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
     now = datetime.datetime.now(datetime.UTC)
@@ -336,7 +336,7 @@ async def two_servers() -> AsyncIterator[tuple[Stack, ScriptedUpstream, Scripted
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that shows the time it was set to."""
 
     now = 0.0
 

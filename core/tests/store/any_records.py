@@ -70,7 +70,7 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def _arrays(dtype: np.dtype[Any]) -> st.SearchStrategy[Any]:
-    """Of any bits, drawn as a length and a seed: element by element would take long."""
+    """Arrays of any bits, drawn as a length and a seed: element by element would take long."""
     lengths = st.integers(0, 20) | st.sampled_from([255, 256, 257, 512, 1100])
     data = st.builds(lambda n, seed: np.random.default_rng(seed).bytes(4 * n), lengths, st.integers(0, 9))
     if dtype == np.bool_:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Call, Choice, FinishReason
+from agl_core.testing import episodes as make
 
 
 async def main(path: Path, seed: int, tasks: int) -> None:
@@ -30,19 +30,10 @@ async def main(path: Path, seed: int, tasks: int) -> None:
             response = generator.integers(0, 2**31, draw.choice([1, 40, 900]), dtype=np.int32)
             logprobs = generator.standard_normal(len(response), dtype=np.float32)
             checksum = hashlib.sha256(prompt.tobytes() + response.tobytes() + logprobs.tobytes()).hexdigest()
-            call = Call(
-                f"{seed}-{task}-{number}",
-                f"rollout-{seed}-{task}",
-                0,
-                sequence=number,
-                policy="default",
-                version=0,
-                request={"messages": [*conversation, {"role": "user", "content": checksum}]},
-                choices=(Choice(0, {"content": checksum}, FinishReason.STOP, response, logprobs),),
-                started=0.0,
-                ended=0.0,
-                prompt_ids=prompt,
-            )
+            request = {"messages": [*conversation, {"role": "user", "content": checksum}]}
+            choice = make.choice(message={"content": checksum}, response_ids=response, logprobs=logprobs)
+            names = {"id": f"{seed}-{task}-{number}", "rollout": f"rollout-{seed}-{task}"}
+            call = make.call(number, choice, **names, request=request, prompt_ids=prompt)
             await store.put(call)
             os.write(1, f"{call.id} {checksum}\n".encode())
 

@@ -39,7 +39,7 @@ def asking(id: str, rollout: str, text: str, **changes: Any) -> Any:
 
 
 def raw(path: Path) -> bytes:
-    """All that is in the store's files."""
+    """The bytes of all of the store's files."""
     return b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
 
 
@@ -133,7 +133,7 @@ TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "add", "argume
 
 @pytest.fixture
 async def calls(path: Path) -> dict[str, Any]:
-    """Of a rollout of each step with one call, and of one of the first step that is not done."""
+    """Calls of one rollout for each step, and of one of the first step that is not done."""
     generator = np.random.default_rng(0)
     calls = {"late": make_call("late", "late")}
     records = [make.rollout("late", step=1), make.attempt("late"), calls["late"]]

@@ -29,7 +29,6 @@ from agl_core.types import AttemptKey, Call
 from .any_records import calls_of, make_call
 
 CHILD = Path(__file__).with_name("store_child.py")
-PATIENCE = 30.0
 TASKS = 16
 Start = Callable[[int], "subprocess.Popen[str]"]
 

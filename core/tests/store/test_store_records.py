@@ -66,7 +66,7 @@ READ: dict[type, tuple[Callable[[Any], Any], Callable[[SqliteStore, list[Any]], 
     TrainingRecord: (lambda r: (r.key, r.step), lambda store, stored: store.training_records(keys(stored))),
     Annotation: (lambda r: r.id, lambda store, stored: store.annotations(keys(stored))),
 }
-"""By the kind of record: its key, and how to read it."""
+"""The key of each kind of record, and how to read it."""
 
 
 @settings(max_examples=2 * settings.default.max_examples)
@@ -188,7 +188,7 @@ async def test_an_annotation_under_one_id_is_recorded_once(store: SqliteStore) -
 
 
 async def test_a_long_episode_takes_linear_space(path: Path) -> None:
-    """Also where the process that wrote the first half is another one."""
+    """Another process may have written the first half."""
     turns, words, ids = 30, 2_000, 500
     messages: list[Any] = []
     prompt = np.zeros(0, np.int32)

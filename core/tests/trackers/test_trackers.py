@@ -38,7 +38,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def log_two_steps(run_dir: Path, trackers: dict[str, Any], first: int = 1) -> None:
-    """As a run does: two steps, an evaluation and a checkpoint."""
+    """Log two steps, an evaluation and a checkpoint, as a run does."""
     log = MetricsLog(run_dir / "metrics.jsonl", trackers)
     log.write(first, "train", {"reward/mean": 0.25, "reward/100%": 1.0})
     log.write(first + 1, "train", {"reward/mean": 0.5})

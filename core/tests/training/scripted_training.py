@@ -100,7 +100,7 @@ class ScriptedCollector:
     reports: bool = False
     """The agent itself reports a reward."""
     out: dict[str, tuple[Rollout, int]] = field(default_factory=dict)
-    """With the version that answered the first call."""
+    """Rollouts under way, with the version that answered the first call."""
     begun: list[str] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     most_groups: int = 0
@@ -153,7 +153,7 @@ class CountingEngine(Engine):
         self.dropped: DropReason | None = None
         """Why no transition of a batch is trained on, if so."""
         self.metrics: dict[str, float] = {}
-        """Of every update."""
+        """The metrics of every update."""
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
@@ -216,7 +216,7 @@ class Bench:
 
     @property
     def trained(self) -> list[list[str]]:
-        """By update, the rollouts of its batch, in their order."""
+        """The rollouts of each update's batch, in their order."""
         return [list(dict.fromkeys(key.rollout for key in batch.keys)) for batch in self.engine.batches]
 
     @property
@@ -229,7 +229,7 @@ class Bench:
         }
 
     def metric(self, key: str) -> list[float]:
-        """By step."""
+        """The values of a metric, by step."""
         return [line[key] for line in self.log.lines]
 
 

@@ -81,8 +81,8 @@ def watched(watch: Watch, *steps: Numbers) -> list[AlarmName]:
     return [alarm.name for step in steps for alarm in watch.look(step)]
 
 
-def after_sound(bad: Numbers, count: int = 6) -> list[Numbers]:
-    return [SOUND] * 8 + [{**SOUND, **bad}] * count
+def after_sound(bad: Numbers) -> list[Numbers]:
+    return [SOUND] * 8 + [{**SOUND, **bad}] * 6
 
 
 def test_every_alarm_on_numbers_is_here_and_has_a_threshold() -> None:
@@ -92,7 +92,7 @@ def test_every_alarm_on_numbers_is_here_and_has_a_threshold() -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_an_alarm_is_raised_once_and_says_what_was_seen_and_what_to_do(name: AlarmName) -> None:
-    """Unless the run switches it off, or chooses another threshold."""
+    """The run may switch it off, or choose another threshold."""
     watch = Watch()
     alarms = [alarm for numbers in after_sound(BAD[name]) for alarm in watch.look(numbers)]
     assert [alarm.name for alarm in alarms] == [name]
@@ -207,12 +207,11 @@ async def test_a_server_that_is_not_what_is_trained_stops_the_run_with_both_numb
     assert len(bench.log.lines) == steps, "the numbers of the last step are recorded"
 
 
-def ends_as(name: str) -> Callable[[Rollout], Ending]:
-    return {
-        "all crash": lambda rollout: Ending.CRASHED,
-        "a step between": lambda rollout: Ending.CRASHED if rollout.step % 2 else Ending.FINISHED,
-        "another reason each": lambda rollout: Ending.NO_CALL if rollout.step % 2 else Ending.CRASHED,
-    }[name]
+ENDINGS: dict[str, Callable[[Rollout], Ending]] = {
+    "all crash": lambda rollout: Ending.CRASHED,
+    "a step between": lambda rollout: Ending.CRASHED if rollout.step % 2 else Ending.FINISHED,
+    "another reason each": lambda rollout: Ending.NO_CALL if rollout.step % 2 else Ending.CRASHED,
+}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ async def test_patience_is_how_many_such_steps_in_a_row_end_a_run(
     tmp_path: Path, patience: int, name: str, steps: int
 ) -> None:
     bench = make_bench(tmp_path, steps=4, patience=patience)
-    bench.collector.ending = ends_as(name)
+    bench.collector.ending = ENDINGS[name]
     with pytest.raises(TrainingError) if steps < 4 else nullcontext():
         await bench.trainer.train()
     assert bench.trainer.state.step == steps
@@ -278,7 +277,7 @@ async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path
 
 
 async def test_who_waits_for_whom() -> None:
-    """As rollouts are queued, run, call a model that does not answer, and use a tool that does not return."""
+    """The answer follows rollouts as they are queued, run, call a silent model, and use a tool that does not return."""
 
     async def seen() -> str:
         what, remedy = await who_waits(stack.server.activity(), stack.store)

@@ -1,4 +1,4 @@
-"""Which groups an update gets, in which order and how often, and what becomes of late ones and those cut off."""
+"""The groups that an update gets, their order, their replays, and the fate of late ones and those cut off."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_priorities_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("draws", [1, 3])
 def test_groups_are_drawn_by_priority_and_each_has_the_same_expected_weight(draws: int) -> None:
-    """So the weighted sum is, up to a constant, that over all of them: nothing is favoured."""
+    """The weighted sum is, up to a constant, that over all of them: nothing is favoured."""
     groups = [group(name, returns) for name, returns in GROUPS.items()]
     drawn: Counter[str] = Counter()
     weighed: Counter[str] = Counter()

@@ -169,7 +169,7 @@ async def test_a_start_that_takes_too_long_names_its_stage_and_shows_the_log(
 async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(
     start_engine: Any, context: EngineContext
 ) -> None:
-    """And not with what an earlier restart died of."""
+    """The end of an earlier restart's log is not in it."""
     context.run_dir.mkdir()
     (context.run_dir / "engine.log").write_text("RayError: no such luck\n")
     engine = await start_engine(update="die", log="out of tokens")

@@ -134,7 +134,7 @@ def lasting(state: RunState) -> RunState:
 async def test_every_part_of_the_state_goes_on_where_it_was(
     tmp_path: Path, stop: int, max_staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what was evaluated is not evaluated again before the run goes on."""
+    """A finished evaluation is not repeated before the run goes on."""
 
     def evaluating(folder: str, state: RunState | None = None, **settings: int) -> tuple[Bench, list[str]]:
         bench = make_bench(tmp_path / folder, state, max_staleness=max_staleness, eval_every=1, **settings)
@@ -261,7 +261,7 @@ def test_nothing_to_resume_from_says_what_to_do(tmp_path: Path) -> None:
 def test_files_and_folders_are_on_the_disk_before_the_checkpoint_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fsync of each inode before the rename, and of the folder that has the name after it."""
+    """Each inode is synced before the rename, and the folder that has the name after it."""
     done: list[object] = []
     sync, rename = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda opened: (done.append(os.fstat(opened).st_ino), sync(opened)))

@@ -102,7 +102,7 @@ def test_episodes_are_as_old_as_their_oldest_call_and_drops_are_counted_by_reaso
 
 
 async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
-    """Of two groups of two rollouts with two calls each, one rollout crashes before its first call."""
+    """One rollout of two groups of two, with two calls each, crashes before its first call."""
     bench = make_bench(tmp_path, steps=1, min_group_size=1)
 
     def ending(rollout: Rollout) -> Ending:
@@ -174,7 +174,7 @@ def test_a_tracker_that_raises_is_reported_once_and_all_go_on(tmp_path: Path, ca
 
 
 def test_resuming_takes_out_later_steps_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    """By a kill or a full disk: it is the last one, at any of its bytes. Another one is somebody's mistake."""
+    """A kill or a full disk cuts the last line at any byte; any other broken line is somebody's mistake."""
     path = tmp_path / "metrics.jsonl"
     for step in range(4):
         MetricsLog(path, {}).write(step, "train", {"loss": 0.5})

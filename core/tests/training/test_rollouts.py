@@ -1,4 +1,4 @@
-"""Which rollouts a run makes, and that each who waits for some of them gets its own."""
+"""The rollouts that a run makes; each who waits for some of them gets its own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def plan(source: Numbers, restart: int = 0, groups: int = 3, size: int = 2, seed
 
 
 def evaluation(count: int, restart: int = 0, step: int = 0) -> list[list[Rollout]]:
-    """Of two held-out sets in both modes."""
+    """The groups of two held-out sets in both modes."""
     sets = dict.fromkeys(("eval", "other"), Numbers(None))
     evaluator = Evaluator(None, sets, EvalSection(tasks=count), "x", restart, Observer())  # type: ignore[arg-type]
     modes = (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
@@ -120,7 +120,7 @@ def test_ids_and_seeds_of_rollouts_are_unique_and_a_resumed_run_repeats_the_seed
     assert splits == {("t0", "test"), ("t1", "eval"), ("t1", "other")}, "unless its source gives it one"
 
     def seeds(restart: int) -> list[int]:
-        """Of the first calls of two steps of training, four groups of one single task, and of its evaluation."""
+        """The seeds of first calls: of two steps of training, four groups of one single task, and of its evaluation."""
         trained = [plan(Numbers(1), restart, groups=4, size=3).group(position) for position in range(8)]
         sets = {"eval": Numbers(1)}
         evaluator = Evaluator(None, sets, EvalSection(), "x", restart, Observer())  # type: ignore[arg-type]

@@ -24,14 +24,6 @@ from agl_core.types import AttemptKey
 
 from ..server_aids import HELLO, call, chunks_of, closed, post, post_each, reply
 
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
-
 
 def as_ids(text: str) -> list[int]:
     return [*text.encode(), END_TOKEN]

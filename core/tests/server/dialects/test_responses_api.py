@@ -76,7 +76,7 @@ async def ask(client: openai.AsyncOpenAI, streamed: bool, **request: Any) -> Any
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
-    """As items, by the items' ids, and by the id of the response."""
+    """The agent may send items, the items' ids, or the id of the response."""
     for name, original in OWN.items():
         key, own = await stack.lease(), dict(original)
         client = stack.client(key)
