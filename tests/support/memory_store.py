@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.interface import Record, Store
-from agl_core.types import Attempt, AttemptKey, Call, Reward, Rollout, Run, ToolResult, TrainingRecord
+from agl_core.types import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Ending,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    ToolResult,
+    TrainingRecord,
+)
 
 Kind = TypeVar("Kind")
 
@@ -22,18 +35,60 @@ class MemoryStore(Store):
         self.writable.set()
         self.write_waits = asyncio.Event()
         self.failing = False
+        self._leases: dict[AttemptKey, tuple[str, int]] = {}
+        """Worker, and renewals."""
 
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def put(self, *records: Record) -> None:
+        await self._wait_until_writable()
+        self.written.extend(records)
+
+    async def _wait_until_writable(self) -> None:
         if not self.writable.is_set():
             self.write_waits.set()
         await self.writable.wait()
         if self.failing:
             raise StoreError("scripted failure")
+
+    async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
+        await self._wait_until_writable()
+        claimed = []
+        for waiting in (await self.rollouts(state=RolloutState.QUEUED))[:count]:
+            attempt = Attempt(waiting.id, len(await self.attempts(waiting.id)), worker, time.time())
+            claimed.append((replace(waiting, state=RolloutState.RUNNING), attempt))
+            self.written.extend(claimed[-1])
+            self._leases[attempt.key] = worker, renewals
+        return claimed
+
+    async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
+        await self._wait_until_writable()
+        for key, (holder, renewals) in self._leases.items():
+            if key in attempts or (holder == worker and not renewals):
+                self._leases[key] = holder, renewals + 1
+        return set(attempts) & self._leases.keys()
+
+    async def end(self, attempt: AttemptKey, *records: Record) -> bool:
+        await self._wait_until_writable()
+        if self._leases.pop(attempt, None) is None:
+            return False
         self.written.extend(records)
+        return True
+
+    async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+        await self._wait_until_writable()
+        waiting = [rollout for rollout in await self.rollouts(state=RolloutState.QUEUED) if rollout.id in ids]
+        self.written.extend(replace(rollout, state=RolloutState.DONE, ending=ending) for rollout in waiting)
+        return len(waiting), [key for key in self._leases if key.rollout in ids]
+
+    async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
+        waiting = len(await self.rollouts(state=RolloutState.QUEUED))
+        return waiting, {key: renewals for key, (_, renewals) in self._leases.items()}
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        return [rollout for rollout in await self.rollouts(state=RolloutState.DONE) if rollout.id in ids]
 
     def _latest(self, kind: type[Kind], key: Callable[[Any], object]) -> list[Kind]:
         """The records of a kind, each as it was written last, in the order in which they came."""

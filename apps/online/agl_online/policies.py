@@ -208,7 +208,7 @@ class ServedPolicies(RolloutSource):
 
     def __init__(self, key: str | None) -> None:
         rollout = Rollout("served", "served", 0, "served", Task("served", None), Mode.USE, 0, 0, RolloutState.RUNNING)
-        self._clients = _Clients(rollout, Attempt("served", 0, "served", started=0.0), deadline=float("inf"))
+        self._clients = _Clients(rollout, Attempt("served", 0, "served", started=0.0))
         self._key = key
 
     async def attempt_of(self, request: Request) -> ActiveAttempt:

@@ -239,7 +239,6 @@ class Sessions:
         session = ActiveSession(
             rollout,
             record,
-            deadline=float("inf"),
             application=str(rollout.task.metadata.get("application")),
             recorder=self._recorder,
             answered_by=self._answering,

@@ -155,6 +155,7 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         )
         begun()
         await store.put(Run(run_id, restart, time.time(), setting.described))
+        await server.queue.abandon(run_id)
         await server.queue.enqueue([rollout])
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases

@@ -43,8 +43,6 @@ from agl_core.wire import (
     Asked,
     Empty,
     Health,
-    HeartbeatReply,
-    HeartbeatRequest,
     Operation,
     Right,
 )
@@ -161,9 +159,6 @@ def worker_routes(
 ) -> list[Route]:
     """The routes of workers; `health` says what the server is doing, `activity` what its rollouts wait for."""
 
-    async def beat(body: HeartbeatRequest) -> HeartbeatReply:
-        return queue.heartbeat(body)
-
     async def look(body: Empty) -> Health:
         return health()
 
@@ -178,7 +173,7 @@ def worker_routes(
 
     return [
         route(LEASE, keys, queue.lease),
-        route(HEARTBEAT, keys, beat),
+        route(HEARTBEAT, keys, queue.heartbeat),
         route_of(CLOSE, leased, queue.close_attempt),
         route(HEALTH, keys, look),
         route(ACTIVITY, keys, watch),

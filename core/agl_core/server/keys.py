@@ -1,8 +1,8 @@
 """Attempts as queue and gateway share them, and whose request it is: the keys of operators, workers and agents.
 
     rollout   queued ─▶ running ─▶ done          attempt   open ─▶ closing ─▶ counted
-                 ▲         │                                  │        └────▶ superseded
-                 └─────────┘ tried again                      └─▶ withdrawn
+                 ▲         │                                           └────▶ superseded
+                 └─────────┘ tried again
 
 A rollout ends once; of its attempts at most one counts.
 
@@ -80,8 +80,6 @@ class AttemptState(StrEnum):
     """Its rollout ended with it."""
     SUPERSEDED = "superseded"
     """Its rollout was tried again; what is still reported of it is recorded and does not count."""
-    WITHDRAWN = "withdrawn"
-    """Its start could not be written: no worker ever had it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,10 +88,6 @@ class ActiveAttempt:
 
     rollout: Rollout
     record: Attempt
-    deadline: float
-    """Event loop time after which it counts as lost, whatever its worker says."""
-    expires: float | None = None
-    """Event loop time after which it counts as lost unless a heartbeat comes; None: its worker sends none."""
     state: AttemptState = AttemptState.OPEN
     started_calls: int = 0
     completed_calls: int = 0
@@ -138,11 +132,6 @@ class ActiveAttempt:
     def over(self) -> bool:
         """True if its end is recorded."""
         return self.state not in (AttemptState.OPEN, AttemptState.CLOSING)
-
-    @property
-    def due(self) -> float:
-        """Event loop time after which it counts as lost."""
-        return self.deadline if self.expires is None else min(self.expires, self.deadline)
 
     def next_sequence(self) -> int:
         """The start sequence of the call that begins now."""

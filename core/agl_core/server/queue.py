@@ -1,8 +1,11 @@
-"""The rollout queue: every rollout's way from queued over running to done, durable at each step.
+"""The rollout queue: every rollout's way from queued over running to done, each step of which is made in the store.
 
 queued ──lease──▶ running ──close_attempt──▶ done
    ▲               │   ▲
    └─ tried again ─┘   └ heartbeat
+
+The store alone knows what waits, what is leased and what is done, so several servers may share it: each serves the
+attempts that it leased, and any of them ends those of a server that is gone.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agl_core.apis.errors import ApiError, stopping
@@ -21,7 +24,7 @@ from agl_core.errors import StoreError
 from agl_core.plugins import RunHooks
 from agl_core.server.keys import ActiveAttempt, AttemptState, Keys, decided, is_tried_again, reported
 from agl_core.store.interface import Store
-from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout, RolloutState
+from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire import (
     AttemptRef,
     CloseReply,
@@ -36,18 +39,26 @@ from agl_core.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 10_000
-"""Closed attempts kept in memory, to tell a late call from a wrong address, and rollouts that are done."""
-_SHORTEST_WATCH, _AFTER_FAILURE = 0.1, 5.0
-_TAKEN_AWAY = frozenset({Ending.LOST, Ending.CANCELLED})
+"""Closed attempts kept in memory, to tell a late call from a wrong address."""
+_LONGEST_PAUSE, _LOOKS_PER_LEASE = 1.0, 20
+_AFTER_FAILURE = 5.0
+"""Seconds until the next look into a store that failed."""
+_TAKEN_AWAY = (None, Ending.LOST, Ending.CANCELLED)
 
 
 @dataclass(slots=True)
-class _Life:
-    """Where one rollout that is not done stands."""
+class _Sighting:
+    """What this server saw of a lease, whoever gave it, in looks into the store.
 
-    rollout: Rollout
-    attempts: int = 0
-    """How many were started."""
+    Looks are counted, not time: clocks of several machines differ, all of them may jump, and a server that stood still
+    has not given workers the chance to renew their leases.
+    """
+
+    renewals: int = -1
+    age: int = -1
+    """Looks after the first one that found it."""
+    silence: int = -1
+    """Looks after the first one that found it renewed so often."""
 
 
 class RolloutQueue:
@@ -74,32 +85,25 @@ class RolloutQueue:
         self._store, self._hook, self._budget = store, hook, attempts
         self._timeout, self._longest, self._heartbeat, self._expiry = timeout, timeout + grace, heartbeat, lease
         self._keys = keys
+        self._pause = min(_LONGEST_PAUSE, lease / _LOOKS_PER_LEASE)
         self._beating: set[str] = set()
         """Workers that have sent a heartbeat."""
-        self._lives: dict[str, _Life] = {}
-        self._queued: OrderedDict[str, _Life] = OrderedDict()
         self.attempts: dict[AttemptKey, ActiveAttempt] = {}
-        """Those that run, and those that ended not long ago."""
+        """Those leased here that run, and those that ended not long ago."""
         self._running: dict[AttemptKey, ActiveAttempt] = {}
         self._closed_attempts: deque[AttemptKey] = deque()
-        self._done: OrderedDict[str, tuple[int, Rollout]] = OrderedDict()
-        """The last rollouts that are done, with their number among all that ended here."""
-        self._count_done = 0
         self.ended: float | None = None
         """When a rollout last ended here, in Unix seconds."""
-        self._changed, self._progress = asyncio.Event(), asyncio.Event()
+        self.queued = 0
+        """Rollouts that waited for a worker when `watch` looked last."""
+        self._news = asyncio.Event()
         self.waiting = 0
         """Leases that wait for a rollout."""
         self._lending, self._closed, self._stopped = True, False, False
 
     @property
-    def queued(self) -> int:
-        """Rollouts that wait for a worker."""
-        return len(self._queued)
-
-    @property
     def running(self) -> int:
-        """Attempts that workers hold."""
+        """Attempts leased here that workers hold."""
         return len(self._running)
 
     def oldest(self, count: int) -> list[ActiveAttempt]:
@@ -109,10 +113,7 @@ class RolloutQueue:
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Add new rollouts at the end, all or none."""
         await self._store.put(*rollouts)
-        lives = {rollout.id: _Life(rollout) for rollout in rollouts}
-        self._lives.update(lives)
-        self._queued.update(lives)
-        self._changed.set()
+        self._wake()
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Start attempts of up to `request.capacity` rollouts, oldest first; waits for the first one.
@@ -121,174 +122,150 @@ class RolloutQueue:
         """
         self.waiting += 1
         try:
-            await self._wait_for_rollouts(request.wait)
+            claimed = await self._claim(request)
         finally:
             self.waiting -= 1
-        if self._closed:
-            return LeaseReply(leases=[], closed=True)
-        count = min(request.capacity, len(self._queued)) if self._lending else 0
-        taken = [self._queued.popitem(last=False)[1] for _ in range(count)]
-        started = [self._start(life, request.worker) for life in taken]
-        if started:
-            try:
-                await self._store.put(*(record for active in started for record in (active.rollout, active.record)))
-            except BaseException:
-                self._give_back(started)
-                raise
-        held = [active for active in started if not active.closed]  # some may have been cancelled meanwhile
-        for active in held:
+        held = [ActiveAttempt(*records) for records in claimed if records[1].key not in self.attempts]
+        for active in held:  # Others have been cancelled meanwhile.
+            self.attempts[active.key] = self._running[active.key] = active
             self._hook.rollout_started(rollout=active.rollout, attempt=active.record.attempt)
-        return LeaseReply(leases=[self._leased(active) for active in held], closed=False)
+        return LeaseReply(leases=[self._leased(active) for active in held], closed=self._closed)
 
     def held(self) -> list[AttemptKey]:
-        """The attempts that workers hold, oldest first."""
+        """The attempts leased here that workers hold, oldest first."""
         return list(self._running)
 
-    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
-        """A worker lives: extend the leases of the attempts that it names.
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        """A worker lives: renew the leases of the attempts that it names.
 
         A worker's first heartbeat starts the clock of all that it holds.
         """
-        expires = _now() + self._expiry
-        if request.worker not in self._beating:
-            self._beating.add(request.worker)
-            for active in self._running.values():
-                if active.record.worker == request.worker:
-                    active.expires = expires
-        lost: list[AttemptRef] = []
-        for held in request.attempts:
-            key = AttemptKey(held.rollout, held.attempt)
-            known = self.attempts.get(key)
-            if known is None or not self._keys.holds(held.secret, key) or known.record.ending in _TAKEN_AWAY:
-                lost.append(AttemptRef(rollout=key.rollout, attempt=key.attempt))
-            else:
-                known.expires = expires
+        self._beating.add(request.worker)
+        secrets = {AttemptKey(held.rollout, held.attempt): held.secret for held in request.attempts}
+        own = {key for key, secret in secrets.items() if self._keys.holds(secret, key)}
+        kept = await self._store.renew(request.worker, own)
+        kept |= {key for key in own if key in self.attempts and self.attempts[key].reported not in _TAKEN_AWAY}
+        lost = [AttemptRef(**key._asdict()) for key in secrets if key not in kept]
         return HeartbeatReply(lost=lost, closed=self._closed)
 
     async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
         """End an attempt: its calls no longer count, and its rollout is done or tried again.
 
         The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
-        again does not count. ApiError 404 if there is no such attempt.
+        again does not count. ApiError 404 if it was not leased here and has not ended.
         """
-        active = self.attempts.get(key)
-        return await self._close_forgotten(key) if active is None else await self._end(active, request)
+        active = self.attempts.get(key) or await self._recalled(key)
+        if active is None or not (active.over or key in self.attempts):
+            raise ApiError(
+                404,
+                f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
+                f"from this server can be closed; check the server's address and the ids.",
+                code="attempt_unknown",
+            )
+        return await self._end(active, request)
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        """Those of `ids` that are done, in the order in which they ended; waits until one is.
+        """Those of `ids` that are done, in the order in which they were added; waits until one is.
 
         Their calls, tool results and rewards are in the store. Asking changes nothing, so it may be asked again.
         ApiError 503 once the queue is stopped.
         """
-        wanted = set(ids)
-        forgotten = sorted(id for id in wanted if id not in self._lives and id not in self._done)
-        before = [await self._store.rollout(id) for id in forgotten]
         while True:
-            ended = sorted(self._done[id] for id in wanted if id in self._done)
-            if ended or before or not wanted:
-                return before + [rollout for _, rollout in ended]
+            news = self._news
+            done = await self._store.done(ids)
+            if done or not ids:
+                return done
             if self._stopped:
                 raise stopping()
-            await self._progress.wait()
+            await news.wait()
 
     async def cancel(self, ids: Iterable[str]) -> None:
         """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
         await self._stop_early(set(ids), Ending.CANCELLED)
 
     async def abandon(self, run: str) -> None:
-        """End as lost all that earlier restarts of the run left, in this queue and in the store."""
-        await self._stop_early(set(self._lives), Ending.LOST)
-        records: list[Rollout | Attempt] = []
-        for state in (RolloutState.QUEUED, RolloutState.RUNNING):
-            for rollout in await self._store.rollouts(run=run, state=state):
-                if rollout.mode is Mode.USE:  # It was opened from outside.
-                    continue
-                attempts = await self._store.attempts(rollout.id)
-                records += [replace(a, ended=time.time(), ending=Ending.LOST) for a in attempts if not a.ending]
-                records.append(replace(rollout, state=RolloutState.DONE, ending=Ending.LOST))
-        if records:
-            await self._store.put(*records)
+        """End as lost all that earlier restarts of the run left."""
+        states = (RolloutState.QUEUED, RolloutState.RUNNING)
+        left = [rollout.id for state in states for rollout in await self._store.rollouts(run=run, state=state)]
+        await self._stop_early(set(left), Ending.LOST)
 
     def lend(self, lending: bool) -> None:
         """Lease rollouts from now on, or have leases wait."""
         self._lending = lending
-        self._changed.set()
+        self._wake()
 
     def close(self) -> None:
         """The run is over: no more rollouts are leased, and workers end."""
         self._closed = True
-        self._changed.set()
+        self._wake()
 
     def stop(self) -> None:
         """The server ends, not the run: requests that wait are refused, and may be sent again elsewhere or later."""
         self._stopped = True
         self.lend(False)
-        self._wake()
 
     async def watch(self) -> None:
-        """Close as lost, until cancelled, every attempt that is overdue: its worker is gone."""
+        """Look into the store until cancelled: end what is overdue as lost, and see what other servers did."""
+        sightings: Mapping[AttemptKey, _Sighting] = {}
         while True:
-            due = [active.due for active in self._open()]
-            # Those that are leased or extended from now on are not due before this, either.
-            next_look = min([_now() + min(self._expiry, self._longest), *due])
-            await asyncio.sleep(max(_SHORTEST_WATCH, next_look - _now()))
-            for active in self._open():
-                if error := self._why_lost(active):
-                    try:
-                        await self._end(active, CloseRequest(ending=Ending.LOST, error=error))
-                    except Exception as failed:
-                        trace = not isinstance(failed, StoreError)
-                        logger.error("Attempt %s/%s is not recorded as lost: %s", *active.key, failed, exc_info=trace)
-                        await asyncio.sleep(_AFTER_FAILURE)
+            pause = self._pause
+            try:
+                sightings = await self._look(sightings)
+            except Exception as failed:
+                # What cannot be renewed meanwhile is not overdue.
+                sightings, pause = {}, _AFTER_FAILURE
+                logger.error("Attempts cannot be watched: %s", failed, exc_info=not isinstance(failed, StoreError))
+            self._wake()
+            await asyncio.sleep(pause)
 
-    def _why_lost(self, active: ActiveAttempt) -> str | None:
-        now, worker = _now(), active.record.worker
-        if active.deadline <= now:
-            return f"The worker {worker} did not report within {self._longest:g} seconds."
-        if active.due <= now:
-            return f"The worker {worker} sent no heartbeat for {self._expiry:g} seconds."
+    async def _look(self, sightings: Mapping[AttemptKey, _Sighting]) -> Mapping[AttemptKey, _Sighting]:
+        ours = list(self._running.values())
+        self.queued, leases = await self._store.leases()
+        taken = [a for a in ours if a.key not in leases and a.closing is None and not a.over]  # by another server
+        ended = [self._end(active, CloseRequest(ending=Ending.LOST)) for active in taken]
+        seen = {}
+        for key, renewals in leases.items():
+            seen[key] = sighting = sightings.get(key) or _Sighting()
+            sighting.age += 1
+            sighting.silence = sighting.silence + 1 if sighting.renewals == renewals else 0
+            sighting.renewals = renewals
+            if (error := self._why_lost(sighting)) and (active := await self._known(key)):
+                error = f"The worker {active.record.worker} {error}."
+                ended.append(self._end(active, CloseRequest(ending=Ending.LOST, error=error)))
+        await asyncio.gather(*ended)
+        return seen
+
+    def _why_lost(self, sighting: _Sighting) -> str | None:
+        if sighting.age * self._pause >= self._longest:
+            return f"did not report within {self._longest:g} seconds"
+        if sighting.renewals and sighting.silence * self._pause >= self._expiry:
+            return f"sent no heartbeat for {self._expiry:g} seconds"
         return None
 
-    async def _stop_early(self, wanted: set[str], ending: Ending) -> None:
-        await self._end_queued(wanted, ending)
-        held = [active for active in self._running.values() if active.key.rollout in wanted]
-        await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))
-        await self._end_queued(wanted, ending)  # those whose attempt was closed to be tried again
+    async def _stop_early(self, ids: Collection[str], ending: Ending) -> None:
+        while True:
+            withdrawn, leases = await self._store.withdraw(ids, ending)
+            if withdrawn:
+                self.ended = time.time()
+                self._wake()
+            if not leases:
+                return
+            held = [active for key in leases if (active := await self._known(key))]
+            await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))
 
-    async def _end_queued(self, wanted: set[str], ending: Ending) -> None:
-        lives = [self._queued.pop(id) for id in list(self._queued) if id in wanted]
-        rollouts = [replace(life.rollout, state=RolloutState.DONE, ending=ending) for life in lives]
-        if rollouts:
+    async def _claim(self, request: LeaseRequest) -> list[tuple[Rollout, Attempt]]:
+        until = asyncio.get_running_loop().time() + request.wait
+        while not self._closed and not self._stopped:
+            news = self._news
+            renewals = int(request.worker in self._beating)
+            if self._lending and (claimed := await self._store.claim(request.worker, request.capacity, renewals)):
+                return claimed
             try:
-                await self._store.put(*rollouts)
-            except BaseException:
-                for life in reversed(lives):
-                    self._queue_first(life)
-                raise
-        for rollout in rollouts:
-            self._finish(rollout)
-
-    def _open(self) -> list[ActiveAttempt]:
-        """Attempts that are not closed, or whose end could not be written."""
-        return [active for active in self._running.values() if active.closing is None]
-
-    async def _wait_for_rollouts(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                while not (self._queued and self._lending) and not self._closed and not self._stopped:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
-
-    def _start(self, life: _Life, worker: str) -> ActiveAttempt:
-        life.rollout = replace(life.rollout, state=RolloutState.RUNNING)
-        record = Attempt(life.rollout.id, life.attempts, worker, started=time.time())
-        life.attempts += 1
-        expires = _now() + self._expiry if worker in self._beating else None
-        active = ActiveAttempt(life.rollout, record, _now() + self._longest, expires)
-        self.attempts[active.key] = self._running[active.key] = active
-        return active
+                async with asyncio.timeout_at(until):
+                    await news.wait()
+            except TimeoutError:
+                break
+        return []
 
     def _leased(self, active: ActiveAttempt) -> Lease:
         """The attempt as its worker gets it."""
@@ -308,21 +285,25 @@ class RolloutQueue:
             expires=self._expiry,
         )
 
-    def _give_back(self, started: Sequence[ActiveAttempt]) -> None:
-        for active in reversed([active for active in started if not active.closed]):
-            active.state = AttemptState.WITHDRAWN
-            life = self._lives[active.rollout.id]
-            life.attempts -= 1
-            life.rollout = replace(life.rollout, state=RolloutState.QUEUED)
-            del self.attempts[active.key], self._running[active.key]
-            self._queue_first(life)
+    async def _known(self, key: AttemptKey) -> ActiveAttempt | None:
+        return self.attempts.get(key) or await self._recalled(key)
+
+    async def _recalled(self, key: AttemptKey) -> ActiveAttempt | None:
+        """An attempt as the store has it: it ended long ago, or another server leased it."""
+        for record in await self._store.attempts(key.rollout):
+            if record.key == key:
+                active = ActiveAttempt(await self._store.rollout(key.rollout), record)
+                if record.ending:
+                    active.reported = record.ending
+                    _settle(active)
+                return active
+        return None
 
     async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
         """End an attempt, unless it has ended; the first request decides how."""
         if not active.over:
             if active.closing is None:
-                if not active.closed:
-                    active.state = AttemptState.CLOSING
+                active.state = AttemptState.CLOSING
                 active.reported = request.ending
                 active.closing = asyncio.create_task(self._close(active, request))
             try:
@@ -345,58 +326,36 @@ class RolloutQueue:
             passed_through=active.passed_through or None,
             bypassed=request.bypassed or None,
         )
-        again = is_tried_again(active, ending, self._budget)
-        if again:
+        if is_tried_again(active, ending, self._budget):
             rollout = replace(active.rollout, state=RolloutState.QUEUED)
         else:
             done = RolloutState.DONE
             rollout = replace(active.rollout, state=done, ending=ending, counted_attempt=record.attempt)
-        await self._store.put(*reported(active.key, request), record, rollout)
-        active.state = AttemptState.SUPERSEDED if again else AttemptState.COUNTED
-        active.rollout, active.record, active.closing = rollout, record, None
+        is_first = await self._store.end(active.key, *reported(active.key, request), record, rollout)
+        if is_first:
+            active.rollout, active.record = rollout, record
+        elif recalled := await self._recalled(active.key):  # Another server ended it.
+            active.rollout, active.record, active.reported = recalled.rollout, recalled.record, recalled.reported
+        _settle(active)
+        active.closing = None
         active.answered.clear()
-        del self._running[active.key]
+        self._running.pop(active.key, None)
+        self.attempts[active.key] = active
         self._closed_attempts.append(active.key)
         if len(self._closed_attempts) > MAX_REMEMBERED:
-            del self.attempts[self._closed_attempts.popleft()]
-        self._hook.rollout_finished(rollout=rollout, attempt=record)
-        if again:
-            life = self._lives[rollout.id]
-            life.rollout = rollout
-            self._queue_first(life)
-            self._changed.set()
-        else:
-            self._finish(rollout)
-
-    def _queue_first(self, life: _Life) -> None:
-        self._queued[life.rollout.id] = life
-        self._queued.move_to_end(life.rollout.id, last=False)
-
-    def _finish(self, rollout: Rollout) -> None:
-        del self._lives[rollout.id]
-        self._count_done += 1
-        self.ended = time.time()
-        self._done[rollout.id] = self._count_done, rollout
-        if len(self._done) > MAX_REMEMBERED:
-            self._done.popitem(last=False)
+            self.attempts.pop(self._closed_attempts.popleft(), None)
+        if is_first:
+            self._hook.rollout_finished(rollout=rollout, attempt=record)
+            if rollout.ending:
+                self.ended = time.time()
         self._wake()
 
     def _wake(self) -> None:
-        """Wake all who wait for a rollout to be done."""
-        self._progress.set()
-        self._progress = asyncio.Event()
-
-    async def _close_forgotten(self, key: AttemptKey) -> CloseReply:
-        """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""
-        if not any(attempt.key == key and attempt.ending for attempt in await self._store.attempts(key.rollout)):
-            raise ApiError(
-                404,
-                f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
-                f"from this server can be closed; check the server's address and the ids.",
-                code="attempt_unknown",
-            )
-        return CloseReply(counted=(await self._store.rollout(key.rollout)).counted_attempt == key.attempt)
+        """Let all who wait look again."""
+        self._news.set()
+        self._news = asyncio.Event()
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _settle(active: ActiveAttempt) -> None:
+    counts = active.rollout.counted_attempt == active.record.attempt
+    active.state = AttemptState.COUNTED if counts else AttemptState.SUPERSEDED

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store import tables
@@ -22,7 +22,9 @@ from agl_core.store.interface import Record
 
 Result = TypeVar("Result")
 Query: TypeAlias = Callable[[sqlite3.Connection], Result]
-Batch: TypeAlias = list[tuple[Rows, asyncio.Future[None]]]
+Work: TypeAlias = Callable[[sqlite3.Connection], tuple[Result, Rows]]
+"""A write that looks first: its result, and the rows to be written. It may be called again if others beside it fail."""
+Batch: TypeAlias = list[tuple[Work[Any], asyncio.Future[Any]]]
 
 logger = logging.getLogger(__name__)
 
@@ -280,20 +282,24 @@ class GroupWriter:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def put(self, records: Iterable[Record]) -> None:
-        """Write these records, all or none; returns once they are committed.
+    async def put(self, records: Iterable[Record], may: Query[bool] = lambda connection: True) -> bool:
+        """Write these records, all or none, if they `may` be; returns once they are committed whether they were.
 
         Raises StoreError for a record that cannot be stored, else what SQLite raised.
         """
         rows = encode(records, self._pieces)
+        return await self.write(lambda connection: (True, rows) if may(connection) else (False, {}))
+
+    async def write(self, work: Work[Result]) -> Result:
+        """The result of `work`, once its rows are committed. It sees what other work of the transaction changed."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((rows, done))
+        done: asyncio.Future[Result] = loop.create_future()
+        self._waiting.append((work, done))
         if self._idle.is_set():
             self._idle.clear()
             # Not at once: what else is put in this turn of the loop comes along.
             loop.call_soon(self._gather, self._company)
-        await done
+        return await done
 
     async def close(self) -> None:
         """Finish what waits, then end the thread and close the connection."""
@@ -360,56 +366,58 @@ class GroupWriter:
             self._start()
 
     def _start(self) -> None:
-        batch, self._waiting = self._waiting, []
+        batch = [(_nothing if done.cancelled() else work, done) for work, done in self._waiting]
+        self._waiting = []
         self._company = _COMPANY if len(batch) > 1 else 0
         pieces, loop = self._pieces.take(), asyncio.get_running_loop()
 
         def write() -> None:
-            errors = self._write_each(pieces, [rows for rows, _ in batch])
-            loop.call_soon_threadsafe(self._finish, pieces, batch, errors)
+            results = self._write_each(pieces, [work for work, _ in batch])
+            loop.call_soon_threadsafe(self._finish, pieces, batch, results)
 
         self._thread.submit(write)  # `run_in_executor` takes twice as long: it makes two futures and a chain of them
 
-    def _finish(self, pieces: list[tuple[int, Data]], batch: Batch, errors: list[Exception | None]) -> None:
-        if None not in errors:
+    def _finish(self, pieces: list[tuple[int, Data]], batch: Batch, results: list[Any]) -> None:
+        if _all_failed(results):
             self._pieces.give_back(pieces)
-        for (_, done), error in zip(batch, errors, strict=True):
+        for (_, done), result in zip(batch, results, strict=True):
             if done.done():  # its caller was cancelled
                 continue
-            if error is None:
-                done.set_result(None)
+            if isinstance(result, Exception):
+                done.set_exception(result)
             else:
-                done.set_exception(error)
+                done.set_result(result)
         if self._waiting:
             self._gather(self._company)
         else:
             self._idle.set()
 
-    def _write_each(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> list[Exception | None]:
-        """Write them together; if one of them makes that fail, one by one. Returns each one's error.
+    def _write_each(self, pieces: list[tuple[int, Data]], batch: list[Work[Any]]) -> list[Any]:
+        """Write them together; if one of them makes that fail, one by one. Returns each one's result or error.
 
         Pieces are committed with the first that succeeds.
         """
         try:
             self.check()
-            self._write(pieces, batch)
+            results = self._write(pieces, batch)
             self.check()
         except (sqlite3.OperationalError, StoreError) as error:  # the disk, the file or a lock: all fail alike
             return [error] * len(batch)
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            errors: list[Exception | None] = []
-            for rows in batch:
-                errors += self._write_each([] if None in errors else pieces, [rows])
-            return errors
-        return [None] * len(batch)
+            results = []
+            for work in batch:
+                results += self._write_each(pieces if _all_failed(results) else [], [work])
+        return results
 
-    def _write(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> None:
+    def _write(self, pieces: list[tuple[int, Data]], batch: list[Work[Any]]) -> list[Any]:
         with transaction(self._connection):
+            done = [work(self._connection) for work in batch]
             self._insert(tables.PIECES, pieces)
             for table in tables.TABLES:
-                self._insert(table, [row for rows in batch for row in rows.get(table, ())])
+                self._insert(table, [row for _, rows in done for row in rows.get(table, ())])
+        return [result for result, _ in done]
 
     def _insert(self, table: tables.Table, rows: Sequence[Row]) -> None:
         start = 0
@@ -419,6 +427,15 @@ class GroupWriter:
             values = tuple(chain.from_iterable(rows[start : start + count]))
             self._connection.execute(tables.insertion(table, count), values)
             start += count
+
+
+def _nothing(connection: sqlite3.Connection) -> tuple[None, Rows]:
+    """The work of a caller that was cancelled."""
+    return None, {}
+
+
+def _all_failed(results: list[Any]) -> bool:
+    return all(isinstance(result, Exception) for result in results)
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

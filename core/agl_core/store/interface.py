@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol, Self, TypeAlias, TypedDict, Unpack, runtime_checkable
 
 from agl_core.types import (
@@ -10,6 +10,7 @@ from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
+    Ending,
     Mode,
     Reward,
     Rollout,
@@ -54,8 +55,30 @@ class Store(Protocol):
 
         A record with the key of an earlier one replaces it (a rollout changes its state), except that the first
         tool result of an id from one source stands: a later one only fills in a tool_call_id, an agent or a parent_span
-        that it left open. Writing the same record twice changes nothing. Concurrent calls are committed together.
+        that it left open. Writing the same record twice changes nothing. Concurrent calls are committed together; what
+        is cancelled before that is not written, here and below.
         """
+
+    async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
+        """Lease up to `count` rollouts that wait, those that were recorded first; nobody else gets them.
+
+        They are running then, with a new attempt each, and the lease counts as renewed so many times.
+        """
+
+    async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
+        """Renew the leases of these attempts, and all of the worker that never were; returns those still leased."""
+
+    async def end(self, attempt: AttemptKey, *records: Record) -> bool:
+        """End the lease of an attempt, and write these records; False, and nothing is written, if it has ended."""
+
+    async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+        """End those of these rollouts that wait; returns how many did, and the attempts of those that are leased."""
+
+    async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
+        """The number of rollouts that wait, and how often each lease was renewed."""
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        """Those of these rollouts that are done, those that were recorded first."""
 
     async def runs(self) -> list[Run]:
         """Every restart of every run, oldest first."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,10 +13,21 @@ import orjson
 from numpy.typing import NDArray
 
 from agl_core.errors import StoreRefusedError
-from agl_core.store.codec import NUMBERS, Data, decode, decode_call, decode_training_record, numbers_in
+from agl_core.store.codec import (
+    NUMBERS,
+    Data,
+    Pieces,
+    Rows,
+    decode,
+    decode_call,
+    decode_training_record,
+    encode,
+    numbers_in,
+)
 from agl_core.store.connections import transaction
 from agl_core.store.interface import Wanted
-from agl_core.types import Attempt, AttemptKey, Call, Json, Mode, Rollout, RolloutState, Run, TrainingRecord
+from agl_core.store.tables import LEASES
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Json, Mode, Rollout, RolloutState, Run, TrainingRecord
 from agl_core.types.forms import dump_json, load_json
 
 Kept = TypeVar("Kept")
@@ -28,6 +40,82 @@ _ASKED = (
     "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ? ORDER BY"
 )
 """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
+_NO_PIECES = Pieces(first=0)
+"""Rollouts and attempts, which the queue writes, have none."""
+
+
+def claim(
+    connection: sqlite3.Connection, worker: str, count: int, renewals: int
+) -> tuple[list[tuple[Rollout, Attempt]], Rows]:
+    """Lease the rollouts that wait and were recorded first. Those that are tried again are older than all new ones."""
+    waiting = connection.execute(
+        "SELECT body, (SELECT count(*) FROM attempts WHERE attempts.rollout = id) FROM rollouts WHERE state = ? "
+        "ORDER BY seq LIMIT ?",
+        (RolloutState.QUEUED.value, count),
+    ).fetchall()
+    bodies, numbers = [(body,) for body, _ in waiting], [number for _, number in waiting]
+    rollouts = [replace(rollout, state=RolloutState.RUNNING) for rollout in decode(Rollout, bodies)]
+    _take(connection, rollouts)
+    now = time.time()
+    claimed = [
+        (rollout, Attempt(rollout.id, number, worker, now)) for rollout, number in zip(rollouts, numbers, strict=True)
+    ]
+    rows = encode((record for records in claimed for record in records), _NO_PIECES)
+    return claimed, {**rows, LEASES: [(*attempt.key, worker, renewals) for _, attempt in claimed]}
+
+
+def renew(connection: sqlite3.Connection, worker: str, keys: Collection[AttemptKey]) -> tuple[set[AttemptKey], Rows]:
+    """Renew these leases, and all of the worker that never were; those that there are."""
+    those = "(rollout, attempt) IN (SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(?))"
+    named = _asked(keys)
+    connection.execute(
+        f"UPDATE leases SET renewals = renewals + 1 WHERE worker = ? AND renewals = 0 OR {those}", (worker, named)
+    )
+    rows = connection.execute(f"SELECT rollout, attempt FROM leases WHERE {those}", (named,))
+    return {AttemptKey(*row) for row in rows}, {}
+
+
+def end_lease(connection: sqlite3.Connection, key: AttemptKey) -> bool:
+    """End a lease; False if there is none."""
+    return connection.execute("DELETE FROM leases WHERE rollout = ? AND attempt = ?", key).rowcount > 0
+
+
+def withdraw(
+    connection: sqlite3.Connection, ids: Collection[str], ending: Ending
+) -> tuple[tuple[int, list[AttemptKey]], Rows]:
+    """End those of these rollouts that wait: how many did, and the attempts of those that are leased."""
+    those, asked = "IN (SELECT value FROM json_each(?))", orjson.dumps(list(ids)).decode()
+    bodies = connection.execute(
+        f"SELECT body FROM rollouts WHERE state = ? AND +id {those}", (RolloutState.QUEUED.value, asked)
+    )
+    rollouts = [replace(rollout, state=RolloutState.DONE, ending=ending) for rollout in decode(Rollout, bodies)]
+    leased = connection.execute(f"SELECT rollout, attempt FROM leases WHERE rollout {those}", (asked,))
+    _take(connection, rollouts)
+    return (len(rollouts), [AttemptKey(*row) for row in leased]), encode(rollouts, _NO_PIECES)
+
+
+def _take(connection: sqlite3.Connection, rollouts: Sequence[Rollout]) -> None:
+    """Let nobody else of this transaction see them wait; their rows are written at its end."""
+    values = [(rollout.state.value, rollout.id) for rollout in rollouts]
+    connection.executemany("UPDATE rollouts SET state = ? WHERE id = ?", values)
+
+
+def leases(connection: sqlite3.Connection) -> tuple[int, dict[AttemptKey, int]]:
+    """The number of rollouts that wait, and how often each lease was renewed."""
+    queued = (RolloutState.QUEUED.value,)
+    (waiting,) = connection.execute("SELECT count(*) FROM rollouts WHERE state = ?", queued).fetchone()
+    rows = connection.execute("SELECT rollout, attempt, renewals FROM leases")
+    return waiting, {AttemptKey(rollout, attempt): renewals for rollout, attempt, renewals in rows}
+
+
+def done(connection: sqlite3.Connection, ids: Collection[str]) -> list[Rollout]:
+    """Those of these rollouts that are done."""
+    rows = connection.execute(
+        "SELECT body FROM json_each(?) AS asked CROSS JOIN rollouts ON rollouts.id = asked.value "
+        "WHERE rollouts.state = ? ORDER BY rollouts.seq",
+        (orjson.dumps(list(ids)).decode(), RolloutState.DONE.value),
+    )
+    return decode(Rollout, rows)
 
 
 def runs(connection: sqlite3.Connection) -> list[Run]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple, Unpack
@@ -13,13 +13,14 @@ from agl_core.errors import StoreError
 from agl_core.kinds import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import Pieces, name_of
-from agl_core.store.connections import GroupWriter, Readers, connect_writer, damaged, explain
+from agl_core.store.connections import GroupWriter, Query, Readers, connect_writer, damaged, explain
 from agl_core.store.interface import ErasableStore, Record, Wanted
 from agl_core.types import (
     Annotation,
     Attempt,
     AttemptKey,
     Call,
+    Ending,
     Mode,
     Reward,
     Rollout,
@@ -73,11 +74,26 @@ class SqliteStore(ErasableStore):
             await self._close(readers)
 
     async def put(self, *records: Record) -> None:
-        writer = self._writable()
-        try:
-            await writer.put(records)
-        except (sqlite3.Error, ValueError, OverflowError) as error:
-            raise explain(self._path, error, " or ".join(map(name_of, records))) from error
+        await self._put(records, lambda connection: True)
+
+    async def end(self, attempt: AttemptKey, *records: Record) -> bool:
+        return await self._put(records, partial(queries.end_lease, key=attempt))
+
+    async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
+        work = partial(queries.claim, worker=worker, count=count, renewals=renewals)
+        return await self._written(lambda writer: writer.write(work))
+
+    async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
+        return await self._written(lambda w: w.write(partial(queries.renew, worker=worker, keys=attempts)))
+
+    async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+        return await self._written(lambda w: w.write(partial(queries.withdraw, ids=ids, ending=ending)))
+
+    async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
+        return await self._read(queries.leases)
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        return await self._read(queries.done, ids)
 
     async def runs(self) -> list[Run]:
         return await self._read(queries.runs)
@@ -146,6 +162,13 @@ class SqliteStore(ErasableStore):
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
+
+    async def _put(self, records: Sequence[Record], may: Query[bool]) -> bool:
+        writer = self._writable()
+        try:
+            return await writer.put(records, may)
+        except (sqlite3.Error, ValueError, OverflowError) as error:
+            raise explain(self._path, error, " or ".join(map(name_of, records))) from error
 
     async def _written(self, work: Callable[[GroupWriter], Awaitable[Result]]) -> Result:
         try:

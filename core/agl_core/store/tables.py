@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-VERSION = 15
+VERSION = 16
 """Grows with each change of the tables or of what a body holds: a file of another version is refused."""
 
 SCHEMA = (
@@ -26,6 +26,9 @@ SCHEMA = (
     # by the number of the attempt, which only grows.
     "CREATE TABLE attempts (seq INTEGER PRIMARY KEY, rollout TEXT NOT NULL, attempt INTEGER NOT NULL, "
     "UNIQUE (rollout, attempt))",
+    # Attempts that run. Who removes the row of one ends it.
+    "CREATE TABLE leases (rollout TEXT PRIMARY KEY, attempt INTEGER NOT NULL, worker TEXT NOT NULL, "
+    "renewals INTEGER NOT NULL) WITHOUT ROWID",
     # What was recorded of attempts. Calls alone have pieces; these and training records have arrays, until calls are
     # pruned.
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, owner INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, "
@@ -49,6 +52,7 @@ class Table(NamedTuple):
 
 PIECES = Table("pieces", ("seq", "data"), "(?, ?)", "")
 ATTEMPTS = Table("attempts", ("rollout", "attempt"), "(?, ?)", "ON CONFLICT DO NOTHING")
+LEASES = Table("leases", ("rollout", "attempt", "worker", "renewals"), "(?, ?, ?, ?)", "")
 RUNS = Table(
     "runs",
     ("id", "restart", "body"),
@@ -69,7 +73,7 @@ RECORDS = Table(
     "ON CONFLICT (owner, kind, key) DO UPDATE SET pieces = excluded.pieces, arrays = excluded.arrays, "
     "body = merged(kind, body, excluded.body)",
 )
-TABLES = (ATTEMPTS, RUNS, ROLLOUTS, RECORDS)
+TABLES = (ATTEMPTS, RUNS, ROLLOUTS, RECORDS, LEASES)
 """In the order of writing, after pieces: what others refer to comes first."""
 
 

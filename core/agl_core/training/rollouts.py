@@ -198,8 +198,8 @@ class Collector:
         rollouts = [rollout for group in groups for rollout in group]
         waiting = {rollout.id for rollout in rollouts}
         scored: dict[str, Scored] = {}
-        await self.queue.enqueue(rollouts)
         try:
+            await self.queue.enqueue(rollouts)
             while waiting:
                 for done in await self.finished(waiting):
                     waiting.discard(done.rollout.id)

@@ -111,7 +111,11 @@ def end_when_told(file: str, lingers: bool) -> str:
 
 
 def start_family(file: str, then: str) -> str:
-    """Processes that ignore SIGTERM: a child, one in a session of its own, and an orphan; their pids go to a file."""
+    """Processes that ignore SIGTERM: a child, one in a session of its own, and an orphan; their pids go to a file.
+
+    It does nothing `then` if an attempt before it has such a file.
+    """
+    is_first = not Path(file).exists()
     deaf = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     note = f"open({file!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(3600)"
     for fork in ("", "os.setsid(); ", "os.fork() and os._exit(0); os.setsid(); "):
@@ -120,6 +124,6 @@ def start_family(file: str, then: str) -> str:
         time.sleep(0.01)
     if then == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if then != "return":
+    if then != "return" and is_first:
         time.sleep(3600)
     return "done"

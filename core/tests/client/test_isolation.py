@@ -185,7 +185,6 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
     await until(lambda: len(noted(pids)) == 3)
     forker = next(child for child in children() if "agl_core.worker.forker" in " ".join(child.cmdline()))
-    task["then"] = "return"
     forker.send_signal(signal.SIGKILL)
     ended = await running
     attempts = await workplace.stack.store.attempts("w0")
@@ -254,7 +253,7 @@ async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: An
         for file in files.values():
             file.write_text("end")
         await until(lambda: all_say("ended"))
-        await until(lambda: queue.queued == 2)
+        await until(lambda: queue.running == 0)
         worker.send_signal(signal.SIGCONT)
         done = [rollout for name in files for rollout in await queue.done([name])]
     for rollout in done:

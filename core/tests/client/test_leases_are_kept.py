@@ -157,12 +157,12 @@ async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, p
     async with working(workplace, agent) as (worker, road, _):
         await queue.enqueue([make.rollout("w0")])
         await called.wait()
-        queue.heartbeat(HeartbeatRequest(worker=worker.name, attempts=[]))  # Should its own first one be slow.
+        await queue.heartbeat(HeartbeatRequest(worker=worker.name, attempts=[]))  # Should its own first one be slow.
         road.close()
         if not pause:
             go_on.set()
             await until(lambda: worker.endings.total() == 1)
-        await until(lambda: queue.queued == 1)
+        await until(lambda: queue.running == 0)
         await road.open()
         go_on.set()
         [rollout] = await queue.done(["w0"])

@@ -211,8 +211,8 @@ class Clock:
         loop.time = lambda: self._now  # type: ignore[method-assign]
 
     async def advance(self, seconds: float) -> None:
-        """Put the time forward, and a bit more, since whoever looks at regular times looks a bit later."""
-        for step in (seconds, 0.2):
+        """Put the time forward second by second, and a bit more, since whoever looks at regular times looks later."""
+        for step in (*[1.0] * int(seconds), seconds % 1 + 0.2):
             self._now += step
             for _ in range(20):
                 await asyncio.sleep(0)

@@ -27,8 +27,8 @@ KEYS = Keys()
 
 
 class Lives(RuleBasedStateMachine):
-    """Rollouts in the real queue: leased, reported (also late and twice), lost, cancelled, over failing writes and
-    restarts of the run, in this server or in the next one.
+    """Rollouts in the queues of two servers over one store: leased, reported (also late and twice), lost, cancelled,
+    over failing writes, deaths of a server, and restarts of the run.
 
     Invariants are looked up in the store after each step; the model keeps only requests and answers.
     """
@@ -39,21 +39,30 @@ class Lives(RuleBasedStateMachine):
         self.clock = Clock(self.loop)
         self.store = MemoryStore()
         self.created: list[str] = []
-        self.leased: list[tuple[str, AttemptKey]] = []
-        """The leased attempts with their workers."""
+        self.queues: list[RolloutQueue] = []
+        self.watching: list[asyncio.Future[None]] = []
+        self.leased: list[tuple[RolloutQueue, str, AttemptKey]] = []
+        """The leased attempts with their servers and workers."""
         self.counting: set[AttemptKey] = set()
         self.endings: dict[AttemptKey, Ending] = {}
 
     @initialize()
     def begin(self) -> None:
-        self.run(self.start_queue())
+        self.run(self.start_queues(2))
 
-    async def start_queue(self) -> None:
-        self.queue = RolloutQueue(
-            self.store, timeout=60, attempts=ATTEMPTS, hook=Plugins().hook, keys=KEYS, grace=10, heartbeat=5, lease=20
-        )
-        self.watching = asyncio.ensure_future(self.queue.watch())
+    async def start_queues(self, count: int) -> None:
+        terms = {"timeout": 60, "attempts": ATTEMPTS, "grace": 10, "heartbeat": 5, "lease": 20}
+        new = [RolloutQueue(self.store, hook=Plugins().hook, keys=KEYS, **terms) for _ in range(count)]
+        self.queues += new
+        self.watching += [asyncio.ensure_future(queue.watch()) for queue in new]
         await asyncio.sleep(0)
+
+    async def kill_queues(self, count: int) -> None:
+        dead, self.watching = self.watching[:count], self.watching[count:]
+        for watching in dead:
+            watching.cancel()
+        await asyncio.wait(dead)
+        self.queues = self.queues[count:]
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(coroutine)
@@ -65,43 +74,44 @@ class Lives(RuleBasedStateMachine):
             assert self.store.failing
             return None
 
-    @rule(count=st.integers(1, 3))
-    def create(self, count: int) -> None:
+    @rule(count=st.integers(1, 3), server=st.integers(0, 1))
+    def create(self, count: int, server: int) -> None:
         ids = [f"r{len(self.created) + number}" for number in range(count)]
 
         async def add() -> None:
-            await self.queue.enqueue([make.rollout(id) for id in ids])
+            await self.queues[server].enqueue([make.rollout(id) for id in ids])
             self.created += ids
 
         self.run(self.if_it_can_be_written(add()))
 
-    @rule(worker=st.sampled_from("uvw"), capacity=st.integers(1, 4))
-    def lease(self, worker: str, capacity: int) -> None:
-        reply = self.run(
-            self.if_it_can_be_written(self.queue.lease(LeaseRequest(worker=worker, capacity=capacity, wait=0)))
-        )
-        if reply:
-            self.leased += [(worker, AttemptKey(lease.rollout, lease.attempt)) for lease in reply.leases]
+    @rule(worker=st.sampled_from("uvw"), capacity=st.integers(1, 4), servers=st.sampled_from([[0], [1], [0, 1]]))
+    def lease(self, worker: str, capacity: int, servers: list[int]) -> None:
+        async def ask(queue: RolloutQueue) -> None:
+            reply = await queue.lease(LeaseRequest(worker=worker, capacity=capacity, wait=0))
+            self.leased += [(queue, worker, AttemptKey(lease.rollout, lease.attempt)) for lease in reply.leases]
 
-    @rule(worker=st.sampled_from("uvw"), data=st.data())
-    def beat(self, worker: str, data: st.DataObject) -> None:
-        mine = [key for who, key in self.leased if who == worker]
+        async def ask_all() -> None:
+            await asyncio.gather(*(ask(self.queues[server]) for server in servers))
+
+        self.run(self.if_it_can_be_written(ask_all()))
+        assert len({key for _, _, key in self.leased}) == len(self.leased), "an attempt was leased twice"
+
+    @rule(worker=st.sampled_from("uvw"), server=st.integers(0, 1), data=st.data())
+    def beat(self, worker: str, server: int, data: st.DataObject) -> None:
+        queue = self.queues[server]
+        mine = [key for leasing, who, key in self.leased if (leasing, who) == (queue, worker)]
         named = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []
 
         async def send() -> None:
             held = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in named]
             request = HeartbeatRequest(worker=worker, attempts=held)
-            reply = self.queue.heartbeat(request)
+            reply = await queue.heartbeat(request)
             assert all(
                 self.endings.get(AttemptKey(attempt.rollout, attempt.attempt)) in (Ending.LOST, Ending.CANCELLED)
                 for attempt in reply.lost
             )
 
-        if not self.forgotten:
-            self.run(send())
-
-    forgotten = False
-    """Attempts that ended before a restart are unknown to the queue, which is said of them all as lost."""
+        self.run(self.if_it_can_be_written(send()))
 
     @precondition(lambda self: self.leased)
     @rule(
@@ -111,16 +121,19 @@ class Lives(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def report(self, number: int, ending: Ending, calls: int, twice: bool) -> None:
-        """Report any attempt that was ever leased: also one that was lost, superseded, or reported before."""
-        _, key = self.leased[number % len(self.leased)]
-        active = self.queue.attempts.get(key)
+        """Report any attempt that was ever leased: also one that was lost, superseded, or reported before.
+
+        To the server that leased it, even if it is thought to be dead.
+        """
+        queue, _, key = self.leased[number % len(self.leased)]
+        active = queue.attempts.get(key)
         if active is not None and not active.closed:
             active.completed_calls += calls
 
         async def send() -> None:
             request = CloseRequest(ending=ending, result="x")
             replies: list[CloseReply] = await asyncio.gather(
-                *(self.queue.close_attempt(key, request) for _ in range(1 + twice))
+                *(queue.close_attempt(key, request) for _ in range(1 + twice))
             )
             assert len({reply.counted for reply in replies}) == 1
             if replies[0].counted:
@@ -129,13 +142,13 @@ class Lives(RuleBasedStateMachine):
         self.run(self.if_it_can_be_written(send()))
 
     @precondition(lambda self: self.created)
-    @rule(number=st.integers(0, 1000))
-    def cancel(self, number: int) -> None:
-        self.run(self.if_it_can_be_written(self.queue.cancel([self.created[number % len(self.created)]])))
+    @rule(number=st.integers(0, 1000), server=st.integers(0, 1))
+    def cancel(self, number: int, server: int) -> None:
+        self.run(self.if_it_can_be_written(self.queues[server].cancel([self.created[number % len(self.created)]])))
 
     @rule()
     def abandon(self) -> None:
-        self.run(self.if_it_can_be_written(self.queue.abandon("run")))
+        self.run(self.if_it_can_be_written(self.queues[0].abandon("run")))
 
     @rule(seconds=st.sampled_from([1, 10, 21, 71]))
     def wait(self, seconds: int) -> None:
@@ -148,22 +161,29 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         async def again() -> None:
-            self.watching.cancel()
-            await asyncio.wait([self.watching])
-            await self.start_queue()
+            await self.kill_queues(2)
+            await self.start_queues(2)
             self.store.failing = False
-            await self.queue.abandon("run")
+            await self.queues[0].abandon("run")
 
         self.run(again())
-        self.forgotten = True
+
+    @rule()
+    def replace_a_server(self) -> None:
+        async def again() -> None:
+            await self.kill_queues(1)
+            await self.start_queues(1)
+
+        self.run(again())
 
     @invariant()
     def every_rollout_is_somewhere(self) -> None:
         rollouts: list[Rollout] = self.run(self.store.rollouts())
         assert {rollout.id for rollout in rollouts} == set(self.created)
-        if hasattr(self, "queue"):
-            unfinished = sum(rollout.state is not RolloutState.DONE for rollout in rollouts)
-            assert self.queue.queued + self.queue.running == unfinished
+        waiting, leases = self.run(self.store.leases())
+        assert waiting == sum(rollout.state is RolloutState.QUEUED for rollout in rollouts)
+        running = sorted(rollout.id for rollout in rollouts if rollout.state is RolloutState.RUNNING)
+        assert sorted(key.rollout for key in leases) == running
 
     @invariant()
     def every_rollout_ends_once_and_for_all(self) -> None:
@@ -200,7 +220,7 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened, workers that do their work bring every rollout to its end."""
-        if not hasattr(self, "queue"):
+        if not self.queues:
             self.loop.close()
             return
 
@@ -208,16 +228,15 @@ class Lives(RuleBasedStateMachine):
             self.store.failing = False
             for _ in range(1 + ATTEMPTS):
                 await self.clock.advance(71)  # what nobody reports is lost
-                for lease in (await self.queue.lease(LeaseRequest(worker="z", capacity=4096, wait=0))).leases:
+                for lease in (await self.queues[0].lease(LeaseRequest(worker="z", capacity=4096, wait=0))).leases:
                     key = AttemptKey(lease.rollout, lease.attempt)
-                    await self.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-            assert sorted(rollout.id for rollout in await self.queue.done(self.created)) == sorted(self.created)
+                    await self.queues[0].close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+            assert sorted(rollout.id for rollout in await self.queues[1].done(self.created)) == sorted(self.created)
 
         try:
             self.run(finish())
         finally:
-            self.watching.cancel()
-            self.run(asyncio.wait([self.watching]))
+            self.run(self.kill_queues(2))
         self.every_rollout_is_somewhere()
         self.every_rollout_ends_once_and_for_all()
         self.at_most_one_attempt_counts()

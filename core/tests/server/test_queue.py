@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from unittest.mock import ANY, Mock, call, create_autospec
 
 import pytest
@@ -14,6 +15,7 @@ from agl_core.apis.errors import no_upstream
 from agl_core.errors import ServerError, StoreError
 from agl_core.plugins import Plugins, RunHooks
 from agl_core.server import Keys, RolloutQueue
+from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
 from agl_core.wire import CloseRequest, HeartbeatRequest, HeldAttempt, LeaseReply, LeaseRequest, RewardReport
@@ -63,7 +65,7 @@ async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue,
     first = reply.leases[0]
     assert (first.task_id, first.task_input, first.task_split) == ("t", {"question": "?"}, "train")
     assert (first.path, first.timeout, first.mode) == ("/rollout/a/attempt/0", 100, "train")
-    assert (queue.queued, queue.running) == (1, 2)
+    assert (queue.running, await store.leases()) == (2, (1, {("a", 0): 0, ("b", 0): 0}))
 
 
 async def test_nothing_is_acknowledged_before_it_is_in_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
@@ -142,7 +144,9 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     assert (reward.name, reward.value, reward.source, reward.call) == ("own", 0.75, "agent", None)
 
 
-async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_they_ended(queue: RolloutQueue) -> None:
+async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_they_were_added(
+    queue: RolloutQueue,
+) -> None:
     await queue.enqueue([make.rollout(name) for name in "abcd"])
     a, b, c, _ = [await leased(queue, calls=1) for _ in "abcd"]
     asking = [asyncio.ensure_future(queue.done(ids)) for ids in (["a", "b"], ["d", "b"])]
@@ -151,7 +155,7 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
     assert [[rollout.id for rollout in await waiting] for waiting in asking] == [["b"], ["b"]]
     await queue.close_attempt(a, FINISHED)
     for _ in range(2):
-        assert [rollout.id for rollout in await queue.done(list("dabca"))] == ["c", "b", "a"]
+        assert [rollout.id for rollout in await queue.done(list("dabca"))] == ["a", "b", "c"]
     assert await queue.done([]) == []
 
 
@@ -165,7 +169,6 @@ async def test_what_memory_has_forgotten_is_answered_from_the_store(
     for key in (first, second):
         await queue.close_attempt(key, FINISHED)
     restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Plugins().hook, keys=KEYS)
-    assert await queue.done(["c", "a"]) == [await store.rollout("a")]
     for answering in (queue, restarted):
         assert await answering.done(["a"]) == [await store.rollout("a")]
         assert (await answering.close_attempt(first, FINISHED)).counted
@@ -204,7 +207,7 @@ async def test_what_a_trainer_left_is_lost_and_not_tried_again(
         "b": Ending.LOST,
         "c": Ending.LOST,
     }
-    assert (queue.queued, queue.running) == (0, 0)
+    assert (queue.running, await store.leases()) == (0, (0, {}))
     assert not (await queue.close_attempt(running, FINISHED)).counted
     [attempt] = await store.attempts("b")
     assert attempt.ending is Ending.LOST
@@ -289,7 +292,7 @@ async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
     store.writable.set()
     await asyncio.gather(closing, cancelling)
     assert (await queue.done(["a"]))[0].ending is Ending.CANCELLED
-    assert queue.queued == queue.running == 0
+    assert (queue.running, await store.leases()) == (0, (0, {}))
 
 
 # Below, the loop's time stands still unless a test puts it forward, and the queue watches its leases.
@@ -310,10 +313,10 @@ async def watched(clock: Clock, queue: RolloutQueue) -> AsyncIterator[RolloutQue
         await watching
 
 
-def beat(queue: RolloutQueue, *keys: AttemptKey) -> list[AttemptKey]:
+async def beat(queue: RolloutQueue, *keys: AttemptKey) -> list[AttemptKey]:
     """Send a heartbeat; returns those that are lost."""
     attempts = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in keys]
-    lost = queue.heartbeat(HeartbeatRequest(worker="w", attempts=attempts)).lost
+    lost = (await queue.heartbeat(HeartbeatRequest(worker="w", attempts=attempts))).lost
     return [AttemptKey(attempt.rollout, attempt.attempt) for attempt in lost]
 
 
@@ -328,10 +331,10 @@ async def test_a_worker_keeps_its_attempts_up_to_their_timeout(
     await watched.enqueue([make.rollout("a")])
     (key,) = await lent(watched)
     for _ in range(8):
-        assert not beats or beat(watched, key) == []
+        assert not beats or await beat(watched, key) == []
         await clock.advance(15)
         assert await states(store) == ["running"]
-    assert not beats or beat(watched, key) == []
+    assert not beats or await beat(watched, key) == []
     await clock.advance(15)
     assert await states(store) == ["queued"], "a heartbeat does not reach beyond timeout and grace"
     (attempt,) = await store.attempts("a")
@@ -343,14 +346,14 @@ async def test_what_a_worker_that_stops_beating_loses_counts_no_more(
 ) -> None:
     await watched.enqueue([make.rollout("a")])
     (late,) = await lent(watched)
-    beat(watched, late)
+    await beat(watched, late)
     await clock.advance(19)
     assert await states(store) == ["running"]
-    await clock.advance(1)
+    await clock.advance(2)
     assert await states(store) == ["queued"]
     (attempt,) = await store.attempts("a")
     assert (attempt.ending, attempt.error) == (Ending.LOST, "The worker w sent no heartbeat for 20 seconds.")
-    assert beat(watched, late) == [late], "its worker is told"
+    assert await beat(watched, late) == [late], "its worker is told"
     again = await leased(watched, calls=1)
     assert again == AttemptKey("a", 1)
     report = CloseRequest(ending=Ending.FINISHED, result="late", rewards=[RewardReport(value=1.0)])
@@ -368,10 +371,10 @@ async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(
     await watched.enqueue([make.rollout(id) for id in "abc"])
     first, _ = await lent(watched, capacity=2)
     await lent(watched, "another")
-    assert beat(watched, first) == []
+    assert await beat(watched, first) == []
     await clock.advance(10)
-    beat(watched, first)
-    await clock.advance(11)
+    await beat(watched, first)
+    await clock.advance(12)
     assert await states(store, "abc") == ["running", "queued", "running"]
 
 
@@ -379,17 +382,16 @@ async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_sho
     watched: RolloutQueue, clock: Clock, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     await watched.enqueue([make.rollout(id) for id in "abc"])
-    beat(watched, *await lent(watched, capacity=3))
+    await beat(watched, *await lent(watched, capacity=3))
     store.failing = True
-    await clock.advance(20)
-    for _ in range(15):
-        await clock.advance(0.8)
+    await clock.advance(35)
     log = log_of_agl(caplog)
     assert 1 <= log.count("scripted failure") <= 4, log
     assert "Traceback" not in log
     store.failing = False
-    for _ in range(3):
-        await clock.advance(5)
+    await clock.advance(5)
+    assert await states(store, "abc") == ["running"] * 3, "until now they could not be renewed"
+    await clock.advance(22)
     assert await states(store, "abc") == ["queued"] * 3
 
 
@@ -399,6 +401,69 @@ async def test_a_heartbeat_is_told_what_no_longer_counts(watched: RolloutQueue) 
     await watched.cancel(["a"])
     await watched.close_attempt(b, FINISHED)
     unknown = AttemptKey("nobody", 0)
-    assert beat(watched, a, b, c, unknown) == [a, unknown], "what it reported itself is not lost"
+    assert await beat(watched, a, b, c, unknown) == [a, unknown], "what it reported itself is not lost"
     watched.close()
-    assert watched.heartbeat(HeartbeatRequest(worker="w", attempts=[])).closed
+    assert (await watched.heartbeat(HeartbeatRequest(worker="w", attempts=[]))).closed
+
+
+# Two servers over one store.
+
+
+@pytest.fixture
+async def other(clock: Clock, store: MemoryStore) -> AsyncIterator[RolloutQueue]:
+    """The queue of another server."""
+    queue = RolloutQueue(store, timeout=100, attempts=2, hook=Plugins().hook, keys=KEYS, grace=30, lease=20)
+    watching = asyncio.ensure_future(queue.watch())
+    yield queue
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+async def test_however_many_servers_and_workers_ask_each_rollout_is_leased_once(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "store.sqlite") as store:
+        queues = [RolloutQueue(store, timeout=9, attempts=2, hook=Plugins().hook, keys=KEYS) for _ in range(2)]
+        ids = [f"r{number}" for number in range(100)]
+        leasing = [asyncio.create_task(lent(queues[n % 2], f"w{n}", 1 + n % 4)) for n in range(20)]
+        await queues[0].enqueue([make.rollout(id) for id in ids[:50]])
+        await queues[1].enqueue([make.rollout(id) for id in ids[50:]])
+        leasing += [asyncio.create_task(lent(queues[n % 2], f"w{n}", 1 + n % 4)) for n in range(60)]
+        keys = [key for keys in await asyncio.gather(*leasing) for key in keys]
+        assert sorted(keys) == sorted(AttemptKey(id, 0) for id in ids)
+        assert [queue.running for queue in queues] == [sum(key in queue.attempts for key in keys) for queue in queues]
+
+
+async def test_what_a_dead_server_leased_is_tried_again_by_another_and_its_own_end_comes_too_late(
+    queue: RolloutQueue, other: RolloutQueue, clock: Clock, store: MemoryStore
+) -> None:
+    """It was only slow: it does not look into the store, and no worker reaches it."""
+    await queue.enqueue([make.rollout("a")])
+    (late,) = await lent(queue)
+    await beat(queue, late)
+    await clock.advance(19)
+    assert await beat(other, late) == [], "a heartbeat may reach any server"
+    await clock.advance(19)
+    assert await states(store) == ["running"]
+    await clock.advance(3)
+    assert await lent(other) == [("a", 1)]
+    assert await beat(queue, late) == [late]
+    assert not (await queue.close_attempt(late, FINISHED)).counted
+    assert queue.attempts[late].record.ending is Ending.LOST
+    assert (await store.rollout("a")).state is RolloutState.RUNNING
+    other.attempts[AttemptKey("a", 1)].completed_calls = 1
+    assert (await other.close_attempt(AttemptKey("a", 1), FINISHED)).counted
+
+
+async def test_a_server_sees_what_another_one_queues_takes_away_and_ends(
+    watched: RolloutQueue, other: RolloutQueue, clock: Clock
+) -> None:
+    leasing = asyncio.ensure_future(lease(watched, wait=30))
+    await asyncio.sleep(0)
+    await other.enqueue([make.rollout("a")])
+    await clock.advance(1)
+    assert (await leasing).leases[0].rollout == "a"
+    waiting = asyncio.ensure_future(watched.done(["a"]))
+    await other.cancel(["a"])
+    await clock.advance(1)
+    assert [rollout.ending for rollout in await waiting] == [Ending.CANCELLED]
+    assert watched.attempts[AttemptKey("a", 0)].closed, "its calls count no more"
+    assert (watched.running, other.running) == (0, 0)

@@ -17,7 +17,7 @@ from agl_core.config.models import RunConfig
 from agl_core.errors import TrainingError
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
-from agl_core.testing.server import running_stack
+from agl_core.testing.server import running_stack, until
 from agl_core.training.alarms import CHECKS, Numbers, Watch
 from agl_core.training.failures import asserted_rewards, asserted_tool_results, check_patience, who_waits
 from agl_core.training.metrics import MetricsLog
@@ -288,6 +288,7 @@ async def test_who_waits_for_whom() -> None:
         assert await seen() == "no rollout is queued or runs: the trainer does something else"
         key, queue = await stack.lease(), stack.server.queue
         await queue.enqueue([make.rollout("next")])
+        await until(lambda: queue.queued)
         busy = "; 1 rollouts wait in the queue, because all workers are busy (1 with 1 attempts, the oldest since N s)"
         assert await seen() == f"1 agent (r0) without a model call, the longest for N s{busy}"
         held = Hold(CallTools([("search", {"query": "it"})]))
