@@ -23,7 +23,7 @@ from agl_core.capture import (
     current_identity,
     guarded,
     message_status,
-    tool_result_report,
+    record_tool_result,
 )
 from agl_core.capture.context import Carried, holding
 from agl_core.capture.reports import wrap_once
@@ -138,7 +138,7 @@ class _ToolRun(Watch):
     def _report(self, result: Any, decided: Decided | None = None) -> None:
         caller = self._caller or Identity()
         around = self._outer._span if self._outer else caller.parent_span
-        report = tool_result_report(
+        record_tool_result(
             self._span,
             self._tool,
             result,
@@ -148,8 +148,8 @@ class _ToolRun(Watch):
             arguments=self._arguments,
             started=self._started,
             adapter="autogen",
+            recording=self._recording,
         )
-        self._recording.tool_result(report)
 
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_autogen_tool", default=None)

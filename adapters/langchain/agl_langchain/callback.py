@@ -32,8 +32,8 @@ from agl_core.capture import (
     jsonable,
     logprobs_of,
     message_status,
+    record_tool_result,
     status_of,
-    tool_result_report,
 )
 from agl_core.learning.transitions import Alone
 from agl_core.types import Choice, FinishReason, Json
@@ -215,7 +215,7 @@ class _Handler(BaseCallbackHandler):
             run.rollout.finish(result, describe_error(error) if error else None)
 
     def _tool_result(self, run: _Run, result: Any, decided: Decided | None = None) -> None:
-        report = tool_result_report(
+        record_tool_result(
             run.span,
             run.tool,
             result,
@@ -225,8 +225,8 @@ class _Handler(BaseCallbackHandler):
             arguments=run.arguments,
             started=run.started,
             adapter="langchain",
+            recording=run.recording,
         )
-        run.recording.tool_result(report)
 
 
 class AglCallback(_Handler, Alone):

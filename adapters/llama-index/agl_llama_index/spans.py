@@ -31,7 +31,7 @@ from agl_core.capture import (
     enter_identity,
     guarded,
     message_status,
-    tool_result_report,
+    record_tool_result,
 )
 from agl_core.capture.context import Steps, current_scope
 
@@ -146,12 +146,11 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         if around and around.tool and around.tool.name == tool.name:
             around.tool.error = result if isinstance(result, Exception) else None
         output = result.tool_output if isinstance(result, ToolCallResult) else result
-        active = current_attempt()
         is_over = isinstance(output, ToolOutput | Exception) and not isinstance(output, WaitingForEvent)
-        if tool.request is None or active is None or not is_over:
+        if tool.request is None or not is_over:
             return  # it was cancelled, or waits for a person and will run again
         text, decided = _said(output, tool.error)
-        report = tool_result_report(
+        record_tool_result(
             id,
             tool.name,
             text,
@@ -162,7 +161,6 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             started=tool.started,
             adapter="llama-index",
         )
-        active.recording.tool_result(report)
 
 
 @functools.cache

@@ -38,7 +38,6 @@ from agl_core.capture import (
     jsonable,
     record_tool_result,
     report_problem,
-    tool_result_report,
 )
 from agl_core.capture.context import current_scope, holding
 from agl_core.capture.reports import wrap_once
@@ -186,17 +185,15 @@ def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
 def _report(run: _ToolRun, context: Any, result: Any) -> None:
     call = context.tool_call
     record_tool_result(
-        tool_result_report(
-            uuid.uuid4().hex,
-            call.name,
-            result,
-            who_calls(),
-            decided=run.decided,
-            tool_call_id=call.call_id or None,
-            arguments=parse_if_json(call.arguments or "{}"),
-            started=run.started,
-            adapter="openai-agents",
-        )
+        uuid.uuid4().hex,
+        call.name,
+        result,
+        who_calls(),
+        decided=run.decided,
+        tool_call_id=call.call_id or None,
+        arguments=parse_if_json(call.arguments or "{}"),
+        started=run.started,
+        adapter="openai-agents",
     )
 
 

@@ -25,7 +25,6 @@ from agl_core.capture import (
     record_tool_result,
     report_problem,
     status_of,
-    tool_result_report,
 )
 from agl_core.capture.context import current_scope, holding
 from agl_core.capture.marking import AgentRun, ToolRun, started
@@ -217,17 +216,15 @@ def _report_code(code: str, result: Any, started: float) -> None:
         return
     shown = result if failed else _shown(result)
     record_tool_result(
-        tool_result_report(
-            uuid.uuid4().hex,
-            _CODE,
-            shown,
-            Identity(scope.identity.agent, None, scope.steps.span() if scope.steps else None) if scope else None,
-            # Its executor words what the code raised.
-            decided=status_of(result.__context__ or result) if failed else None,
-            arguments=code,
-            started=started,
-            adapter=_ADAPTER,
-        )
+        uuid.uuid4().hex,
+        _CODE,
+        shown,
+        Identity(scope.identity.agent, None, scope.steps.span() if scope.steps else None) if scope else None,
+        # Its executor words what the code raised.
+        decided=status_of(result.__context__ or result) if failed else None,
+        arguments=code,
+        started=started,
+        adapter=_ADAPTER,
     )
 
 

@@ -24,7 +24,6 @@ from agl_core.capture.reports import (
     record_tool_result,
     report_problem,
     reward,
-    tool_result_report,
     wrap_once,
 )
 from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
@@ -66,7 +65,6 @@ __all__ = [
     "state",
     "status_of",
     "tool",
-    "tool_result_report",
     "unpack_variables",
     "wrap_once",
 ]

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
 from agl_core.capture import context
-from agl_core.capture.reports import guarded, record_tool_result, routine_of, tool_result_report, within
+from agl_core.capture.reports import guarded, record_tool_result, routine_of, within
 from agl_core.capture.status import Decided, unknown_status
 from agl_core.errors import AgentError
 from agl_core.types import Identity
@@ -97,17 +97,15 @@ class ToolRun:
         # A block that sets no result may well have had one.
         is_not_set = error is None and self.result is _NOT_SET
         record_tool_result(
-            tool_result_report(
-                span,
-                self._tool,
-                error if error is not None else None if is_not_set else self.result,
-                Identity(self._agent, span, self._parent_span),
-                decided=unknown_status() if is_not_set else self.decided,
-                tool_call_id=self._tool_call_id,
-                arguments=self._arguments,
-                started=self._started,
-                adapter=self._adapter,
-            )
+            span,
+            self._tool,
+            error if error is not None else None if is_not_set else self.result,
+            Identity(self._agent, span, self._parent_span),
+            decided=unknown_status() if is_not_set else self.decided,
+            tool_call_id=self._tool_call_id,
+            arguments=self._arguments,
+            started=self._started,
+            adapter=self._adapter,
         )
 
 

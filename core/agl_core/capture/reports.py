@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 from agl_core.capture.context import current_attempt
-from agl_core.capture.recording import describe_error, jsonable
+from agl_core.capture.recording import Recording, describe_error, jsonable
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
 from agl_core.types import Identity, ToolResult
@@ -54,14 +54,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def record_tool_result(report: ToolResult) -> None:
-    """Report what a tool did to the current attempt; outside any rollout it does nothing."""
-    active = current_attempt()
-    if active is not None:
-        active.recording.tool_result(report)
-
-
-def tool_result_report(
+def record_tool_result(
     id: str,
     tool: str,
     result: Any,
@@ -72,20 +65,28 @@ def tool_result_report(
     arguments: Any = None,
     started: float | None = None,
     adapter: str | None = None,
-) -> ToolResult:
-    """A report of bounded size of what a tool returned, or of the exception that it raised.
+    recording: Recording | None = None,
+) -> None:
+    """Report, in bounded size, what a tool returned or the exception that it raised; outside any rollout do nothing.
 
     The tool has ended just now; `started` is in Unix seconds. `id` names this run of it: the same id is recorded once.
     `who` is the agent that asked for it, the run's own span, and the span around it. The status is decided by the
     result unless `decided` says more. `adapter` is the adapter that saw it, if one did: of two that saw one tool call,
-    one counts.
+    one counts. `recording` is that of the attempt, by default of the current one.
 
-    >>> tool_result_report("1", "search", ["a", "b"]).status
+    >>> recording = Recording()
+    >>> record_tool_result("1", "search", ["a", "b"], recording=recording)
+    >>> recording.tool_results[0].status
     <ToolStatus.OK: 'ok'>
     """
+    if recording is None:
+        active = current_attempt()
+        if active is None:
+            return
+        recording = active.recording
     raised, who = isinstance(result, BaseException), who or Identity()
     status, rule = decided or status_of(result)
-    return ToolResult(
+    report = ToolResult(
         id=id,
         rollout="",
         attempt=0,
@@ -103,6 +104,7 @@ def tool_result_report(
         adapter=adapter,
         status_rule=rule,
     )
+    recording.tool_result(report)
 
 
 def report_problem(where: str, error: BaseException) -> None:

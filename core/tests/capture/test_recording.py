@@ -40,7 +40,6 @@ from agl_core.capture import (
     report_problem,
     running,
     status_of,
-    tool_result_report,
     unpack_variables,
 )
 from agl_core.capture.context import packed_variables
@@ -90,14 +89,16 @@ def test_an_exception_whose_text_raises_is_still_reported() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert tool_result_report("1", "t", AwkwardError()).error == "AwkwardError"
+    recording = Recording()
+    record_tool_result("1", "t", AwkwardError(), recording=recording)
+    assert recording.tool_results[0].error == "AwkwardError"
 
 
 def test_an_tool_result_counts_once_and_the_first_report_stays() -> None:
     recording = Recording()
-    recording.tool_result(tool_result_report("1", "add", 3))
-    recording.tool_result(tool_result_report("1", "add", 4))
-    recording.tool_result(tool_result_report("2", "add", 5))
+    record_tool_result("1", "add", 3, recording=recording)
+    record_tool_result("1", "add", 4, recording=recording)
+    record_tool_result("2", "add", 5, recording=recording)
     assert [tool_result.result for tool_result in recording.tool_results] == [3, 5]
 
 
@@ -114,7 +115,7 @@ def test_what_comes_after_the_end_is_not_kept() -> None:
         recording.close()
         recording.close()
         agl_core.reward(1.0)
-        record_tool_result(tool_result_report("1", "add", 3))
+        record_tool_result("1", "add", 3)
     assert (recording.tool_results, recording.rewards) == ((), ())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import numpy.random
 
-from agl_core.capture import record_tool_result, reward, tool_result_report
+from agl_core.capture import record_tool_result, reward
 from agl_core.worker.agent import AgentContext
 
 CLIENT = httpx.Client(
@@ -58,7 +58,7 @@ def tell() -> Any:
 
 def report() -> float:
     reward(0.5, name="style")
-    record_tool_result(tool_result_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
+    record_tool_result("o1", "lookup", ValueError("no such city"), tool_call_id="call_1")
     return 0.25
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.capture import Recording, record_tool_result, reward, tool_result_report
+from agl_core.capture import Recording, current_attempt, record_tool_result, reward
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
@@ -98,7 +98,7 @@ async def test_rewards_and_tool_results_come_with_the_attempt_that_reported_them
     async def agent(task_input: Any, context: AgentContext) -> float:
         await ask(context)
         reward(task_input, name="style")
-        record_tool_result(tool_result_report("o1", "lookup", ValueError(task_input), tool_call_id="call_1"))
+        record_tool_result("o1", "lookup", ValueError(task_input), tool_call_id="call_1")
         await asyncio.sleep(0)
         return task_input / 2
 
@@ -277,9 +277,11 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
 async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> Any:
         await ask(context)
+        active = current_attempt()
+        assert active is not None
         for number in range(200):
-            record_tool_result(tool_result(f"o{number}", f"{number} " + "x" * 50_000))
-        record_tool_result(tool_result_report("small", "read", "as it is", tool_call_id="c1"))
+            active.recording.tool_result(tool_result(f"o{number}", f"{number} " + "x" * 50_000))
+        record_tool_result("small", "read", "as it is", tool_call_id="c1")
         return 0.5
 
     worker = workplace.start(agent)
