@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agl_algorithms.lineages import lineages
+from agl_algorithms.prepared import lineages
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
 from agl_torch import batching

@@ -212,6 +212,40 @@ def minibatches(batch: Batch, chosen: NDArray[np.int64], count: int, seed: Seque
     return [part for part in parts if len(part)]
 
 
+def lineages(batch: Batch, chosen: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The `chosen` transitions in chains, each from its shortest transition to its longest.
+
+    An agent sends its conversation again with each call, so the prompt of a turn usually begins with the prompt and the
+    response of the turn before. The tokens of a chain's last transition contain all the others, and each response token
+    has the same tokens before it as in its transition alone. One row of tokens therefore has the loss and the gradient
+    of a chain, each response with its own advantage and weights. Sub-agents, edited histories and summaries begin new
+    chains.
+
+    A transition continues the chain whose prompt and response are exactly the beginning of its prompt; the longest such
+    chain if there are several. What a chain continues with is one transition: the next sibling begins another chain.
+
+    A chain is of one rollout, so of one optimizer step (`minibatches`), and of one temperature.
+    """
+    lengths_N = np.diff(batch.offsets)
+    chains: list[list[int]] = []
+    ends: dict[tuple[int, float], list[tuple[bytes, list[int]]]] = {}
+    # By length: what a prompt may begin with comes before it, and of the ends that fit the last one is the longest.
+    for i in chosen[np.argsort(lengths_N[chosen], kind="stable")].tolist():
+        start, end = batch.offsets[i : i + 2]
+        prompt = batch.tokens_T[start : start + batch.prompt_lengths_N[i]].tobytes()
+        open_ends = ends.setdefault((int(batch.rollout_N[i]), float(batch.temperature_N[i])), [])
+        continued = next((place for place in reversed(open_ends) if prompt.startswith(place[0])), None)
+        if continued is None:
+            chain = [i]
+            chains.append(chain)
+        else:
+            open_ends.remove(continued)
+            chain = continued[1]
+            chain.append(i)
+        open_ends.append((batch.tokens_T[start:end].tobytes(), chain))
+    return [np.array(chain, np.int64) for chain in chains]
+
+
 def _corrections(batch: Batch, beside: Tensor) -> Tensor:
     """[M] float64, on the device of `beside`."""
     return torch.from_numpy(batch.weight_N).to(beside.device)

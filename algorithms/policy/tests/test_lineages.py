@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_algorithms.lineages import lineages
-from agl_algorithms.prepared import minibatches
+from agl_algorithms.prepared import lineages, minibatches
 from agl_core.learning.batch import subset
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch

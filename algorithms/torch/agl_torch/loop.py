@@ -20,14 +20,9 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _Submit:
-    request: Request
-    future: Future[Generated]
-
-
-@dataclass(frozen=True, slots=True)
-class _Exclusive:
-    job: Callable[[], Any]
+class _Message:
+    work: Request | Callable[[], Any]
+    """What to sample, or a job to run while nothing is being sampled."""
     future: Future[Any]
 
 
@@ -46,7 +41,7 @@ class EngineLoop:
 
     def __init__(self, samplers: Mapping[str, Sampler], lost: Callable[[str], object]) -> None:
         self._samplers, self._lost = dict(samplers), lost
-        self._inbox: deque[_Submit | _Exclusive] = deque()
+        self._inbox: deque[_Message] = deque()
         self._wake = threading.Condition()
         self._ended = False
         self._futures: dict[tuple[str, str], Future[Generated]] = {}
@@ -65,15 +60,12 @@ class EngineLoop:
         """
         if request.grammar is not None:  # Compiling may take long, and is none of the tensor thread's work.
             await asyncio.to_thread(self._samplers[request.model].grammars.check, request.grammar)
-        future: Future[Generated] = Future()
-        self._post(_Submit(request, future))
-        return await asyncio.wrap_future(future)
+        generated: Generated = await asyncio.wrap_future(self._post(request))
+        return generated
 
     def run_exclusive(self, job: Callable[[], Result]) -> Future[Result]:
         """Run a function on the tensor thread while nothing is being sampled; it runs to its end in any case."""
-        future: Future[Result] = Future()
-        self._post(_Exclusive(job, future))
-        return future
+        return self._post(job)
 
     def add(self, name: str, sampler: Sampler) -> None:
         """Answer by one more model."""
@@ -96,13 +88,15 @@ class EngineLoop:
     def cache_nbytes(self) -> int:
         return sum(sampler.cache_nbytes for sampler in self._samplers.values())
 
-    def _post(self, message: _Submit | _Exclusive) -> None:
+    def _post(self, work: Request | Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._wake:
-            if not self._ended:
-                self._inbox.append(message)
+            if self._ended:
+                future.set_exception(EngineError("The engine has stopped."))
+            else:
+                self._inbox.append(_Message(work, future))
                 self._wake.notify()
-                return
-        message.future.set_exception(EngineError("The engine has stopped."))
+        return future
 
     # What follows runs on the thread.
 
@@ -110,7 +104,7 @@ class EngineLoop:
         try:
             while True:
                 while (message := self._next_message()) is not None:
-                    self._submit(message) if isinstance(message, _Submit) else _run_job(message)
+                    self._do(message)
                 for name, sampler in self._samplers.items():
                     self._step(name, sampler)
                 self._let_go()
@@ -120,7 +114,7 @@ class EngineLoop:
         finally:
             self._fail_all()
 
-    def _next_message(self) -> _Submit | _Exclusive | None:
+    def _next_message(self) -> _Message | None:
         """The next message in order, unless it is a job that has to wait; None as long as there is something to sample.
 
         Waits while there is nothing to do.
@@ -128,19 +122,22 @@ class EngineLoop:
         with self._wake:
             while True:
                 busy = not all(sampler.idle for sampler in self._samplers.values())
-                if self._inbox and (isinstance(self._inbox[0], _Submit) or not busy):
+                if self._inbox and (isinstance(self._inbox[0].work, Request) or not busy):
                     return self._inbox.popleft()
                 if busy or self._leaving:
                     return None
                 self._wake.wait()
 
-    def _submit(self, message: _Submit) -> None:
+    def _do(self, message: _Message) -> None:
+        work, future = message.work, message.future
         try:
-            self._samplers[message.request.model].submit(message.request)
+            if isinstance(work, Request):
+                self._samplers[work.model].submit(work)
+                self._futures[work.model, work.id] = future
+            else:
+                _succeed(future, work())
         except Exception as error:
-            _fail(message.future, error)
-        else:
-            self._futures[message.request.model, message.request.id] = message.future
+            _fail(future, error)
 
     def _step(self, name: str, sampler: Sampler) -> None:
         for key in [key for key, future in self._futures.items() if key[0] == name and future.cancelled()]:
@@ -175,15 +172,6 @@ class EngineLoop:
             self._futures.clear()
         for future in unanswered:
             _fail(future, error)
-
-
-def _run_job(message: _Exclusive) -> None:
-    try:
-        result = message.job()
-    except Exception as error:
-        _fail(message.future, error)
-    else:
-        _succeed(message.future, result)
 
 
 def _succeed(future: Future[Any], result: Any) -> None:

@@ -1,18 +1,20 @@
-"""Memory and time of a run on a device: bytes by arithmetic, seconds by timing."""
+"""Memory and time of a run on a device: bytes by arithmetic, seconds by timing; and how far an update is."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections import defaultdict
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from agl_algorithms.policy_gradient import PolicyGradient
+from agl_algorithms.ppo import Ppo
+from agl_core.protocols import Progress
 from agl_core.types import Workload
 from agl_torch.loading import LoadedModel
-from agl_torch.trainer import passes_of
 
 ACTIVATIONS_ON_CPU = 2**29
 """Bytes of one training pass. More makes passes no faster: a core is busy with far fewer tokens."""
@@ -67,6 +69,19 @@ def activation_bytes(model: Any, device: torch.device) -> float:
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights) / _PROBED_TOKENS
 
 
+BACKWARD_COST = 2.0
+"""A backward pass takes about as long as two forward passes."""
+
+
+def passes_of(algorithm: PolicyGradient) -> float:
+    """The cost of an update per token, in forward passes over it."""
+    steps = algorithm.epochs * algorithm.minibatches
+    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1)
+    if algorithm.needs_critic:
+        passes += 1 + (1 + BACKWARD_COST) * cast(Ppo, algorithm).critic_epochs
+    return passes
+
+
 PROCESS = 500 * 2**20
 """Bytes of Python, torch and transformers without a model."""
 FULL_PRECISION = 4
@@ -117,3 +132,35 @@ def token_seconds(model: Any, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         durations.append(time.perf_counter() - started)
     return min(durations) / _TIMED_TOKENS
+
+
+class Work:
+    """How far an update is, and how long its phases took.
+
+    `total` is the whole update in forward passes over one token.
+    """
+
+    def __init__(self, progress: Progress | None, total: float = 0.0) -> None:
+        self._progress = progress
+        self._total, self._done = total, 0.0
+        self._started = self._lap_started = time.perf_counter()
+        self._seconds = defaultdict[str, float](float)
+
+    def advance(self, tokens: int, cost: float) -> None:
+        """`tokens` went through a pass that costs `cost` times a forward pass."""
+        self._done += tokens * cost
+        if self._progress is not None:
+            self._progress(min(1.0, self._done / self._total))
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress(1.0)
+
+    def lap(self, phase: str) -> None:
+        """A phase, or another part of it, ended."""
+        now = time.perf_counter()
+        self._seconds[f"seconds_{phase}"] += now - self._lap_started
+        self._lap_started = now
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds | {"seconds_update": time.perf_counter() - self._started}

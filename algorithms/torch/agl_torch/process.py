@@ -142,7 +142,7 @@ class Policies:
         for name, policy in self.policies.items():
             save_policy(folder / name, policy.loaded, policy.trainer)
 
-    def restore(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
         for name, policy in self.policies.items():
             load_policy(folder / name, policy.loaded, policy.trainer)
             policy.sampler.new_version(policy.trainer.version)
@@ -209,6 +209,15 @@ def _make_sampler(loaded: LoadedModel, options: TorchOptions, share: float, *, d
         raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
 
 
+def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
+    """A method of `Policies`, for `ServedPolicies`: it runs on the tensor thread while nothing is sampled."""
+
+    def run(self: ServedPolicies, *arguments: Any) -> Result:
+        return self._loop.run_exclusive(lambda: method(self._policies, *arguments)).result()
+
+    return run
+
+
 class ServedPolicies:
     """The policies behind an HTTP server, which has a thread of its own; see `agl_core.training.child.Host.serve`.
 
@@ -233,25 +242,8 @@ class ServedPolicies:
         threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()
         _log.info("Serving %s at %s.", ", ".join(self._served) or "nothing yet", *self.urls)
 
-    def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
-    ) -> UpdateResult:
-        return self._alone(lambda: self._policies.update(policy, batch, algorithm, options, progress))
-
-    def estimate(self, work: Workload) -> Needs:
-        return self._alone(lambda: self._policies.estimate(work))
-
-    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        return self._alone(lambda: self._policies.logprobs(policy, batch))
-
-    def save(self, folder: Path) -> None:
-        self._alone(lambda: self._policies.save(folder))
-
-    def load(self, folder: Path) -> None:
-        self._alone(lambda: self._policies.restore(folder))
-
-    def _alone(self, job: Callable[[], Result]) -> Result:
-        return self._loop.run_exclusive(job).result()
+    update, save, load = _alone(Policies.update), _alone(Policies.save), _alone(Policies.load)
+    estimate, logprobs = _alone(Policies.estimate), _alone(Policies.logprobs)
 
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of recorded replies by the policy's tokenizer and chat template."""
@@ -280,7 +272,7 @@ class ServedPolicies:
         sampler = _make_sampler(loaded, self._options, 1 / _SHARES, deterministic=False)
         sampler.version = spec.version
         if self._options.threads is None and loaded.size >= TINY:
-            self._alone(lambda: torch.set_num_threads(self._policies.threads))
+            self._loop.run_exclusive(lambda: torch.set_num_threads(self._policies.threads)).result()
         self._loop.add(name, sampler)
         self._served[name] = _chat_of(name, loaded)
         self._published.add(name)

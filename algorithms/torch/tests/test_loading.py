@@ -216,7 +216,7 @@ def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
 
     again = start_policies(**specs)
     train(again, seed=2)  # What it did before must not show.
-    again.restore(tmp_path)
+    again.load(tmp_path)
     assert again.versions == dict.fromkeys(KINDS, 1)
     assert train(again, seed=1) == metrics
     expected, loaded = everything(policies), everything(again)
@@ -268,7 +268,7 @@ def test_adapters_know_the_weights_they_belong_to(checkpoint: Path, tmp_path: Pa
     with pytest.raises(EngineError, match=r"trained on other weights than those of 'full'.*fingerprints differ"):
         load_model(other, CPU, 0)
     with pytest.raises(CheckpointError, match="was trained on other weights"):
-        start_policies(default=PolicySpec(str(full), lora=LORA)).restore(tmp_path / "adapter")
+        start_policies(default=PolicySpec(str(full), lora=LORA)).load(tmp_path / "adapter")
 
 
 def test_a_checkpoint_of_other_settings_and_a_truncated_one_are_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -278,4 +278,4 @@ def test_a_checkpoint_of_other_settings_and_a_truncated_one_are_refused(checkpoi
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     for name in ("lora", "bfloat16", "cut", "short"):
         with pytest.raises(CheckpointError, match="dtype and lora settings that it was saved with"):
-            start_policies(default=spec(checkpoint)).restore(tmp_path / name)
+            start_policies(default=spec(checkpoint)).load(tmp_path / name)

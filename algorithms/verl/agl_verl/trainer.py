@@ -32,9 +32,8 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from agl_algorithms.lineages import lineages
 from agl_algorithms.policy_gradient import Samples
-from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
 from agl_core.learning.batch import Usable, filter_trainable
 from agl_core.protocols import Progress, UpdateResult

