@@ -60,10 +60,6 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def names(run: Any) -> list[str]:
-    return [line["rollout"] for line in lines(run.folder / "out")]
-
-
 def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> None:
     assert exported(trained, to="parquet").exit_code == 0
 
@@ -113,7 +109,7 @@ def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transit
 def test_filters(trained: Any, filters: list[str], expected: list[str]) -> None:
     exported(trained, *filters)
 
-    assert names(trained) == expected
+    assert [line["rollout"] for line in lines(trained.folder / "out")] == expected
 
 
 def test_of_one_agent_there_are_its_own_transitions_alone(trained: Any) -> None:

@@ -241,7 +241,7 @@ def recording_of(*tool_results: ToolResult) -> Recording:
     return recording
 
 
-def taken(request: CloseRequest) -> CloseRequest:
+def as_the_server_reads(request: CloseRequest) -> CloseRequest:
     """The report as the server reads it."""
     body = request.model_dump_json().encode()
     assert len(body) <= MAX_BODY
@@ -323,7 +323,7 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
     ids=range(9),
 )
 def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResult) -> None:
-    request = taken(
+    request = as_the_server_reads(
         closing(
             Ended(Ending.FINISHED, "done"), recording_of(tool_result("first", 1), hard, tool_result("last", {"b": 2}))
         )
@@ -337,7 +337,7 @@ def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
     recording = recording_of(*(tool_result(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
     for number in range(9_000):
         recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
-    request = taken(closing(Ended(Ending.FINISHED, 1.0), recording))
+    request = as_the_server_reads(closing(Ended(Ending.FINISHED, 1.0), recording))
     for kept in (request.tool_results, request.rewards):
         assert 1000 < len(kept) < 9_000
         assert [(getattr(report, "id", None) or report.name).partition(" ")[0] for report in kept] == [
@@ -352,9 +352,9 @@ def test_errors_are_reported_whatever_they_say() -> None:
             raise RuntimeError("no")
 
     for error in (ValueError("\ud800" + "e" * (9 << 20)), OddError()):
-        request = taken(closing(crashed(error), Recording()))
+        request = as_the_server_reads(closing(crashed(error), Recording()))
         assert request.ending is Ending.CRASHED
         assert request.error.startswith(f"{type(error).__name__}: ")
         assert len(request.error) < 70_000
-    request = taken(closing(Ended(Ending.LOST, error="\x01" * (9 << 20)), Recording()))
+    request = as_the_server_reads(closing(Ended(Ending.LOST, error="\x01" * (9 << 20)), Recording()))
     assert "more characters" in (request.error or "")

@@ -87,10 +87,6 @@ def group(members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
 # Each of core's own rules.
 
 
-def rewards(*values: float) -> list[Step]:
-    return [Step(value, state=i) for i, value in enumerate(values)]
-
-
 def near(values: Any, tolerance: float = 1e-9) -> Any:
     return pytest.approx(values, abs=tolerance)
 
@@ -106,7 +102,8 @@ class TestImmediate:
             make.rollout(), make.attempt(), [make.call(0), make.call(1, make.choice(0), make.choice(1))]
         )
         assert immediate([replace(built, terminal=1.0)]) == [[0.0, 1.0, 1.0]]
-        assert immediate([episode(0, rewards(0.25, -0.5, 0.125), 1.0)]) == [[0.25, -0.5, 1.125]]
+        steps = [Step(reward, state=i) for i, reward in enumerate((0.25, -0.5, 0.125))]
+        assert immediate([episode(0, steps, 1.0)]) == [[0.25, -0.5, 1.125]]
 
 
 class TestDiscounted:

@@ -20,7 +20,7 @@ def answer(tool_call_id: str, content: Any = "22 °C") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
 
 
-def asking(ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult, ...] = ()) -> Episode:
+def episode_asking(ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult, ...] = ()) -> Episode:
     """A call that asks for tools, and the next one, whose request holds these messages."""
     calls = [
         make.call(0, make.choice(tool_calls=ids), agent="solver", parent_span="s"),
@@ -32,7 +32,7 @@ def asking(ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult
 def result_of(content: str | None, reported: ToolResult) -> ToolResult:
     """The result of a call's one tool, which has this report and, unless it is None, this answer."""
     answers = [] if content is None else [answer("a", content)]
-    (result,) = asking(["a"], *answers, reported=(reported,)).transitions[0].tool_results
+    (result,) = episode_asking(["a"], *answers, reported=(reported,)).transitions[0].tool_results
     return result
 
 
@@ -41,7 +41,7 @@ def statuses(episode: Episode) -> list[str]:
 
 
 def test_the_next_request_tells_what_the_tools_did() -> None:
-    episode = asking(["a", "b", "c", "unanswered"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
+    episode = episode_asking(["a", "b", "c", "unanswered"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
     assert statuses(episode) == ["ok", "error", "empty"]
     first, second, _ = episode.transitions[0].tool_results
     assert (first.source, first.adapter) == (Source.CONVERSATION, None)
@@ -63,18 +63,18 @@ def test_an_answer_is_counted_once_though_every_later_request_repeats_it() -> No
 
 def test_what_an_adapter_reported_wins() -> None:
     reported = make.tool_result("o", "a", status=ToolStatus.TIMEOUT)
-    episode = asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
+    episode = episode_asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
     assert statuses(episode) == ["timeout", "ok"]
     assert episode.transitions[0].tool_results[0] == replace(reported, arguments={}, agent="solver")
 
 
 def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response() -> None:
     reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.ERROR)
-    episode = asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
+    episode = episode_asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
     assert statuses(episode) == ["error"]
     # But it denies no failure that the model was shown.
     reported = replace(reported, status=ToolStatus.OK)
-    episode = asking(["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
+    episode = episode_asking(["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
     assert sorted(statuses(episode)) == ["error", "ok"]
 
 
@@ -114,7 +114,7 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     reported = ToolResult(
         **fields, rollout="r", attempt=0, arguments={}, result="42", source=source, adapter="mine", status_rule=rule
     )
-    episode = asking(["a"], answer("a", "Error: no city"), reported=(reported,))
+    episode = episode_asking(["a"], answer("a", "Error: no city"), reported=(reported,))
     (result,) = episode.transitions[0].tool_results
     assert (result.status, result.status_rule) == (ToolStatus.ERROR, "contradicted")
     assert (result.source, result.result, result.error) == (Source.CONVERSATION, None, "Error: no city")
@@ -155,7 +155,7 @@ def test_a_report_that_found_nothing_keeps_its_result() -> None:
         assert (result.status, result.status_rule, result.result) == (*expected, {"blocks": []})
 
 
-def looking(*directions: str | None) -> list[Any]:
+def calls_to_look(*directions: str | None) -> list[Any]:
     """A call for each direction that asks to look there (None: for nothing), in steps of one agent."""
     calls = []
     for number, direction in enumerate(directions):
@@ -166,7 +166,7 @@ def looking(*directions: str | None) -> list[Any]:
     return calls
 
 
-def looked(name: str, direction: str | None, **more: Any) -> ToolResult:
+def look_result(name: str, direction: str | None, **more: Any) -> ToolResult:
     arguments = None if direction is None else {"direction": direction}
     return report(name, None, "otel", **{"arguments": arguments, "parent_span": "a tool's own", **more})
 
@@ -179,56 +179,56 @@ def join(calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]]
 
 
 def test_a_tool_result_without_an_id_answers_the_one_tool_call_that_it_fits() -> None:
-    calls = looking("north", "south", "north")
-    assert join(calls, looked("1", "south", agent="solver")) == ([(1, "1", "c1")], [])
+    calls = calls_to_look("north", "south", "north")
+    assert join(calls, look_result("1", "south", agent="solver")) == ([(1, "1", "c1")], [])
     # Two tool calls that it fits, two that fit one tool call, another tool, other arguments, another agent: none.
-    assert join(calls, looked("1", "north")) == ([], ["1"])
-    assert join(calls, looked("1", "south"), looked("2", "south")) == ([], ["1", "2"])
-    assert join(calls, looked("1", "south", tool="dig")) == ([], ["1"])
-    assert join(calls, looked("1", "west")) == ([], ["1"])
-    assert join(calls, looked("1", None)) == ([], ["1"])
-    assert join(calls, looked("1", "south", agent="critic")) == ([], ["1"])
+    assert join(calls, look_result("1", "north")) == ([], ["1"])
+    assert join(calls, look_result("1", "south"), look_result("2", "south")) == ([], ["1", "2"])
+    assert join(calls, look_result("1", "south", tool="dig")) == ([], ["1"])
+    assert join(calls, look_result("1", "west")) == ([], ["1"])
+    assert join(calls, look_result("1", None)) == ([], ["1"])
+    assert join(calls, look_result("1", "south", agent="critic")) == ([], ["1"])
 
 
 def test_the_enclosing_span_decides_which_of_equal_tool_calls() -> None:
-    calls = looking("north", "south", "north")
-    both = [looked("1", "north", parent_span="step-2"), looked("2", "north", parent_span="step-0")]
+    calls = calls_to_look("north", "south", "north")
+    both = [look_result("1", "north", parent_span="step-2"), look_result("2", "north", parent_span="step-0")]
     assert join(calls, *both) == ([(0, "2", "c0"), (2, "1", "c2")], [])
-    assert join(calls, looked("1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
+    assert join(calls, look_result("1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
 
 
 def test_after_a_call_of_an_unknown_agent_only_tool_and_arguments_decide() -> None:
-    calls = [*looking("north", "south"), make.call(2, agent=None, parent_span=None, stamped=False)]
-    assert join(calls, looked("1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
-    assert join(calls, looked("1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
-    assert join(calls, looked("1", None, parent_span="step-1")) == ([], ["1"])
-    assert join(calls, looked("1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
-    assert join(calls, looked("1", "west", parent_span="step-1")) == ([], ["1"])
+    calls = [*calls_to_look("north", "south"), make.call(2, agent=None, parent_span=None, stamped=False)]
+    assert join(calls, look_result("1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert join(calls, look_result("1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert join(calls, look_result("1", None, parent_span="step-1")) == ([], ["1"])
+    assert join(calls, look_result("1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
+    assert join(calls, look_result("1", "west", parent_span="step-1")) == ([], ["1"])
 
 
 @pytest.mark.parametrize("uncounted", ["late", "undelivered"])
 def test_a_report_under_a_call_that_does_not_count_joins_nothing(uncounted: str) -> None:
-    calls = [*looking("north"), make.call(1, parent_span="step-1", **{uncounted: True})]
-    assert join(calls, looked("1", "north", parent_span="step-1")) == ([], ["1"])
-    assert join(calls, replace(looked("1", "north"), tool_call_id="of no call")) == ([], ["1"])
+    calls = [*calls_to_look("north"), make.call(1, parent_span="step-1", **{uncounted: True})]
+    assert join(calls, look_result("1", "north", parent_span="step-1")) == ([], ["1"])
+    assert join(calls, replace(look_result("1", "north"), tool_call_id="of no call")) == ([], ["1"])
 
 
 def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open() -> None:
-    calls = looking("north", "north")
+    calls = calls_to_look("north", "north")
     by_id = report("9", "c0", "langchain")
-    assert join(calls, by_id, looked("1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
+    assert join(calls, by_id, look_result("1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
 
 
 def test_a_failing_span_that_joins_nothing_marks_what_it_may_contradict() -> None:
     def rules(*spans: ToolResult, contents: tuple[str, str] = ("no city", "22")) -> list[str | None]:
         messages = [answer(f"c{number}", content) for number, content in enumerate(contents)]
-        calls = [*looking("north", "north"), make.call(2, request={"messages": messages})]
+        calls = [*calls_to_look("north", "north"), make.call(2, request={"messages": messages})]
         episode = build_episode(make.rollout(), make.attempt(), calls, spans)
         assert [o.id for o in episode.unjoined] == [span.id for span in spans]
         return [o.status_rule for transition in episode.transitions for o in transition.tool_results]
 
-    failed = looked("1", "north", status=ToolStatus.ERROR)
-    assert rules() == rules(looked("1", "north")) == ["ok", "ok"]
+    failed = look_result("1", "north", status=ToolStatus.ERROR)
+    assert rules() == rules(look_result("1", "north")) == ["ok", "ok"]
     assert rules(failed) == ["contradicted", "contradicted"]
     assert rules(failed, contents=("Error: no city", "22")) == ["error", "ok"]
     assert rules(failed, replace(failed, id="2"), contents=("Error: no city", "22")) == ["error", "contradicted"]
@@ -245,7 +245,7 @@ def test_a_request_that_is_no_conversation_tells_nothing(messages: Any) -> None:
 
 def joined(ids: list[str], *reports: ToolResult) -> list[str]:
     """The ids of what is joined with a call that asked for these tools."""
-    return [tool_result.id for tool_result in asking(ids, reported=reports).transitions[0].tool_results]
+    return [tool_result.id for tool_result in episode_asking(ids, reported=reports).transitions[0].tool_results]
 
 
 def report(name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
@@ -258,7 +258,7 @@ def test_an_adapter_goes_before_spans_and_these_before_messages() -> None:
     adapter = report("1", "t1", "langchain", started=2.0)
     assert joined(["t1"], span, adapter) == joined(["t1"], adapter, span) == ["1"]
     assert joined(["t1"], span) == ["1:2"]
-    episode = asking(["t1", "t2"], answer("t1"), answer("t2"), reported=(span,))
+    episode = episode_asking(["t1", "t2"], answer("t1"), answer("t2"), reported=(span,))
     assert [o.source for o in episode.transitions[0].tool_results] == [Source.SPAN, Source.CONVERSATION]
 
 
@@ -272,7 +272,7 @@ def test_of_two_adapters_the_one_that_ran_the_other_counts() -> None:
 def test_reports_are_in_the_order_of_the_tool_calls_and_of_no_call_that_did_not_ask() -> None:
     reports = [report(id, tool_call_id, None) for id, tool_call_id in (("3", "c"), ("1", "a"), ("2", "b"), ("4", "x"))]
     assert joined(["a", "b", "c"], *reports) == ["1", "2", "3"]
-    assert [o.id for o in asking(["a", "b", "c"], reported=tuple(reports)).unjoined] == ["4"]
+    assert [o.id for o in episode_asking(["a", "b", "c"], reported=tuple(reports)).unjoined] == ["4"]
     calls = [make.call(0, parent_span="s1"), make.call(1, parent_span="s2"), make.call(2, parent_span="s2")]
     under = [make.tool_result("sure", parent_span="s1"), make.tool_result("ambiguous", parent_span="s2")]
     assert join(calls, *under) == ([(0, "sure", None)], ["ambiguous"])
@@ -286,14 +286,14 @@ def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter() -> None:
 
 def test_what_nobody_asked_for_is_told_once_too() -> None:
     reports = report("1", "gone", "langchain"), report("1:2", "gone", "otel"), report("1:3", None, "otel")
-    assert [o.id for o in asking(["t1"], reported=reports).unjoined] == ["1", "1:3"]
+    assert [o.id for o in episode_asking(["t1"], reported=reports).unjoined] == ["1", "1:3"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_process(order: int) -> None:
     own = report("1:2", "t1", "otel", status=ToolStatus.ERROR)
     over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
-    episode = asking(["t1"], reported=(own, over_otlp)[::order])
+    episode = episode_asking(["t1"], reported=(own, over_otlp)[::order])
     assert episode.transitions[0].tool_results == (replace(own, arguments={}, agent="solver"),)
 
 

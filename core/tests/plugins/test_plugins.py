@@ -164,11 +164,11 @@ def plugin(hook: str, function: Callable[..., Any], **options: Any) -> object:
     return type("Plugin", (), {hook: staticmethod(hookimpl(**options)(function))})()
 
 
-def building(change: Callable[[Episode], Any], **options: Any) -> object:
+def on_built(change: Callable[[Episode], Any], **options: Any) -> object:
     return plugin("episode_built", lambda episode: change(episode), **options)
 
 
-def noting(result: str) -> Callable[[Episode], Episode]:
+def append(result: str) -> Callable[[Episode], Episode]:
     return lambda episode: replace(episode, result=f"{episode.result or ''}{result}")
 
 
@@ -203,8 +203,8 @@ def test_each_hook_reaches_a_plugin_with_what_it_asks_for_and_nothing_can_be_cha
 
 def test_episode_built_is_a_chain_in_the_order_of_registration() -> None:
     hooks = plugins_with(
-        building(noting("last"), trylast=True),
-        *(building(change) for change in (noting("a"), lambda episode: None, noting("b"))),
+        on_built(append("last"), trylast=True),
+        *(on_built(change) for change in (append("a"), lambda episode: None, append("b"))),
     ).hook
     assert hooks.episode_built(EPISODE).result == "ablast"
 
@@ -219,10 +219,10 @@ def test_episode_built_is_a_chain_in_the_order_of_registration() -> None:
     ids=["another reason", "its reason", "no transition left"],
 )
 def test_what_a_plugin_drops_has_its_reason(change: Callable[[Episode], Episode]) -> None:
-    episode = plugins_with(building(change), building(noting("seen by the next"))).hook.episode_built(EPISODE)
+    episode = plugins_with(on_built(change), on_built(append("seen by the next"))).hook.episode_built(EPISODE)
     assert (episode.dropped, episode.result) == (DropReason.PLUGIN, "seen by the next")
     lost = replace(EPISODE, dropped=DropReason.ENDING, transitions=())
-    assert plugins_with(building(noting("x"))).hook.episode_built(lost).dropped is DropReason.ENDING
+    assert plugins_with(on_built(append("x"))).hook.episode_built(lost).dropped is DropReason.ENDING
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_what_a_plugin_drops_has_its_reason(change: Callable[[Episode], Episode]
 def test_an_episode_is_left_as_it_was_by_a_plugin_that_fails(
     change: Callable[[Episode], Any], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooks = plugins_with(building(noting("a")), building(change), building(noting("b"))).hook
+    hooks = plugins_with(on_built(append("a")), on_built(change), on_built(append("b"))).hook
     assert hooks.episode_built(EPISODE).result == "ab"
     assert hooks.failures == {("plugin1.py", "episode_built"): 1}
     assert problem in caplog.text

@@ -102,6 +102,7 @@ FAILURES: list[tuple[Any, int, str]] = [
     (Fail(422, {"detail": [{"loc": ["n"], "msg": "too many"}]}), 422, "too many"),
     (Fail(400, {"object": "error", "message": "no grammar for this schema", "code": 400}), 400, "no grammar"),
     (Fail(429), 429, "scripted failure"),
+    (OVERFLOW, 400, "maximum context length is 64 tokens"),
 ]
 
 

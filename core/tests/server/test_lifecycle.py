@@ -97,7 +97,7 @@ class Lives(RuleBasedStateMachine):
         assert len({key for _, _, key in self.leased}) == len(self.leased), "an attempt was leased twice"
 
     @rule(worker=st.sampled_from("uvw"), server=st.integers(0, 1), data=st.data())
-    def beat(self, worker: str, server: int, data: st.DataObject) -> None:
+    def heartbeat(self, worker: str, server: int, data: st.DataObject) -> None:
         queue = self.queues[server]
         mine = [key for leasing, who, key in self.leased if (leasing, who) == (queue, worker)]
         named = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []

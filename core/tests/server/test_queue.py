@@ -43,14 +43,14 @@ async def lease(queue: RolloutQueue, capacity: int = 1, wait: float = 0, worker:
     return await queue.lease(LeaseRequest(worker=worker, capacity=capacity, wait=wait))
 
 
-async def lent(queue: RolloutQueue, worker: str = "w", capacity: int = 1) -> list[AttemptKey]:
+async def lease_keys(queue: RolloutQueue, worker: str = "w", capacity: int = 1) -> list[AttemptKey]:
     reply = await lease(queue, capacity, 0, worker)
     return [AttemptKey(leased.rollout, leased.attempt) for leased in reply.leases]
 
 
-async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
+async def lease_one(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
     """Lease one and let it have made some calls."""
-    (key,) = await lent(queue)
+    (key,) = await lease_keys(queue)
     attempt = open_attempt(queue, key)
     attempt.started_calls, attempt.completed_calls, attempt.context_overflows = calls + overflows, calls, overflows
     return key
@@ -103,18 +103,18 @@ async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, stor
     with pytest.raises(StoreError):
         await lease(queue, capacity=2)
     store.failing = False
-    assert await lent(queue, capacity=2) == [("a", 0), ("b", 0)]
+    assert await lease_keys(queue, capacity=2) == [("a", 0), ("b", 0)]
     store.failing = True
     with pytest.raises(StoreError):
         await queue.close_attempt(AttemptKey("a", 0), CRASHED)
     store.failing = False
     await queue.close_attempt(AttemptKey("a", 0), CRASHED)
-    assert await lent(queue) == [("a", 1)]
+    assert await lease_keys(queue) == [("a", 1)]
 
 
 async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore, hooks: Mock) -> None:
     await queue.enqueue([make.rollout("a")])
-    key = await leased(queue, calls=1)
+    key = await lease_one(queue, calls=1)
     tool_result = ToolResult("o", "", 0, "add", ToolStatus.OK, "c1", {"a": 1}, source=Source.CONVERSATION)
     request = CloseRequest(
         ending=Ending.FINISHED,
@@ -148,7 +148,7 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
     queue: RolloutQueue,
 ) -> None:
     await queue.enqueue([make.rollout(name) for name in "abcd"])
-    a, b, c, _ = [await leased(queue, calls=1) for _ in "abcd"]
+    a, b, c, _ = [await lease_one(queue, calls=1) for _ in "abcd"]
     asking = [asyncio.ensure_future(queue.done(ids)) for ids in (["a", "b"], ["d", "b"])]
     for key in (c, b):
         await queue.close_attempt(key, FINISHED)
@@ -165,7 +165,7 @@ async def test_what_memory_has_forgotten_is_answered_from_the_store(
     """Memory forgets once too many have ended since, or the server was restarted."""
     monkeypatch.setattr("agl_core.server.queue.MAX_REMEMBERED", 1)
     await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
-    first, second = [await leased(queue, calls=1) for _ in range(2)]
+    first, second = [await lease_one(queue, calls=1) for _ in range(2)]
     for key in (first, second):
         await queue.close_attempt(key, FINISHED)
     restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Plugins().hook, keys=KEYS)
@@ -178,7 +178,7 @@ async def test_what_memory_has_forgotten_is_answered_from_the_store(
 
 async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -> None:
     await queue.enqueue([make.rollout("a")])
-    key = await leased(queue)
+    key = await lease_one(queue)
     asking, leasing = asyncio.ensure_future(queue.done(["a"])), asyncio.ensure_future(lease(queue, wait=30))
     await asyncio.sleep(0)
     queue.stop()
@@ -194,7 +194,7 @@ async def test_what_a_trainer_left_is_lost_and_not_tried_again(
 ) -> None:
     await queue.enqueue([make.rollout(id) for id in "abc"])
     await queue.enqueue([make.rollout("other", run="another run")])
-    done, running = await leased(queue, calls=1), await leased(queue, calls=1)
+    done, running = await lease_one(queue, calls=1), await lease_one(queue, calls=1)
     await queue.close_attempt(done, FINISHED)
     if by == "the next server":
         queue = RolloutQueue(store, timeout=30, attempts=2, hook=Plugins().hook, keys=KEYS)
@@ -244,7 +244,7 @@ async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
     again: bool,
 ) -> None:
     await queue.enqueue([make.rollout("a"), make.rollout("b")])
-    key = await leased(queue, calls=calls, overflows=overflows)
+    key = await lease_one(queue, calls=calls, overflows=overflows)
     if was_away:
         open_attempt(queue, key).count_failure(no_upstream())
     report = CloseRequest(ending=reported, error="Boom")
@@ -257,7 +257,7 @@ async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
     assert store.written == written
     if again:
         assert (await store.rollout("a")).state is RolloutState.QUEUED
-        second = await leased(queue, calls=calls, overflows=overflows)
+        second = await lease_one(queue, calls=calls, overflows=overflows)
         assert second == AttemptKey("a", 1), "a rollout that is tried again goes before new ones"
         assert (await queue.close_attempt(second, report)).counted, "the budget is used up"
     [done] = await queue.done(["a"])
@@ -266,7 +266,7 @@ async def test_how_an_attempt_ends_and_whether_its_rollout_is_tried_again(
 
 async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make.rollout(id) for id in "abc"])
-    key = await leased(queue, calls=1)
+    key = await lease_one(queue, calls=1)
     await queue.cancel(["a", "b", "unknown"])
     done = await queue.done(["a", "b"])
     assert {rollout.id: (rollout.ending, rollout.counted_attempt) for rollout in done} == {
@@ -283,7 +283,7 @@ async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
     queue: RolloutQueue, store: MemoryStore
 ) -> None:
     await queue.enqueue([make.rollout("a")])
-    key = await leased(queue)
+    key = await lease_one(queue)
     store.writable.clear()
     closing = asyncio.ensure_future(queue.close_attempt(key, CRASHED))
     await store.write_waits.wait()
@@ -313,7 +313,7 @@ async def watched(clock: Clock, queue: RolloutQueue) -> AsyncIterator[RolloutQue
         await watching
 
 
-async def beat(queue: RolloutQueue, *keys: AttemptKey) -> list[AttemptKey]:
+async def send_heartbeat(queue: RolloutQueue, *keys: AttemptKey) -> list[AttemptKey]:
     """Send a heartbeat; returns those that are lost."""
     attempts = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in keys]
     lost = (await queue.heartbeat(HeartbeatRequest(worker="w", attempts=attempts))).lost
@@ -329,12 +329,12 @@ async def test_a_worker_keeps_its_attempts_up_to_their_timeout(
     watched: RolloutQueue, clock: Clock, store: MemoryStore, beats: bool
 ) -> None:
     await watched.enqueue([make.rollout("a")])
-    (key,) = await lent(watched)
+    (key,) = await lease_keys(watched)
     for _ in range(8):
-        assert not beats or await beat(watched, key) == []
+        assert not beats or await send_heartbeat(watched, key) == []
         await clock.advance(15)
         assert await states(store) == ["running"]
-    assert not beats or await beat(watched, key) == []
+    assert not beats or await send_heartbeat(watched, key) == []
     await clock.advance(15)
     assert await states(store) == ["queued"], "a heartbeat does not reach beyond timeout and grace"
     (attempt,) = await store.attempts("a")
@@ -345,16 +345,16 @@ async def test_what_a_worker_that_stops_beating_loses_counts_no_more(
     watched: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
     await watched.enqueue([make.rollout("a")])
-    (late,) = await lent(watched)
-    await beat(watched, late)
+    (late,) = await lease_keys(watched)
+    await send_heartbeat(watched, late)
     await clock.advance(19)
     assert await states(store) == ["running"]
     await clock.advance(2)
     assert await states(store) == ["queued"]
     (attempt,) = await store.attempts("a")
     assert (attempt.ending, attempt.error) == (Ending.LOST, "The worker w sent no heartbeat for 20 seconds.")
-    assert await beat(watched, late) == [late], "its worker is told"
-    again = await leased(watched, calls=1)
+    assert await send_heartbeat(watched, late) == [late], "its worker is told"
+    again = await lease_one(watched, calls=1)
     assert again == AttemptKey("a", 1)
     report = CloseRequest(ending=Ending.FINISHED, result="late", rewards=[RewardReport(value=1.0)])
     assert not (await watched.close_attempt(late, report)).counted
@@ -369,11 +369,11 @@ async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(
 ) -> None:
     """The clock also runs for attempts of which the worker never heard."""
     await watched.enqueue([make.rollout(id) for id in "abc"])
-    first, _ = await lent(watched, capacity=2)
-    await lent(watched, "another")
-    assert await beat(watched, first) == []
+    first, _ = await lease_keys(watched, capacity=2)
+    await lease_keys(watched, "another")
+    assert await send_heartbeat(watched, first) == []
     await clock.advance(10)
-    await beat(watched, first)
+    await send_heartbeat(watched, first)
     await clock.advance(12)
     assert await states(store, "abc") == ["running", "queued", "running"]
 
@@ -382,7 +382,7 @@ async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_sho
     watched: RolloutQueue, clock: Clock, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     await watched.enqueue([make.rollout(id) for id in "abc"])
-    await beat(watched, *await lent(watched, capacity=3))
+    await send_heartbeat(watched, *await lease_keys(watched, capacity=3))
     store.failing = True
     await clock.advance(35)
     log = log_of_agl(caplog)
@@ -397,11 +397,11 @@ async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_sho
 
 async def test_a_heartbeat_is_told_what_no_longer_counts(watched: RolloutQueue) -> None:
     await watched.enqueue([make.rollout(id) for id in "abcd"])
-    a, b, c = await lent(watched, capacity=3)
+    a, b, c = await lease_keys(watched, capacity=3)
     await watched.cancel(["a"])
     await watched.close_attempt(b, FINISHED)
     unknown = AttemptKey("nobody", 0)
-    assert await beat(watched, a, b, c, unknown) == [a, unknown], "what it reported itself is not lost"
+    assert await send_heartbeat(watched, a, b, c, unknown) == [a, unknown], "what it reported itself is not lost"
     watched.close()
     assert (await watched.heartbeat(HeartbeatRequest(worker="w", attempts=[]))).closed
 
@@ -423,10 +423,10 @@ async def test_however_many_servers_and_workers_ask_each_rollout_is_leased_once(
     async with SqliteStore(tmp_path / "store.sqlite") as store:
         queues = [RolloutQueue(store, timeout=9, attempts=2, hook=Plugins().hook, keys=KEYS) for _ in range(2)]
         ids = [f"r{number}" for number in range(100)]
-        leasing = [asyncio.create_task(lent(queues[n % 2], f"w{n}", 1 + n % 4)) for n in range(20)]
+        leasing = [asyncio.create_task(lease_keys(queues[n % 2], f"w{n}", 1 + n % 4)) for n in range(20)]
         await queues[0].enqueue([make.rollout(id) for id in ids[:50]])
         await queues[1].enqueue([make.rollout(id) for id in ids[50:]])
-        leasing += [asyncio.create_task(lent(queues[n % 2], f"w{n}", 1 + n % 4)) for n in range(60)]
+        leasing += [asyncio.create_task(lease_keys(queues[n % 2], f"w{n}", 1 + n % 4)) for n in range(60)]
         keys = [key for keys in await asyncio.gather(*leasing) for key in keys]
         assert sorted(keys) == sorted(AttemptKey(id, 0) for id in ids)
         assert [queue.running for queue in queues] == [sum(key in queue.attempts for key in keys) for queue in queues]
@@ -437,15 +437,15 @@ async def test_what_a_dead_server_leased_is_tried_again_by_another_and_its_own_e
 ) -> None:
     """It was only slow: it does not look into the store, and no worker reaches it."""
     await queue.enqueue([make.rollout("a")])
-    (late,) = await lent(queue)
-    await beat(queue, late)
+    (late,) = await lease_keys(queue)
+    await send_heartbeat(queue, late)
     await clock.advance(19)
-    assert await beat(other, late) == [], "a heartbeat may reach any server"
+    assert await send_heartbeat(other, late) == [], "a heartbeat may reach any server"
     await clock.advance(19)
     assert await states(store) == ["running"]
     await clock.advance(3)
-    assert await lent(other) == [("a", 1)]
-    assert await beat(queue, late) == [late]
+    assert await lease_keys(other) == [("a", 1)]
+    assert await send_heartbeat(queue, late) == [late]
     assert not (await queue.close_attempt(late, FINISHED)).counted
     assert queue.attempts[late].record.ending is Ending.LOST
     assert (await store.rollout("a")).state is RolloutState.RUNNING

@@ -18,7 +18,7 @@ from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_core.protocols import Upstream
@@ -127,6 +127,7 @@ async def test_a_header_cannot_begin_another_one() -> None:
         assert server.requests == []
 
 
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     st.sampled_from(
         [PLAIN, CHUNKED, AFTER_AN_INTERIM_ONE, OLDER, LAST, STREAM, STREAM.replace(b"HTTP/1.1", b"HTTP/1.0")]

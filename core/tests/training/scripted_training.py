@@ -77,7 +77,7 @@ def transition(rollout: str, turn: int, version: int | None, policy: str = "defa
     return make.transition(turn, rollout=rollout, version=version, policy=policy, **ids)
 
 
-def asking(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
+def moment(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
     """The context of a draw."""
     return DrawContext(step, seed, {"default": version}, max_staleness, at_least)
 

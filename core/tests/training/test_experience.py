@@ -28,7 +28,7 @@ from agl_core.store.interface import Record
 from agl_core.training.checkpoints import read_state
 from agl_core.types import CreditKind, DropReason, Episode, Rollout, TrainingRecord
 
-from .scripted_training import Bench, StuckError, asking, episode, make_bench, transition
+from .scripted_training import Bench, StuckError, episode, make_bench, moment, transition
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
@@ -202,7 +202,7 @@ def test_fifo_gives_every_group_once_in_the_order_of_completion(actions: list[in
             added += 1
             continue
         room = added - len(drawn)
-        groups = buffer.draw(count, asking())
+        groups = buffer.draw(count, moment())
         assert (groups is None) == (room < count)
         drawn += [group.episodes[0].group for group in groups or ()]
         assert len(buffer) == added - len(drawn)
@@ -292,19 +292,19 @@ def names(drawn: Sequence[DrawnGroup] | None) -> list[str]:
     return [group.episodes[0].group for group in drawn or ()]
 
 
-def holding(groups: Iterable[list[Episode]], ratio: float = 1.0, **context: int) -> Prioritised:
+def filled(groups: Iterable[list[Episode]], ratio: float = 1.0, **context: int) -> Prioritised:
     """A buffer that has given out these groups once each, and has a new one."""
     buffer, listed = Prioritised(PrioritisedOptions(ratio=ratio)), list(groups)
     for episodes in listed:
         buffer.add(episodes)
-    assert names(buffer.draw(len(listed), asking(**context))) == [episodes[0].group for episodes in listed]
+    assert names(buffer.draw(len(listed), moment(**context))) == [episodes[0].group for episodes in listed]
     buffer.add(group("new"))
     return buffer
 
 
 def replays(buffer: Prioritised, **context: int) -> dict[str, DrawnGroup]:
     """The groups that are drawn beside a new one, by name."""
-    new, *others = buffer.draw(1, asking(**context)) or ()
+    new, *others = buffer.draw(1, moment(**context)) or ()
     assert (names([new]), new.weight) == (["new"], 1.0)
     return {other.episodes[0].group: other for other in others}
 
@@ -324,7 +324,7 @@ def test_groups_are_drawn_by_priority_and_each_has_the_same_expected_weight(draw
     drawn: Counter[str] = Counter()
     weighed: Counter[str] = Counter()
     for step in range(DRAWS):
-        replayed = replays(holding(groups, ratio=draws), step=step)
+        replayed = replays(filled(groups, ratio=draws), step=step)
         assert 1 <= len(replayed) <= draws
         drawn.update(replayed.keys())
         weighed.update({name: replay.weight for name, replay in replayed.items()})
@@ -340,20 +340,20 @@ def test_groups_are_drawn_by_priority_and_each_has_the_same_expected_weight(draw
 def test_what_has_nothing_to_compare_is_not_drawn_again() -> None:
     wide, equal = group("wide"), group("equal", (1.0, 1.0))
     for step in range(20):
-        assert {name: replay.weight for name, replay in replays(holding([wide, equal], 5.0), step=step).items()} == {
+        assert {name: replay.weight for name, replay in replays(filled([wide, equal], 5.0), step=step).items()} == {
             "wide": 1.0
         }
-        assert replays(holding([equal]), step=step) == {}
+        assert replays(filled([equal]), step=step) == {}
 
 
 def test_a_group_stays_until_one_of_its_episodes_is_too_old() -> None:
     mixed = [*group("mixed", (0.0,), (3, 3)), replace(group("mixed", (1.0,), (3, 1))[0], rollout="late")]
-    buffer = holding([mixed, group("old", versions=(3,))], version=3, max_staleness=2)
-    buffer.draw(1, asking(version=3, max_staleness=2))  # The new one is of version 0, and never kept.
+    buffer = filled([mixed, group("old", versions=(3,))], version=3, max_staleness=2)
+    buffer.draw(1, moment(version=3, max_staleness=2))  # The new one is of version 0, and never kept.
     kept = []
     for version in (3, 4, 5, 6):
         buffer.add(group(f"v{version}", versions=(version,)))
-        buffer.draw(1, asking(version=version, max_staleness=2))
+        buffer.draw(1, moment(version=version, max_staleness=2))
         kept.append(len(buffer))
     assert kept == [3, 3, 4, 3], "mixed leaves at 4; old and v3 leave at 6"
 
@@ -362,10 +362,10 @@ def test_those_that_came_first_make_room_and_too_few_new_groups_are_waited_for(m
     monkeypatch.setattr(buffers, "_CAPACITY", 2)
     buffer = Prioritised(PrioritisedOptions(ratio=10.0))
     for number in range(5):
-        assert buffer.draw(1, asking()) is None
+        assert buffer.draw(1, moment()) is None
         buffer.add(group(f"g{number}"))
         assert (buffer.pending, len(buffer)) == ([f"g{number}"], min(number, 2) + 1)
-        first, *others = names(buffer.draw(1, asking(step=number)))
+        first, *others = names(buffer.draw(1, moment(step=number)))
         assert first == f"g{number}"
         assert set(others) <= {f"g{number - 2}", f"g{number - 1}"}
 
@@ -376,19 +376,19 @@ def test_what_was_dropped_is_dropped_once_and_a_group_that_is_too_small_is_not_r
     groups = [[*group("three"), dropped], [*group("two"), empty, empty]]
     seen: dict[str, list[str]] = {}
     for step in range(20):
-        for name, drawn in replays(holding(groups, at_least=2), step=step, at_least=2).items():
+        for name, drawn in replays(filled(groups, at_least=2), step=step, at_least=2).items():
             seen[name] = [member.rollout for member in drawn.episodes]
     assert seen == {"three": ["three-m0", "three-m1"], "two": ["two-m0", "two-m1"]}
-    assert len(holding(groups, at_least=3)) == 1, "the new one"
+    assert len(filled(groups, at_least=3)) == 1, "the new one"
 
 
 def test_the_draw_is_a_function_of_seed_step_and_groups_whichever_ended_first() -> None:
     groups = [group(f"g{i}") for i in range(20)]
 
     def drawn(order: Iterable[list[Episode]], **context: int) -> list[str]:
-        buffer = holding(order, ratio=5.0)
-        assert buffer.draw(2, asking(**context)) is None  # Asked too early, it is asked again.
-        return names(buffer.draw(1, asking(**context)))
+        buffer = filled(order, ratio=5.0)
+        assert buffer.draw(2, moment(**context)) is None  # Asked too early, it is asked again.
+        return names(buffer.draw(1, moment(**context)))
 
     assert drawn(groups, seed=1, step=4) == drawn(reversed(groups), seed=1, step=4)
     assert len({tuple(drawn(groups, seed=seed, step=step)) for seed in (1, 2) for step in (3, 4)}) == 4
