@@ -20,8 +20,7 @@ from agl_core.errors import ConfigError
 from agl_core.store.connections import is_written
 from agl_core.store.interface import ErasableStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
-from agl_core.training.evaluation import Evaluated
-from agl_core.training.loop import GroupSource, Trainer, uninterrupted
+from agl_core.training.loop import Evaluated, GroupSource, Trainer, uninterrupted
 from agl_core.training.metrics import Observer, Summary
 from agl_core.training.run import train
 from agl_core.training.server import make_run_dir

@@ -22,7 +22,7 @@ from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
 from agl_core.reading.evaluations import compare
 from agl_core.store.interface import ErasableStore
-from agl_core.training.evaluation import Evaluated
+from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Scored
 from agl_core.types import CreditKind, DropReason, Episode, Mode, RolloutState, episode_return

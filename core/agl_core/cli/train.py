@@ -24,7 +24,7 @@ from agl_core.reading.runs import find_checkpoint
 from agl_core.reading.words import plain, score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.evaluation import TaskScore
+from agl_core.training.loop import TaskScore
 from agl_core.training.metrics import METRICS_FILE, Summary, counts
 from agl_core.training.run import evaluate as run_evaluation
 from agl_core.training.run import train as run_training

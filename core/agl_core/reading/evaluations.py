@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agl_core.training.evaluation import TaskScore
+from agl_core.training.loop import TaskScore
 from agl_core.training.metrics import mean
 
 _Z = 1.959963984540054

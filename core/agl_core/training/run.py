@@ -18,9 +18,8 @@ from agl_core.protocols import Tracker
 from agl_core.server.keys import SourceFactory
 from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
-from agl_core.training.evaluation import Evaluated
 from agl_core.training.failures import assertions_in
-from agl_core.training.loop import Trainer, uninterrupted
+from agl_core.training.loop import Evaluated, Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.server import is_new, local_server, removed_unless_begun
 from agl_core.training.session import Session, first_look, open_session

@@ -28,8 +28,8 @@ from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks,
 from agl_core.server import LightningServer
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch, common_failure, failures
+from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules, train_index
 from agl_core.training.server import begin_restart

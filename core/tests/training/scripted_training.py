@@ -22,9 +22,8 @@ from agl_core.protocols import Buffer, DrawContext, Engine, Progress, UpdateResu
 from agl_core.testing import episodes as make
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.evaluation import Evaluated
 from agl_core.training.failures import StallWatch
-from agl_core.training.loop import Trainer
+from agl_core.training.loop import Evaluated, Trainer
 from agl_core.training.metrics import MetricsLog, Observer
 from agl_core.training.rollouts import Scored
 from agl_core.types import (

@@ -19,8 +19,8 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
-from agl_core.training.evaluation import Evaluator
 from agl_core.training.failures import StallWatch
+from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan, train_index
 from agl_core.types import (
