@@ -3,8 +3,8 @@
     python -m tests.benchmarks.turns --write
 
 In the environment of `make test-verl` (a quarter of an hour, on a quiet machine). Prompts have 200 tokens, observations
-60, replies 40. Times are CPU seconds of one thread, the better of two, for what veRL's workers or the torch engine's
-trainer do in one update of GRPO: score, and train once, on the weights of examples/calc/policy (0.85M parameters).
+60, replies 40. Times are CPU seconds of one thread, the better of two, for what veRL's workers do in one update of
+GRPO: score, and train once, on the weights of examples/calc/policy (0.85M parameters).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,9 +23,8 @@ from numpy.typing import NDArray
 from agl_algorithms.prepared import lineages
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
-from agl_torch import batching
 from algorithms.verl.tests.parity import POLICY, VOCABULARY
-from algorithms.verl.tests.verl_bench import TorchBench, VerlBench
+from algorithms.verl.tests.verl_bench import VerlBench
 
 from .tables import table, write
 
@@ -116,11 +114,6 @@ def seconds_of_verl(batch: Batch, *, joins_calls: bool) -> float:
     return seconds(lambda: bench.update(batch, VOCABULARY, 0))
 
 
-def seconds_of_torch(batch: Batch) -> float:
-    bench = TorchBench(POLICY, "grpo", GRPO, longest=LONGEST)
-    return seconds(lambda: bench.update(batch))
-
-
 def verl_row(turns: int) -> str:
     batch = batch_by_call(turns, History.GROWS)
     whole = as_one_sequence(batch)
@@ -140,14 +133,6 @@ def history_row(history: History) -> str:
     return f"{history} | 20 | {rows:g} | {ratio:.2f}"
 
 
-def torch_row(turns: int) -> str:
-    batch = batch_by_call(turns, History.GROWS)
-    tree = seconds_of_torch(batch)
-    with patch.object(batching, "follows_branches", lambda model: False):
-        chains = seconds_of_torch(batch)
-    return f"{turns} | {chains:.2f} | {tree:.2f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/verl-parity.md")
@@ -160,8 +145,7 @@ def main() -> None:
     histories = table(
         "histories | rows by call | rows by lineage | tokens, by lineage / by call", map(history_row, History)
     )
-    trees = table("turns | CPU s, chains alone | tree", map(torch_row, TURNS))
-    for number, text in enumerate((verl, histories, trees), 1):
+    for number, text in enumerate((verl, histories), 1):
         print(text, end="\n\n")
         if arguments.write:
             write("verl-parity.md", f"turns.py, table {number}", text)

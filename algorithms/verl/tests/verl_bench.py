@@ -114,11 +114,11 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class TorchBench:
-    """The torch engine's trainer, for one algorithm on one model; a transition has at most `longest` tokens."""
+    """The torch engine's trainer, for one algorithm on one model."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any], *, longest: int = TOO_LONG) -> None:
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
         self._spec = PolicySpec(model=str(model), dtype="float32")
-        self._loaded = replace(self._fresh(), context_length=longest)
+        self._loaded = replace(self._fresh(), context_length=TOO_LONG)
         self._algorithm = ChosenAlgorithm.of(name, options).build()
         self._trainer = PolicyTrainer(
             self._loaded, optimizer(), steps=TRAINING_STEPS, tokens_per_micro_batch=4096, initial=self._fresh
