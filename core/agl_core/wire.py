@@ -111,10 +111,9 @@ class Lease(Assignment):
         description="Heartbeats and the report of the attempt's end need it. The worker hides it from the agent.",
     )
     timeout: float
-    heartbeat: float = Field(description="Seconds between heartbeats.")
-    expires: float = Field(
-        description="Seconds without a heartbeat after which the attempt is lost. They count from the worker's first "
-        "heartbeat on; a worker that never sends one keeps its attempts until their timeout."
+    heartbeat: float = Field(
+        description="Seconds between heartbeats. After four times as many without one the attempt is lost, from the "
+        "worker's first heartbeat on; a worker that never sends one keeps its attempts until their timeout."
     )
 
     @property

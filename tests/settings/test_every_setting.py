@@ -137,11 +137,11 @@ async def served_at(server: LightningServer, url: str) -> tuple[Any, bool]:
     return urlsplit(url).hostname, urlsplit(url).port == PORT
 
 
-async def terms(server: LightningServer, url: str) -> tuple[float, float]:
-    """The heartbeats that a lease names."""
+async def terms(server: LightningServer, url: str) -> float:
+    """The seconds between heartbeats that a lease names."""
     await server.queue.enqueue([make.rollout("a")])
     (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    return lease.heartbeat, lease.expires
+    return lease.heartbeat
 
 
 async def has_a_worker(bench: Bench, given: Given) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.interface import Record, Store
 from agl_core.types import (
+    Annotation,
     Attempt,
     AttemptKey,
     Call,
@@ -128,6 +129,12 @@ class MemoryStore(Store):
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
         return self._of(Reward, attempts)
+
+    async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
+        return self._of(Annotation, attempts)
+
+    async def erased(self, ids: Iterable[str]) -> set[str]:
+        return set()
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         return self._of(TrainingRecord, attempts)

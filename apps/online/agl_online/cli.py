@@ -25,7 +25,7 @@ from agl_core.reading.runs import find_run, open_store, read_run, read_settings
 from agl_core.reading.words import number, one_line
 from agl_core.server import Keys, listening
 from agl_core.store.connections import is_written
-from agl_core.store.interface import ErasableStore, Store
+from agl_core.store.interface import Store
 from agl_core.training.server import local_server, make_run_dir, removed_unless_begun, run_settings
 from agl_core.types import AttemptKey, Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
@@ -153,7 +153,7 @@ async def _entries(store: Store, limit: int) -> list[dict[str, Any]]:
     entries = []
     for rollout in await store.rollouts(mode=Mode.USE, newest=limit):
         key, [attempt] = AttemptKey(rollout.id, 0), await store.attempts(rollout.id)
-        annotations = await store.annotations([key]) if isinstance(store, ErasableStore) else ()
+        annotations = await store.annotations([key])
         entry = {
             "id": rollout.id,
             "application": str(rollout.task.metadata.get("application")),
@@ -220,8 +220,6 @@ async def _delete_by_server(folder: Path, ids: list[str]) -> int:
 
 async def _delete_in_file(folder: Path, ids: list[str]) -> int:
     async with open_store(folder, read_only=False) as store:
-        if not isinstance(store, ErasableStore):
-            raise StoreError(f"The store of {folder} cannot remove sessions.")
         known = {rollout.id for rollout in await store.rollouts(mode=Mode.USE)} | await store.erased(ids)
         unknown = [id for id in ids if id not in known]
         if unknown:

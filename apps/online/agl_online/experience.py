@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from agl_core.learning.batch import left_out, staleness
 from agl_core.protocols import DrawContext
-from agl_core.store.interface import ErasableStore, Wanted
+from agl_core.store.interface import Store, Wanted
 from agl_core.training.metrics import Phase
 from agl_core.training.rollouts import Collector, Drawn, Experience, Scored, warn_of_failed_rules
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition, episode_return
@@ -56,7 +56,7 @@ class SessionExperience:
     one that was given up. `between` is called between two looks: there is more to do while sessions are waited for.
     """
 
-    store: ErasableStore
+    store: Store
     collector: Collector
     run: str
     settings: LearnSection

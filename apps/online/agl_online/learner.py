@@ -18,7 +18,6 @@ from pathlib import Path
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
 from agl_core.store.connections import is_written
-from agl_core.store.interface import ErasableStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.loop import Evaluated, GroupSource, Trainer, uninterrupted
 from agl_core.training.metrics import Observer, Summary
@@ -80,20 +79,14 @@ class Learner(Trainer):
     def __post_init__(self) -> None:
         # What an earlier version sampled is bound to have other log-probabilities.
         self.watch.settings = {AlarmName.LOGPROB_GAP: False, **self.watch.settings}
-        self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
+        self._outcomes = Outcomes(self.session.server.store, self.session.collector, self.session.run)
         super().__post_init__()
         self._plan = replace(self._plan, min_group_size=1)  # A session is the only one of its kind.
-
-    @property
-    def _store(self) -> ErasableStore:
-        store = self.session.server.store
-        assert isinstance(store, ErasableStore), "it was checked"
-        return store
 
     def _source(self) -> GroupSource:
         groups = self.section.groups_of_tasks
         return SessionExperience(
-            self._store,
+            self.session.server.store,
             self.session.collector,
             self.session.run,
             self.section,

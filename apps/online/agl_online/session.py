@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_core.errors import StoreError
-from agl_core.server.keys import ActiveAttempt, AttemptState
-from agl_core.store.interface import ErasableStore, Record, Store
+from agl_core.server.keys import ActiveAttempt
+from agl_core.store.interface import Record, Store
 from agl_core.types import Call, Choice, Ending, Json, RolloutState
 from agl_online.wire import HEADER_SESSION
 
@@ -38,7 +38,7 @@ COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
 class Recorder:
     """Writes sessions and their calls, redacted. Use goes on whatever happens here."""
 
-    store: ErasableStore
+    store: Store
     redaction: Redaction
     counters: dict[str, int]
     """By `COUNTERS`."""
@@ -87,7 +87,6 @@ class Recorder:
             except StoreError as failed:
                 logger.error("The end of session %s is not written yet: %s", session.id, failed)
                 return False
-        session.state = AttemptState.COUNTED
         return True
 
     async def _write(self, session: ActiveSession, records: list[Record]) -> None:

@@ -24,11 +24,11 @@ from starlette.routing import Route
 from agl_core.apis.errors import ApiError
 from agl_core.capture.requests import HEADER_ROLLOUT, rollout_path
 from agl_core.config.load import LoadedConfig
-from agl_core.errors import ConfigError, StoreError, StoreRefusedError
+from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.server.api import route, route_of
-from agl_core.server.keys import AttemptState, Keys, SourceFactory
+from agl_core.server.keys import Keys, SourceFactory
 from agl_core.server.upstream import DestinationProvider
-from agl_core.store.interface import ErasableStore, Store
+from agl_core.store.interface import Store
 from agl_core.types import Annotation, Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire import Empty
 from agl_online.config import OnlineSection, online_section
@@ -74,7 +74,7 @@ class Sessions:
     def __init__(
         self,
         settings: OnlineSection,
-        store: ErasableStore,
+        store: Store,
         keys: Keys,
         answering: DestinationProvider,
         *,
@@ -231,8 +231,7 @@ class Sessions:
         session.started_calls = max((call.sequence + 1 for call in calls), default=0)
         session.completed_calls = sum(not call.late for call in calls)
         session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
-        if rollout.state is RolloutState.DONE:
-            session.state = AttemptState.COUNTED
+        session.closed = rollout.state is RolloutState.DONE
         return session
 
     def _active(self, rollout: Rollout, record: Attempt, **known: Any) -> ActiveSession:
@@ -287,7 +286,7 @@ class Sessions:
         """End a session, durably if the store can be written; one that has ended stays as it is."""
         if session.closed:
             return
-        session.state = AttemptState.CLOSING
+        session.closed = True
         self._open.pop(session.id, None)
         if self._named.get(session.rollout.group) is session:
             del self._named[session.rollout.group]
@@ -424,15 +423,10 @@ def _no_call(call: str) -> ApiError:
 def sessions_of(
     loaded: LoadedConfig, run_dir: Path, answering: DestinationProvider, say: Callable[[str], None]
 ) -> SourceFactory:
-    """The sessions of a run, as its server makes them. ConfigError without `[online]`, or for another kind of store."""
+    """The sessions of a run, as its server makes them. ConfigError without `[online]`."""
     settings = online_section(loaded)
 
     async def make(store: Store, keys: Keys) -> Sessions:
-        if not isinstance(store, ErasableStore):
-            raise ConfigError(
-                f"[online] needs a store that can remove what it has and take feedback, and "
-                f"'{loaded.config.store.name}' cannot. Use the store 'sqlite', or leave [online] out."
-            )
         if not await store.runs():
             await store.put(Run(run_dir.name, 0, time.time(), loaded.config.model_dump(mode="json")))
         run = (await store.runs())[-1].id

@@ -21,7 +21,7 @@ from agl_core.learning.health import answer
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
 from agl_core.reading.evaluations import compare
-from agl_core.store.interface import ErasableStore
+from agl_core.store.interface import Store
 from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Scored
@@ -264,7 +264,7 @@ _UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.PLUGIN, DropReason.REWAR
 class Outcomes:
     """Reads them from the store; what was scored is scored again only when something new was said of it."""
 
-    def __init__(self, store: ErasableStore, collector: Collector, run: str) -> None:
+    def __init__(self, store: Store, collector: Collector, run: str) -> None:
         self._store, self._collector, self._run = store, collector, run
         self._scored: dict[tuple[str, int], Outcome | None] = {}
         """By session, and how much was said of it."""

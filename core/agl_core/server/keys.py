@@ -1,9 +1,5 @@
 """Attempts as queue and gateway share them, and whose request it is: the keys of operators, workers and agents.
 
-    rollout   queued ─▶ running ─▶ done          attempt   open ─▶ closing ─▶ counted
-                 ▲         │                                           └────▶ superseded
-                 └─────────┘ tried again
-
 A rollout ends once; of its attempts at most one counts.
 
 operator  see what rollouts wait for, and view the run from another machine
@@ -25,7 +21,6 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -69,26 +64,14 @@ _AGENT_HINT = (
 )
 
 
-class AttemptState(StrEnum):
-    """Where an attempt is in its life."""
-
-    OPEN = "open"
-    """A worker holds it, and its calls count."""
-    CLOSING = "closing"
-    """Its end is being written; a call that comes now does not count."""
-    COUNTED = "counted"
-    """Its rollout ended with it."""
-    SUPERSEDED = "superseded"
-    """Its rollout was tried again; what is still reported of it is recorded and does not count."""
-
-
 @dataclass(slots=True, eq=False)
 class ActiveAttempt:
     """An attempt that a worker holds. The gateway counts its calls here; after its end it stays known as closed."""
 
     rollout: Rollout
     record: Attempt
-    state: AttemptState = AttemptState.OPEN
+    closed: bool = False
+    """Its calls no longer count: it has ended, or its end is being written."""
     started_calls: int = 0
     completed_calls: int = 0
     """Calls that were recorded while it was open."""
@@ -122,16 +105,6 @@ class ActiveAttempt:
     @property
     def mode(self) -> Mode:
         return self.rollout.mode
-
-    @property
-    def closed(self) -> bool:
-        """True if its calls no longer count."""
-        return self.state is not AttemptState.OPEN
-
-    @property
-    def over(self) -> bool:
-        """True if its end is recorded."""
-        return self.state not in (AttemptState.OPEN, AttemptState.CLOSING)
 
     def next_sequence(self) -> int:
         """The start sequence of the call that begins now."""
@@ -383,7 +356,7 @@ class RolloutSource(Protocol):
 
 
 SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
-"""Makes the source of a run's server; ConfigError if its store does not do."""
+"""Makes the source of a run's server."""
 
 
 class Attribution:
@@ -414,7 +387,7 @@ class Attribution:
         in_path = f"{path['rollout']}/{path['attempt']}" if "rollout" in path else None
         name = header if in_path is None else in_path
         if name is None:
-            key = self._keys.holder(request, self._queue.held())
+            key = self._keys.holder(request, self._queue.running)
         else:
             rollout, _, number = name.rpartition("/")
             named = attempt_key(rollout, number)

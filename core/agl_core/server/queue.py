@@ -11,7 +11,6 @@ attempts that it leased, and any of them ends those of a server that is gone.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from agl_core.apis.errors import ApiError, stopping
 from agl_core.capture.requests import rollout_path
 from agl_core.errors import StoreError
 from agl_core.plugins import RunHooks
-from agl_core.server.keys import ActiveAttempt, AttemptState, Keys, decided, is_tried_again, reported
+from agl_core.server.keys import ActiveAttempt, Keys, decided, is_tried_again, reported
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire import (
@@ -40,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 10_000
 """Closed attempts kept in memory, to tell a late call from a wrong address."""
+_HEARTBEATS_PER_LEASE = 4
+"""A worker keeps what it holds although three of them are late or lost."""
 _LONGEST_PAUSE, _LOOKS_PER_LEASE = 1.0, 20
 _AFTER_FAILURE = 5.0
 """Seconds until the next look into a store that failed."""
@@ -65,9 +66,9 @@ class RolloutQueue:
     """The lifecycle of rollouts. What a method did is in the store before it returns.
 
     `attempts` says how often a rollout is tried; `hook` is `Plugins.hook`; `keys` make the agents' keys. Times are in
-    seconds: an attempt that is not closed counts as lost `grace` after its `timeout`. A worker that sends heartbeats,
-    every `heartbeat`, loses what it holds `lease` after the last one that named it; a worker that never sent one keeps
-    it up to that timeout. All methods belong to one event loop.
+    seconds: an attempt that is not closed counts as lost `grace` after its `timeout`. A worker that sends heartbeats
+    loses what it holds `lease` after the last one that named it; a worker that never sent one keeps it up to that
+    timeout. All methods belong to one event loop.
     """
 
     def __init__(
@@ -79,18 +80,18 @@ class RolloutQueue:
         hook: RunHooks,
         keys: Keys,
         grace: float = 30.0,
-        heartbeat: float = 5.0,
         lease: float = 20.0,
     ) -> None:
         self._store, self._hook, self._budget = store, hook, attempts
-        self._timeout, self._longest, self._heartbeat, self._expiry = timeout, timeout + grace, heartbeat, lease
+        self._timeout, self._longest, self._expiry = timeout, timeout + grace, lease
         self._keys = keys
         self._pause = min(_LONGEST_PAUSE, lease / _LOOKS_PER_LEASE)
         self._beating: set[str] = set()
         """Workers that have sent a heartbeat."""
         self.attempts: dict[AttemptKey, ActiveAttempt] = {}
-        """Those leased here that run, and those that ended not long ago."""
-        self._running: dict[AttemptKey, ActiveAttempt] = {}
+        """Those, and others that ended not long ago."""
+        self.running: dict[AttemptKey, ActiveAttempt] = {}
+        """Those leased here that workers hold, oldest first."""
         self._closed_attempts: deque[AttemptKey] = deque()
         self.ended: float | None = None
         """When a rollout last ended here, in Unix seconds."""
@@ -100,15 +101,6 @@ class RolloutQueue:
         self.waiting = 0
         """Leases that wait for a rollout."""
         self._lending, self._closed, self._stopped = True, False, False
-
-    @property
-    def running(self) -> int:
-        """Attempts leased here that workers hold."""
-        return len(self._running)
-
-    def oldest(self, count: int) -> list[ActiveAttempt]:
-        """The attempts that workers have held longest, the oldest first."""
-        return list(itertools.islice(self._running.values(), count))
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Add new rollouts at the end, all or none."""
@@ -127,13 +119,9 @@ class RolloutQueue:
             self.waiting -= 1
         held = [ActiveAttempt(*records) for records in claimed if records[1].key not in self.attempts]
         for active in held:  # Others have been cancelled meanwhile.
-            self.attempts[active.key] = self._running[active.key] = active
+            self.attempts[active.key] = self.running[active.key] = active
             self._hook.rollout_started(rollout=active.rollout, attempt=active.record.attempt)
         return LeaseReply(leases=[self._leased(active) for active in held], closed=self._closed)
-
-    def held(self) -> list[AttemptKey]:
-        """The attempts leased here that workers hold, oldest first."""
-        return list(self._running)
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         """A worker lives: renew the leases of the attempts that it names.
@@ -155,7 +143,7 @@ class RolloutQueue:
         again does not count. ApiError 404 if it was not leased here and has not ended.
         """
         active = self.attempts.get(key) or await self._recalled(key)
-        if active is None or not (active.over or key in self.attempts):
+        if active is None or (active.record.ending is None and key not in self.attempts):
             raise ApiError(
                 404,
                 f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
@@ -219,9 +207,9 @@ class RolloutQueue:
             await asyncio.sleep(pause)
 
     async def _look(self, sightings: Mapping[AttemptKey, _Sighting]) -> Mapping[AttemptKey, _Sighting]:
-        ours = list(self._running.values())
+        ours = list(self.running.values())
         self.queued, leases = await self._store.leases()
-        taken = [a for a in ours if a.key not in leases and a.closing is None and not a.over]  # by another server
+        taken = [a for a in ours if a.key not in leases and a.closing is None]  # by another server
         ended = [self._end(active, CloseRequest(ending=Ending.LOST)) for active in taken]
         seen = {}
         for key, renewals in leases.items():
@@ -281,8 +269,7 @@ class RolloutQueue:
             key=self._keys.of_attempt(active.key),
             secret=self._keys.of_lease(active.key),
             timeout=self._timeout,
-            heartbeat=self._heartbeat,
-            expires=self._expiry,
+            heartbeat=self._expiry / _HEARTBEATS_PER_LEASE,
         )
 
     async def _known(self, key: AttemptKey) -> ActiveAttempt | None:
@@ -292,26 +279,23 @@ class RolloutQueue:
         """An attempt as the store has it: it ended long ago, or another server leased it."""
         for record in await self._store.attempts(key.rollout):
             if record.key == key:
-                active = ActiveAttempt(await self._store.rollout(key.rollout), record)
-                if record.ending:
-                    active.reported = record.ending
-                    _settle(active)
-                return active
+                rollout, ended = await self._store.rollout(key.rollout), record.ending is not None
+                return ActiveAttempt(rollout, record, closed=ended, reported=record.ending)
         return None
 
     async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
         """End an attempt, unless it has ended; the first request decides how."""
-        if not active.over:
+        if active.record.ending is None:
             if active.closing is None:
-                active.state = AttemptState.CLOSING
-                active.reported = request.ending
+                active.closed, active.reported = True, request.ending
                 active.closing = asyncio.create_task(self._close(active, request))
             try:
                 await asyncio.shield(active.closing)
             except Exception:
                 active.closing = None
                 raise
-        return CloseReply(counted=active.state is AttemptState.COUNTED and request.ending is active.reported)
+        counts = active.rollout.counted_attempt == active.record.attempt
+        return CloseReply(counted=counts and request.ending is active.reported)
 
     async def _close(self, active: ActiveAttempt, request: CloseRequest) -> None:
         if active.committing:
@@ -336,10 +320,9 @@ class RolloutQueue:
             active.rollout, active.record = rollout, record
         elif recalled := await self._recalled(active.key):  # Another server ended it.
             active.rollout, active.record, active.reported = recalled.rollout, recalled.record, recalled.reported
-        _settle(active)
         active.closing = None
         active.answered.clear()
-        self._running.pop(active.key, None)
+        self.running.pop(active.key, None)
         self.attempts[active.key] = active
         self._closed_attempts.append(active.key)
         if len(self._closed_attempts) > MAX_REMEMBERED:
@@ -354,8 +337,3 @@ class RolloutQueue:
         """Let all who wait look again."""
         self._news.set()
         self._news = asyncio.Event()
-
-
-def _settle(active: ActiveAttempt) -> None:
-    counts = active.rollout.counted_attempt == active.record.attempt
-    active.state = AttemptState.COUNTED if counts else AttemptState.SUPERSEDED

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from itertools import islice
 
 import orjson
 from starlette.applications import Starlette
@@ -29,8 +30,6 @@ from agl_core.wire import OF_WORKERS, Activity, Health, RunningAttempt
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
-HEARTBEATS_PER_LEASE = 4
-"""A worker keeps what it holds although three of them are late or lost."""
 _MAX_SHOWN = 100
 """Running attempts that `activity` names."""
 
@@ -72,7 +71,6 @@ class LightningServer:
             attempts=settings.attempts,
             hook=hook,
             keys=keys,
-            heartbeat=listen.lease / HEARTBEATS_PER_LEASE,
             lease=listen.lease,
         )
         self.worker_key = keys.worker
@@ -164,7 +162,7 @@ class LightningServer:
         return Health(
             serving=self.relay.is_there,
             queued=self.queue.queued,
-            running=self.queue.running,
+            running=len(self.queue.running),
             waiting=self.queue.waiting,
             counters={} if self._source is None else dict(self._source.counters),
         )
@@ -181,7 +179,7 @@ class LightningServer:
             queued=queue.queued,
             waiting=queue.waiting,
             finished=since(queue.ended),
-            running=queue.running,
+            running=len(queue.running),
             attempts=[
                 RunningAttempt(
                     rollout=attempt.record.rollout,
@@ -191,7 +189,7 @@ class LightningServer:
                     asking=since(min(attempt.asking.values(), default=None)),
                     answered=since(attempt.last_answer),
                 )
-                for attempt in queue.oldest(_MAX_SHOWN)
+                for attempt in islice(queue.running.values(), _MAX_SHOWN)
             ],
         )
 

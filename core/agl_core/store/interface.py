@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Protocol, Self, TypeAlias, TypedDict, Unpack, runtime_checkable
+from typing import Protocol, Self, TypeAlias, TypedDict, Unpack
 
 from agl_core.types import (
     Annotation,
@@ -104,18 +104,6 @@ class Store(Protocol):
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         """The training records of these attempts' transitions; of one that was replayed, by each step."""
 
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-@runtime_checkable
-class ErasableStore(Store, Protocol):
-    """A store for rollouts that are opened from outside: it also has annotations, and can remove what it has."""
-
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
         """The annotations of these attempts, in the order in which they were recorded."""
 
@@ -130,3 +118,10 @@ class ErasableStore(Store, Protocol):
 
     async def ended_before(self, mode: Mode, time: float) -> list[str]:
         """The rollouts of this mode whose last attempt ended before this time, in Unix seconds."""
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -13,8 +13,8 @@ from agl_core.errors import StoreError
 from agl_core.kinds import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import Pieces, name_of
-from agl_core.store.connections import GroupWriter, Query, Readers, connect_writer, damaged, explain
-from agl_core.store.interface import ErasableStore, Record, Wanted
+from agl_core.store.connections import GroupWriter, Readers, connect_writer, damaged, explain
+from agl_core.store.interface import Record, Store, Wanted
 from agl_core.types import (
     Annotation,
     Attempt,
@@ -33,8 +33,8 @@ Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
-class SqliteStore(ErasableStore):
-    """An `ErasableStore` in one SQLite file; see that protocol for what each method promises.
+class SqliteStore(Store):
+    """A `Store` in one SQLite file; see that protocol for what each method promises.
 
     One process may write; a second writer is refused with a StoreError. Other processes may read meanwhile:
 
@@ -74,20 +74,20 @@ class SqliteStore(ErasableStore):
             await self._close(readers)
 
     async def put(self, *records: Record) -> None:
-        await self._put(records, lambda connection: True)
+        await self._written(lambda writer: writer.put(records), records)
 
     async def end(self, attempt: AttemptKey, *records: Record) -> bool:
-        return await self._put(records, partial(queries.end_lease, key=attempt))
+        return await self._written(lambda writer: writer.put(records, partial(queries.end_lease, key=attempt)), records)
 
     async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
-        work = partial(queries.claim, worker=worker, count=count, renewals=renewals)
-        return await self._written(lambda writer: writer.write(work))
+        claim = partial(queries.claim, worker=worker, count=count, renewals=renewals)
+        return await self._written(lambda writer: writer.write(claim))
 
     async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
-        return await self._written(lambda w: w.write(partial(queries.renew, worker=worker, keys=attempts)))
+        return await self._written(lambda writer: writer.write(partial(queries.renew, worker=worker, keys=attempts)))
 
     async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
-        return await self._written(lambda w: w.write(partial(queries.withdraw, ids=ids, ending=ending)))
+        return await self._written(lambda writer: writer.write(partial(queries.withdraw, ids=ids, ending=ending)))
 
     async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
         return await self._read(queries.leases)
@@ -163,18 +163,13 @@ class SqliteStore(ErasableStore):
         if lock is not None:
             lock.close()
 
-    async def _put(self, records: Sequence[Record], may: Query[bool]) -> bool:
-        writer = self._writable()
-        try:
-            return await writer.put(records, may)
-        except (sqlite3.Error, ValueError, OverflowError) as error:
-            raise explain(self._path, error, " or ".join(map(name_of, records))) from error
-
-    async def _written(self, work: Callable[[GroupWriter], Awaitable[Result]]) -> Result:
+    async def _written(
+        self, work: Callable[[GroupWriter], Awaitable[Result]], records: Sequence[Record] = ()
+    ) -> Result:
         try:
             return await work(self._writable())
-        except sqlite3.Error as error:
-            raise explain(self._path, error) from error
+        except (sqlite3.Error, ValueError, OverflowError) as error:
+            raise explain(self._path, error, " or ".join(map(name_of, records)) or "a record") from error
 
     def _writable(self) -> GroupWriter:
         if self._readers is None or self._writer is None:

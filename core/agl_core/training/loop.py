@@ -16,7 +16,6 @@ from agl_core.config.models import EvalSection
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.learning.certificate import recomputed_in
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, TaskSource, UpdateResult
-from agl_core.store.interface import ErasableStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
@@ -249,7 +248,7 @@ class Trainer:
         records += batches.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
         store = self.session.server.store
-        removed = await store.erased([r.id for r in rollouts]) if isinstance(store, ErasableStore) else set()
+        removed = await store.erased([rollout.id for rollout in rollouts])
         await store.put(
             *(record for record in records if record.rollout not in removed),
             *(rollout for rollout in moved if rollout.id not in removed),

@@ -23,7 +23,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, r
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
-from agl_core.store.interface import ErasableStore, Store
+from agl_core.store.interface import Store
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Phase
 from agl_core.types import (
@@ -107,7 +107,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     calls = by_rollout(recorded)
     tool_results = by_rollout(await store.tool_results(keys))
     rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
-    annotations = by_rollout(await store.annotations(keys)) if isinstance(store, ErasableStore) else {}
+    annotations = by_rollout(await store.annotations(keys))
     attempts = {attempt.key: attempt for attempt in await store.attempts(*(rollout.id for rollout in rollouts))}
     episodes = []
     for rollout in rollouts:

@@ -253,7 +253,7 @@ async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: An
         for file in files.values():
             file.write_text("end")
         await until(lambda: all_say("ended"))
-        await until(lambda: queue.running == 0)
+        await until(lambda: not queue.running)
         worker.send_signal(signal.SIGCONT)
         done = [rollout for name in files for rollout in await queue.done([name])]
     for rollout in done:

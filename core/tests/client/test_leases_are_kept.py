@@ -131,7 +131,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
             await until(lambda: "cannot be reached" in caplog.text)
             go_on.set()
             await until(lambda: worker.endings.total() == 1)
-            assert (worker.running, queue.running, task.done()) == (1, 1, False)
+            assert (worker.running, len(queue.running), task.done()) == (1, 1, False)
             await road.open()
             assert (await queue.done(["w0"]))[0].ending is Ending.FINISHED
             await until(lambda: "is back" in caplog.text)
@@ -162,7 +162,7 @@ async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, p
         if not pause:
             go_on.set()
             await until(lambda: worker.endings.total() == 1)
-        await until(lambda: queue.running == 0)
+        await until(lambda: not queue.running)
         await road.open()
         go_on.set()
         [rollout] = await queue.done(["w0"])

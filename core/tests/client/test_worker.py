@@ -299,7 +299,7 @@ async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: 
 async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read() -> None:
     lease = Lease(
         rollout="r", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, path="", key="k",
-        secret="s", timeout=9, heartbeat=1, expires=9,
+        secret="s", timeout=9, heartbeat=1,
     )  # fmt: skip
     async with LightningClient("http://127.0.0.1:9", "key") as client:
         with pytest.raises(RefusedError, match=r"are the limit") as refused:

@@ -51,7 +51,7 @@ class Lives(RuleBasedStateMachine):
         self.run(self.start_queues(2))
 
     async def start_queues(self, count: int) -> None:
-        terms = {"timeout": 60, "attempts": ATTEMPTS, "grace": 10, "heartbeat": 5, "lease": 20}
+        terms = {"timeout": 60, "attempts": ATTEMPTS, "grace": 10, "lease": 20}
         new = [RolloutQueue(self.store, hook=Plugins().hook, keys=KEYS, **terms) for _ in range(count)]
         self.queues += new
         self.watching += [asyncio.ensure_future(queue.watch()) for queue in new]

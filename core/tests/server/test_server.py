@@ -84,7 +84,7 @@ async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:
     await asyncio.gather(waiting, return_exceptions=True)
     await until(lambda: stack.server.queue.waiting == 0)
     await stack.server.queue.enqueue([make.rollout("a")])
-    assert stack.server.queue.running == 0
+    assert not stack.server.queue.running
     assert (await stack.server.queue.lease(LeaseRequest(worker="v", capacity=1, wait=0))).leases
 
 
@@ -200,7 +200,7 @@ async def test_the_next_restart_ends_what_the_last_one_left(empty: Stack) -> Non
     await server.queue.lease(LeaseRequest(worker="w", capacity=1))
     await server.begin(runs[1])
     assert [rollout.ending for rollout in await empty.store.rollouts()] == [Ending.LOST, Ending.LOST]
-    assert server.queue.running == 0
+    assert not server.queue.running
     assert await empty.store.runs() == runs
     await server.queue.enqueue([make.rollout("new", restart=1)])
     assert not (await server.queue.lease(ALL)).leases, "its engine does not serve yet"
