@@ -19,15 +19,15 @@ from agl_core.cli.train import train_and_report
 from agl_core.cli.upstreams import open_upstream
 from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
-from agl_core.errors import ConfigError, StoreError
+from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
-from agl_core.reading.runs import find_run, open_store, read_run, read_settings
+from agl_core.reading.explained import RolloutReport
+from agl_core.reading.rollouts import Query, list_rollouts
+from agl_core.reading.runs import erase, find_run, has_writer, read_settings
 from agl_core.reading.words import number, one_line
 from agl_core.server import Keys, listening
-from agl_core.store.connections import is_written
-from agl_core.store.interface import Store
 from agl_core.training.server import local_server, make_run_dir, removed_unless_begun, run_settings
-from agl_core.types import AttemptKey, Mode
+from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
 from agl_core.worker.client import LightningClient
 from agl_online import learner, policies
@@ -148,30 +148,27 @@ def _read(target: Path, overrides: Sequence[str], needs: Collection[Kind] = kind
     return loaded, loaded.config.runs / loaded.config.name
 
 
-async def _entries(store: Store, limit: int) -> list[dict[str, Any]]:
-    """The newest sessions, as a list shows them."""
-    entries = []
-    for rollout in await store.rollouts(mode=Mode.USE, newest=limit):
-        key, [attempt] = AttemptKey(rollout.id, 0), await store.attempts(rollout.id)
-        annotations = await store.annotations([key])
-        entry = {
-            "id": rollout.id,
-            "application": str(rollout.task.metadata.get("application")),
-            "name": rollout.task.metadata.get("session"),
-            "started": attempt.started,
-            "ended": attempt.ended,
-            "ending": rollout.ending,
-            "calls": sum(not call.late and not call.undelivered for call in await store.calls([key])),
-            "feedback": [{"id": a.id, "received": a.received, "call": a.call, **a.said} for a in annotations],
-        }
-        entries.append(entry)
-    return entries
+def _entry(report: RolloutReport) -> dict[str, Any]:
+    """One session as a list shows it."""
+    rollout, [recorded] = report.entry.rollout, report.attempts
+    annotations = recorded.episode.annotations
+    return {
+        "id": rollout.id,
+        "application": str(rollout.task.metadata.get("application")),
+        "name": rollout.task.metadata.get("session"),
+        "started": recorded.attempt.started,
+        "ended": recorded.attempt.ended,
+        "ending": rollout.ending,
+        "calls": len({transition.key.call for transition in recorded.episode.transitions}),
+        "feedback": [{"id": a.id, "received": a.received, "call": a.call, **a.said} for a in annotations],
+    }
 
 
 @sessions.command("list")
 def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the sessions of a run, the newest last. --json has all feedback; agl show RUN ID has the calls of one."""
-    entries = read_run(run, partial(_entries, limit=limit))
+    reports = asyncio.run(list_rollouts(find_run(run), Query(mode=Mode.USE), limit))
+    entries = [_entry(report) for report in reports]
     if as_json:
         print_json(entries)
         return
@@ -195,10 +192,7 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
 def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     """Remove everything that was recorded of sessions, for good. Feedback on them is refused from then on."""
     folder = find_run(run)
-    if is_written(folder / "store.sqlite"):
-        deleted = asyncio.run(_delete_by_server(folder, ids))
-    else:
-        deleted = asyncio.run(_delete_in_file(folder, ids))
+    deleted = asyncio.run((_delete_by_server if has_writer(folder) else erase)(folder, ids))
     if as_json:
         print_json({"deleted": deleted})
         return
@@ -216,15 +210,6 @@ async def _delete_by_server(folder: Path, ids: list[str]) -> int:
         )
     async with LightningClient(server.base_url, key) as client:
         return (await client.ask(DELETE_SESSIONS, DeleteSessions(sessions=ids))).deleted
-
-
-async def _delete_in_file(folder: Path, ids: list[str]) -> int:
-    async with open_store(folder, read_only=False) as store:
-        known = {rollout.id for rollout in await store.rollouts(mode=Mode.USE)} | await store.erased(ids)
-        unknown = [id for id in ids if id not in known]
-        if unknown:
-            raise StoreError(f"There is no session {', '.join(unknown[:5])} in {folder}; nothing was deleted.")
-        return await store.erase(ids)
 
 
 @sessions.command("key")

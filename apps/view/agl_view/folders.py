@@ -1,14 +1,12 @@
-"""Which runs the pages show, and their stores."""
+"""The runs that the pages show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import ConfigError, nearest
-from agl_core.reading.runs import find_store
-from agl_core.store.interface import Store
 
 
 class RunFolders:
@@ -16,7 +14,6 @@ class RunFolders:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [path.resolve() for path in paths]
-        self._stores: dict[Path, tuple[int, Callable[[bool], Store]]] = {}
 
     def named(self) -> dict[str, Path]:
         """The runs, the newest first, by their names in addresses; of two folders of one name, the second is `NAME~2`.
@@ -43,13 +40,3 @@ class RunFolders:
         if name not in runs:
             raise ConfigError(f"There is no run '{name}' here. {nearest(name, runs)}")
         return runs[name]
-
-    def open_store(self, folder: Path) -> Store:
-        """As `reading.runs.open_store`: its plugin is looked for once for each version of the configuration."""
-        try:
-            written = (folder / CONFIG_FILE).stat().st_mtime_ns
-        except OSError:  # It was removed meanwhile, and `find_store` says so.
-            written = 0
-        if folder not in self._stores or self._stores[folder][0] != written:
-            self._stores[folder] = written, find_store(folder)
-        return self._stores[folder][1](True)

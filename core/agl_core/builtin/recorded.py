@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,11 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import ConfigError
 from agl_core.kinds import Capability
-from agl_core.store.interface import Store
-from agl_core.types import AttemptKey, Mode, RecordedRollout, Rollout, RolloutState, Task
-
-_PAGE = 1000
-"""Rollouts that are looked at together."""
+from agl_core.types import RecordedRollout, Task
 
 
 class RecordedOptions(BaseModel):
@@ -41,12 +36,6 @@ class RecordedOptions(BaseModel):
     )
 
 
-@dataclass
-class _Group:
-    task: Task
-    rollouts: list[str] = field(default_factory=list)
-
-
 class Recorded:
     """The tasks of a recorded run with their rollouts; see `agl_core.protocols.RecordedTasks`."""
 
@@ -59,8 +48,16 @@ class Recorded:
                 f"paths are relative to the configuration file, or to its `folder`."
             )
         self.without_logprobs = options.without_logprobs
+        # Agents' processes register components too, and need nothing that reads runs.
+        from agl_core.reading.rollouts import recorded_groups
+
         with ThreadPoolExecutor(1) as thread:  # In this thread an event loop may be running.
-            self._groups = thread.submit(asyncio.run, self._read(options.split)).result()
+            groups = thread.submit(asyncio.run, recorded_groups(self._run)).result()
+        if options.split is not None:
+            groups = [group for group in groups if group[0].task.split == options.split]
+        elif any(group[0].mode.trains for group in groups):
+            groups = [group for group in groups if group[0].mode.trains]
+        self._groups = groups
         if not self._groups:
             which = "that is done" if options.split is None else f"of the split '{options.split}' that is done"
             raise ConfigError(f"The run {self._run} has no rollout {which}, so there is nothing to train on.")
@@ -71,47 +68,17 @@ class Recorded:
 
     def task(self, index: int) -> Task:
         """The task at this index, in the order in which their first rollouts were recorded."""
-        return self._groups[index].task
+        return self._groups[index][0].task
 
     def members(self, index: int) -> int:
         """How many rollouts there are of the task at this index."""
-        return len(self._groups[index].rollouts)
+        return len(self._groups[index])
 
     async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
         """These rollouts, each by the index of its task and its number there."""
-        # Agents' processes register components too, and need nothing that reads runs.
-        from agl_core.reading.rollouts import entries_of
-        from agl_core.reading.runs import open_store
+        from agl_core.reading.rollouts import read_recorded
 
-        async with open_store(self._run) as store:
-            rollouts = [await store.rollout(self._groups[index].rollouts[number]) for index, number in wanted]
-            entries = await entries_of(store, rollouts)
-            return [await _recorded(store, entry.rollout, entry.reward) for entry in entries]
-
-    async def _read(self, split: str | None) -> list[_Group]:
-        from agl_core.reading.explained import is_superseded
-        from agl_core.reading.runs import open_store
-
-        groups: dict[tuple[Mode, str, str], _Group] = {}
-        after = None
-        async with open_store(self._run) as store:
-            runs = await store.runs()
-            while page := await store.rollouts(state=RolloutState.DONE, after=after, limit=_PAGE):
-                after = page[-1].id
-                for rollout in page:
-                    wanted = split is None or rollout.task.split == split
-                    if wanted and rollout.counted_attempt is not None and not is_superseded(rollout, runs):
-                        key = (rollout.mode, rollout.task.split, rollout.group)
-                        groups.setdefault(key, _Group(rollout.task)).rollouts.append(rollout.id)
-        has_trained = any(mode.trains for mode, _, _ in groups)
-        return [group for (mode, _, _), group in groups.items() if split or not has_trained or mode.trains]
-
-
-async def _recorded(store: Store, rollout: Rollout, terminal: float | None) -> RecordedRollout:
-    attempt = next(a for a in await store.attempts(rollout.id) if a.attempt == rollout.counted_attempt)
-    keys = [AttemptKey(rollout.id, attempt.attempt)]
-    calls, tool_results = await store.calls(keys), await store.tool_results(keys)
-    return RecordedRollout(rollout, attempt, calls, tool_results, await store.rewards(keys), terminal)
+        return await read_recorded(self._run, [self._groups[index][number] for index, number in wanted])
 
 
 def recorded(options: RecordedOptions, folder: Path, seed: int) -> Recorded:

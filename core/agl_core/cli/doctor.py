@@ -26,10 +26,8 @@ from agl_core.errors import AglError, nearest
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import read_health
-from agl_core.reading.runs import find_run, read_entry, read_run
+from agl_core.reading.runs import explain_waiting, find_run, read_entry
 from agl_core.reading.words import harmless
-from agl_core.store.interface import Store
-from agl_core.training.failures import who_waits
 from agl_core.training.metrics import Observer
 from agl_core.types import Needs, Workload
 from agl_core.wire import ACTIVITY, OPERATOR_KEY, Activity, Empty, take_keys
@@ -213,12 +211,12 @@ def _waiting(folder: Path) -> Findings:
         yield Finding("FAIL", "waiting", text, "see the log of the process that runs it (agl train)")
         return
 
-    async def look(store: Store) -> tuple[Activity, str, str]:
+    async def look() -> tuple[Activity, str, str]:
         async with LightningClient(server.base_url, server.key) as client:
             activity = await client.ask(ACTIVITY, Empty())
-        return activity, *await who_waits(activity, store)
+        return activity, *await explain_waiting(folder, activity)
 
-    activity, seen, remedy = read_run(folder, look)
+    activity, seen, remedy = asyncio.run(look())
     ended = "none has finished yet" if activity.finished is None else f"one finished {activity.finished:.0f} s ago"
     yield Finding("ok", "rollouts", f"{activity.running} run, {activity.queued} are queued, {ended}")
     if activity.running or activity.queued or not activity.serving:

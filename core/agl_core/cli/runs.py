@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,12 +27,11 @@ from agl_core.cli.screen import (
     table,
 )
 from agl_core.learning.certificate import certify
-from agl_core.learning.health import RolloutHealth, has_cut_prompt
+from agl_core.learning.health import has_cut_prompt
 from agl_core.reading import runs as reading
-from agl_core.reading.explained import AttemptReport, RolloutReport, TerminalReward, Turn, healths_of, read_rollout
-from agl_core.reading.rollouts import Query, RolloutList, list_rollouts
+from agl_core.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group
+from agl_core.reading.rollouts import Query, list_rollouts
 from agl_core.reading.words import message_text, number, one_line, plain, said_by, score, size, status_text
-from agl_core.store.interface import Store
 from agl_core.types import Ending, Reward, ToolStatus, TrainingRecord
 
 Folder = Annotated[Path, typer.Argument(help="The folder with the runs.")]
@@ -139,32 +139,28 @@ def rollouts(
         verdict=verdict,
     )
 
-    async def read(store: Store) -> tuple[RolloutList, dict[str, RolloutHealth]]:
-        listed = await list_rollouts(store, query, limit)
-        return listed, await healths_of(store, [entry.rollout for entry in listed.entries])
-
-    listed, healths = reading.read_run(run, read)
+    reports = asyncio.run(list_rollouts(reading.find_run(run), query, limit))
     if as_json:
         rows = []
-        for entry in listed.entries:
-            health = healths.get(entry.rollout.id)
+        for report in reports:
+            entry, health = report.entry, report.health
             verdict_of = health and {"verdict": health.verdict, "reasons": health.symptoms or health.missing}
             rows.append({"superseded": entry.superseded, "rewards": entry.rewards, "health": verdict_of})
             rows[-1] |= plain(entry.rollout)
         print_json(rows)
         return
     screen = Screen()
-    for line in _lines(listed, healths):
+    for line in _lines(reports):
         # A terminal shows what of a line has room: an id is there to be copied, a reward to be compared.
         screen.print(one_line(line, screen.width))
-    if listed.pruned:
+    if any(attempt.pruned for report in reports for attempt in report.attempts):
         screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
 
 
-def _lines(listed: RolloutList, healths: dict[str, RolloutHealth]) -> list[str]:
+def _lines(reports: Sequence[RolloutReport]) -> list[str]:
     rows = [("rollout", "reward", "mode", "ended", "try", "health", "task")]
-    for entry in listed.entries:
-        rollout = entry.rollout
+    for report in reports:
+        entry, rollout, health = report.entry, report.entry.rollout, report.health
         rewards = ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in entry.rewards if r.call is None)
         rows.append(
             (
@@ -173,7 +169,7 @@ def _lines(listed: RolloutList, healths: dict[str, RolloutHealth]) -> list[str]:
                 rollout.mode.value,
                 rollout.ending.value if rollout.ending else rollout.state.value,
                 "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
-                healths[rollout.id].text if rollout.id in healths else "-",
+                "-" if health is None else health.text,
                 json.dumps(rollout.task.input, ensure_ascii=False),
             )
         )
@@ -207,22 +203,25 @@ def show(names: Names, width: Width = 300, tokens: TokensOption = False, as_json
     *runs, id = names
     if len(runs) > 1:
         raise typer.BadParameter(f"Name a run and a rollout, not {len(names)} things: agl show RUN ID.")
-    report = reading.read_run(Path(runs[0]) if runs else None, lambda store: read_rollout(store, id))
+    group = asyncio.run(read_group(reading.find_run(Path(runs[0]) if runs else None), id))
+    entry = group.chosen.entry
+    rollout = entry.rollout
     if as_json:
-        print_json(report)
+        report = {"rollout": rollout, "superseded": entry.superseded, "attempts": group.chosen.attempts}
+        print_json({**report, "groups": group.credit, "weights": entry.weights})
         return
-    screen, rollout = Screen(), report.rollout
+    screen = Screen()
     screen.print(f"rollout {rollout.id}  {rollout.mode.value}  {rollout.state.value}", style="bold")
-    if report.superseded:
+    if entry.superseded:
         screen.print("superseded: a later restart went on from an earlier checkpoint", style="yellow")
     screen.print(f"task {rollout.task.id}: {_json(rollout.task.input, width)}")
-    for attempt in report.attempts:
-        _print_attempt(screen, attempt, report, width, tokens)
+    for attempt in group.chosen.attempts:
+        _print_attempt(screen, attempt, group, width, tokens)
 
 
-def _print_attempt(screen: Screen, report: AttemptReport, of: RolloutReport, width: int, tokens: bool) -> None:
+def _print_attempt(screen: Screen, report: AttemptReport, group: GroupReport, width: int, tokens: bool) -> None:
     attempt, episode = report.attempt, report.episode
-    counts = attempt.attempt == of.rollout.counted_attempt
+    counts = attempt.attempt == group.chosen.entry.rollout.counted_attempt
     ending = attempt.ending.value if attempt.ending else "running"
     screen.print(f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", style="bold")
     if attempt.error:
@@ -257,21 +256,22 @@ def _print_attempt(screen: Screen, report: AttemptReport, of: RolloutReport, wid
     screen.print(f"  result: {_json(episode.result, width)}")
     for reward in report.uncounted_rewards:
         screen.print(f"  reward {_reward(reward)[:-1]}, which does not count)", style="yellow")
-    screen.print(f"  terminal reward: {_terminal(report.terminal(of.weights))}", style="bold")
+    screen.print(f"  terminal reward: {_terminal(report.terminal(group.chosen.entry.weights))}", style="bold")
     if counts:
-        _print_groups(screen, of)
+        _print_credit(screen, group)
 
 
-def _print_groups(screen: Screen, report: RolloutReport) -> None:
-    several = len({group.policy for group in report.groups}) > 1
-    for group in report.groups:
-        if report.rollout.id in group.credit:
-            credits = group.credit.values()
+def _print_credit(screen: Screen, group: GroupReport) -> None:
+    rollout = group.chosen.entry.rollout
+    several = len({credit.policy for credit in group.credit}) > 1
+    for credit in group.credit:
+        if rollout.id in credit.credit:
+            credits = credit.credit.values()
             values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in of_one)) for of_one in credits)
-            policy = f" of policy {group.policy}" if several else ""
+            policy = f" of policy {credit.policy}" if several else ""
             screen.print(
-                f"  group {one_line(report.rollout.group, 80)}, step {group.step}: mean credit{policy} "
-                f"{number(group.mean, 4)}, standard deviation {number(group.std, 4)}, over {len(credits)} rollouts: "
+                f"  group {one_line(rollout.group, 80)}, step {credit.step}: mean credit{policy} "
+                f"{number(credit.mean, 4)}, standard deviation {number(credit.std, 4)}, over {len(credits)} rollouts: "
                 f"{one_line(values, 300)}",
                 style="magenta",
             )

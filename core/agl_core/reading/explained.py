@@ -1,17 +1,20 @@
-"""One rollout explained: its attempts turn by turn, its rewards, and the credit of its group."""
+"""Rollouts explained: their attempts turn by turn, their rewards, and the credit of their group."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from agl_core.errors import StoreRefusedError
 from agl_core.learning.health import RolloutHealth, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.transitions import build_episode
+from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store
-from agl_core.training.rollouts import Recorded, by_rollout, counted_attempts
+from agl_core.training.rollouts import Recorded, counted_attempts
 from agl_core.types import (
     Attempt,
     AttemptKey,
@@ -120,92 +123,153 @@ class AttemptReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutReport:
-    """Everything that is recorded of one rollout."""
+class RolloutEntry:
+    """One rollout, without its calls."""
 
     rollout: Rollout
     superseded: bool
-    attempts: Sequence[AttemptReport]
-    groups: Sequence[GroupCredit]
-    """The credit that it was compared with, for each step and policy."""
+    """A later restart went on from before its step."""
     weights: Mapping[str, float]
     """The weights of the run's reward rules in the terminal reward, by name."""
+    attempt: Attempt | None
+    """The one that counts. Rewards and training records are of this one."""
+    rewards: Sequence[Reward]
+    training_records: Sequence[TrainingRecord]
+
+    @property
+    def reward(self) -> float | None:
+        """The terminal reward: the weighted sum of those that rules gave; None without one."""
+        return TerminalReward.of(self.rewards, self.weights).value
 
 
-async def read_rollout(store: Store, prefix: str) -> RolloutReport:
-    """The rollout whose id starts with `prefix`. StoreError if there is none, or more than one."""
-    rollout, runs = await store.rollout(prefix), await store.runs()
-    attempts = await attempt_reports(store, [(rollout, attempt) for attempt in await store.attempts(rollout.id)])
-    weights = next((reward_weights(r) for r in runs if (r.id, r.restart) == (rollout.run, rollout.restart)), {})
-    return RolloutReport(rollout, is_superseded(rollout, runs), attempts, await group_credit(store, rollout), weights)
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """Everything that is recorded of one rollout."""
+
+    entry: RolloutEntry
+    attempts: Sequence[AttemptReport]
+    """All of them, also those that do not count."""
+
+    @property
+    def counted(self) -> AttemptReport | None:
+        """The attempt that counts."""
+        return next((a for a in self.attempts if a.attempt.attempt == self.entry.rollout.counted_attempt), None)
+
+    @property
+    def health(self) -> RolloutHealth | None:
+        """Its verdict with the reasons; None as long as it is not done."""
+        if self.entry.rollout.state is not RolloutState.DONE:
+            return None
+        return RolloutHealth(symptoms=(Symptom.ENDING,)) if self.counted is None else self.counted.health
 
 
-async def read_call(store: Store, prefix: str, attempt: int, call_id: str) -> Call:
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """A rollout, and those that it was compared with."""
+
+    chosen: RolloutReport
+    members: Sequence[RolloutReport]
+    """All of the group, the chosen one too."""
+    credit: Sequence[GroupCredit]
+    """For each step that trained on the group, and each policy."""
+
+
+async def read_group(folder: Path, prefix: str) -> GroupReport:
+    """The rollout whose id starts with `prefix`, with its group. StoreError if there is none, or more than one."""
+    async with open_store(folder) as store:
+        rollout = await store.rollout(prefix)
+        members = await reports_of(store, await members_of(store, rollout))
+    chosen = next(member for member in members if member.entry.rollout.id == rollout.id)
+    return GroupReport(chosen, members, _group_credit(members))
+
+
+async def read_call(folder: Path, prefix: str, attempt: int, call_id: str) -> Call:
     """One call of the rollout whose id starts with `prefix`, as it was recorded. StoreError if there is none."""
-    rollout = await store.rollout(prefix)
-    for call in await store.calls([AttemptKey(rollout.id, attempt)]):
-        if call.id == call_id:
-            return call
+    async with open_store(folder) as store:
+        rollout = await store.rollout(prefix)
+        for call in await store.calls([AttemptKey(rollout.id, attempt)]):
+            if call.id == call_id:
+                return call
     raise StoreRefusedError(
         f"Attempt {attempt} of {rollout.id} has no call {call_id!r}. `agl show {rollout.id}` shows them."
     )
 
 
-async def read_members(store: Store, rollout: Rollout) -> list[Rollout]:
-    """The rollouts that were compared with this one, itself included."""
+async def members_of(store: Store, rollout: Rollout) -> list[Rollout]:
+    """The rollouts that are compared with this one, itself included, in their order."""
     members = await store.rollouts(run=rollout.run, group=rollout.group, mode=rollout.mode)
-    return [member for member in members if member.restart == rollout.restart]
+    return sorted((m for m in members if m.restart == rollout.restart), key=lambda member: member.member)
 
 
-async def group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:
-    """For each step that trained on the rollout's group: the credit of all its members' transitions."""
-    members = await read_members(store, rollout)
-    keys = counted_attempts(members)
-    policies = {call.id: call.policy for call in await store.calls(keys)}
+def _group_credit(members: Sequence[RolloutReport]) -> list[GroupCredit]:
     by_step: dict[tuple[int, str], dict[str, list[float]]] = {}
-    for record in await store.training_records(keys):
-        if record.credit is not None and record.advantage is not None:
-            of_step = by_step.setdefault((record.step, policies.get(record.call, "")), {})
-            of_step.setdefault(record.rollout, []).append(record.credit)
-    order = {member.id: member.member for member in members}
-    return [
-        GroupCredit.of(step, policy, dict(sorted(values.items(), key=lambda item: order[item[0]])))
-        for (step, policy), values in sorted(by_step.items())
-    ]
+    for attempt in (member.counted for member in members if member.counted is not None):
+        policies = {t.key.call: t.policy for t in attempt.episode.transitions}
+        for record in attempt.training_records:
+            if record.credit is not None and record.advantage is not None:
+                of_step = by_step.setdefault((record.step, policies.get(record.call, "")), {})
+                of_step.setdefault(record.rollout, []).append(record.credit)
+    return [GroupCredit.of(step, policy, credit) for (step, policy), credit in sorted(by_step.items())]
 
 
-async def counted_of(store: Store, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Attempt]]:
-    """These rollouts, each with its attempt that counts; those without one are left out."""
+async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:
+    """These rollouts, in their order."""
+    keys = counted_attempts(rollouts)
+    attempts = await store.attempts(*(key.rollout for key in keys))
+    return await _entries(store, rollouts, attempts, await store.rewards(keys), await store.training_records(keys))
+
+
+async def reports_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutReport]:
+    """Everything that is recorded of these rollouts, in their order."""
+    attempts = await store.attempts(*(rollout.id for rollout in rollouts))
+    keys = [attempt.key for attempt in attempts]
+    rewards, records = await store.rewards(keys), await store.training_records(keys)
+    calls_of, tool_results_of = _by_attempt(await store.calls(keys)), _by_attempt(await store.tool_results(keys))
+    rewards_of, records_of, annotations_of = (
+        _by_attempt(rewards),
+        _by_attempt(records),
+        _by_attempt(await store.annotations(keys)),
+    )
+    reports: dict[str, list[AttemptReport]] = {rollout.id: [] for rollout in rollouts}
     by_id = {rollout.id: rollout for rollout in rollouts}
-    attempts = await store.attempts(*by_id)
-    return [(by_id[a.rollout], a) for a in attempts if a.attempt == by_id[a.rollout].counted_attempt]
+    for attempt in attempts:
+        key, calls = attempt.key, calls_of[attempt.key]
+        episode = build_episode(
+            by_id[attempt.rollout], attempt, calls, tool_results_of[key], rewards_of[key], annotations_of[key]
+        )
+        pruned = any(call.pruned for call in calls)
+        reports[attempt.rollout].append(AttemptReport(attempt, episode, records_of[key], pruned))
+    entries = await _entries(store, rollouts, attempts, rewards, records)
+    return [RolloutReport(entry, reports[entry.rollout.id]) for entry in entries]
 
 
-async def attempt_reports(store: Store, attempts: Sequence[tuple[Rollout, Attempt]]) -> list[AttemptReport]:
-    """Everything that is recorded of these attempts."""
-    keys = [attempt.key for _, attempt in attempts]
-    calls, tool_results = by_rollout(await store.calls(keys)), by_rollout(await store.tool_results(keys))
-    rewards, records = by_rollout(await store.rewards(keys)), by_rollout(await store.training_records(keys))
+async def _entries(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    attempts: Sequence[Attempt],
+    rewards: Sequence[Reward],
+    records: Sequence[TrainingRecord],
+) -> list[RolloutEntry]:
+    """Entries of rollouts, from what was recorded of their attempts."""
+    runs = await store.runs()
+    weights = {(run.id, run.restart): reward_weights(run) for run in runs}
+    attempt_of = {attempt.key: attempt for attempt in attempts}
+    rewards_of, records_of = _by_attempt(rewards), _by_attempt(records)
 
-    def report(rollout: Rollout, attempt: Attempt) -> AttemptReport:
-        own_calls = _of(attempt, calls)
-        episode = build_episode(rollout, attempt, own_calls, _of(attempt, tool_results), _of(attempt, rewards))
-        return AttemptReport(attempt, episode, _of(attempt, records), any(call.pruned for call in own_calls))
+    def entry(rollout: Rollout) -> RolloutEntry:
+        key = AttemptKey(rollout.id, -1 if rollout.counted_attempt is None else rollout.counted_attempt)
+        rules = weights.get((rollout.run, rollout.restart), {})
+        superseded = is_superseded(rollout, runs)
+        return RolloutEntry(rollout, superseded, rules, attempt_of.get(key), rewards_of[key], records_of[key])
 
-    return [report(rollout, attempt) for rollout, attempt in attempts]
-
-
-def _of(attempt: Attempt, records: Mapping[str, Sequence[Recorded]]) -> list[Recorded]:
-    """The records of one attempt, among those of its rollout."""
-    return [record for record in records.get(attempt.rollout, ()) if record.attempt == attempt.attempt]
+    return [entry(rollout) for rollout in rollouts]
 
 
-async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, RolloutHealth]:
-    """The health of those of these rollouts that are done, by id."""
-    done = [r for r in rollouts if r.state is RolloutState.DONE]
-    reports = await attempt_reports(store, await counted_of(store, done))
-    healths = {report.attempt.rollout: report.health for report in reports}
-    return {r.id: healths.get(r.id, RolloutHealth(symptoms=(Symptom.ENDING,))) for r in done}
+def _by_attempt(records: Iterable[Recorded]) -> defaultdict[AttemptKey, list[Recorded]]:
+    grouped = defaultdict[AttemptKey, list[Recorded]](list)
+    for record in records:
+        grouped[AttemptKey(record.rollout, record.attempt)].append(record)
+    return grouped
 
 
 def is_superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from agl_core.errors import ConfigError
-from agl_core.reading.explained import AttemptReport, attempt_reports, counted_of
-from agl_core.reading.rollouts import Query, RolloutEntry, entries_of, matching
+from agl_core.reading.explained import AttemptReport, RolloutEntry, entries_of, reports_of
+from agl_core.reading.rollouts import Query, groups_of, matching
 from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store
 from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition, are_equal
 from agl_core.types.forms import parse_if_json, to_json
 
-_PAGE = 200
 _ROW_GROUP = 256
 """Rows that Parquet writes together."""
 
@@ -74,7 +73,7 @@ async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -
         trains = to in (Format.SFT, Format.PREFERENCES) and query.mode is None and query.split is None
         held_out = not trains or not any([await store.rollouts(mode=m, newest=1) for m in Mode if not m.evaluates])
         with _appearing(out) as part, _writers(to, part) as writers:
-            async for group in _groups(store, query):
+            for group in groups_of(await store.rollouts(step=query.step, mode=query.mode)):
                 exported = await _selected(store, group, query, held_out, export.left_out)
                 export.pruned += sum(rollout.report.pruned for rollout in exported)
                 for name, rows in _rows(to, exported, query.agent).items():
@@ -89,42 +88,24 @@ async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -
     return export
 
 
-async def _groups(store: Store, query: Query) -> AsyncIterator[list[Rollout]]:
-    """The rollouts that are compared with each other, all together, in the order in which they were made."""
-    after, known = None, set()
-    while page := await store.rollouts(step=query.step, mode=query.mode, after=after, limit=_PAGE):
-        after = page[-1].id
-        for first in page:
-            if (key := _group_key(first)) not in known:
-                known.add(key)
-                members = await store.rollouts(run=first.run, group=first.group, mode=first.mode)
-                yield [member for member in members if _group_key(member) == key]
-
-
-def _group_key(rollout: Rollout) -> tuple[str, int, str, int, Mode]:
-    return rollout.run, rollout.restart, rollout.group, rollout.step, rollout.mode
-
-
 async def _selected(
     store: Store, rollouts: Sequence[Rollout], query: Query, held_out: bool, left_out: Counter[str]
 ) -> list[Exported]:
     """Those that leave the run; the others are counted."""
-    counted = await counted_of(store, [r for r in rollouts if r.state is RolloutState.DONE])
-    left_out["not done"] += len(rollouts) - len(counted)
-    entries = await entries_of(store, [rollout for rollout, _ in counted])
-    matches = await matching(store, query, entries)
-    selected = {}
-    for entry in entries:
+    done = [r for r in rollouts if r.state is RolloutState.DONE and r.counted_attempt is not None]
+    left_out["not done"] += len(rollouts) - len(done)
+    entries = []
+    for entry in await entries_of(store, done):
         if entry.superseded:
             left_out["superseded by a later restart"] += 1
         elif entry.rollout.mode.evaluates and not held_out:
             left_out["evaluations (--mode or --split takes them)"] += 1
-        elif entry.rollout.id not in matches:
-            left_out["not what the filters ask for"] += 1
         else:
-            selected[entry.rollout.id] = entry
-    reports = await attempt_reports(store, [(r, attempt) for r, attempt in counted if r.id in selected])
-    return [Exported(selected[report.attempt.rollout], report) for report in reports]
+            entries.append(entry)
+    matches = await matching(store, query, entries)
+    left_out["not what the filters ask for"] += len(entries) - len(matches)
+    reports = await reports_of(store, [entry.rollout for entry in matches])
+    return [Exported(report.entry, report.counted) for report in reports if report.counted is not None]
 
 
 def _rows(to: Format, group: Sequence[Exported], agent: str | None) -> dict[str, list[Row]]:

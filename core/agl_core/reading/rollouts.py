@@ -1,39 +1,20 @@
-"""The rollouts of a run: listing them with their rewards, and filtering them, for `agl rollouts` and for pages."""
+"""The rollouts of a run: which ones match, in lists, pages and groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from agl_core.reading.explained import TerminalReward, counted_of, healths_of, is_superseded, reward_weights
+from agl_core.reading.explained import RolloutEntry, RolloutReport, entries_of, is_superseded, reports_of
+from agl_core.reading.runs import open_store
 from agl_core.reading.words import message_text
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_rollout, counted_attempts
-from agl_core.types import Call, Ending, Json, Mode, Reward, Rollout, ToolStatus, Verdict
+from agl_core.types import Ending, Json, Mode, RecordedRollout, Rollout, RolloutState, ToolStatus, Verdict
 
 _PAGE = 200
 """Rollouts that are read together while matches are looked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutEntry:
-    """One rollout of a list."""
-
-    rollout: Rollout
-    superseded: bool
-    rewards: Sequence[Reward]
-    """Those of the attempt that counts."""
-    reward: float | None
-    """The terminal reward: the weighted sum of those that rules gave; None without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutList:
-    """Rollouts, the newest last."""
-
-    entries: Sequence[RolloutEntry]
-    pruned: bool
-    """The calls of the oldest step among these were pruned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,80 +45,144 @@ class Query:
     verdict: Verdict | None = None
     """On the rollout's health."""
 
+    @property
+    def reads_calls(self) -> bool:
+        """True if calls and tool results have to be read to know what matches."""
+        return any((self.agent, self.policy, self.tool, self.status, self.text, self.verdict))
+
     def takes(self, entry: RolloutEntry) -> bool:
-        """True if a rollout matches as far as its own record says; step and mode are for the store to select by."""
+        """True if a rollout matches but for its calls, and for step and mode, which the store selects by."""
         rollout, reward = entry.rollout, entry.reward
         return (
             self.split in (None, rollout.task.split)
             and self.ending in (None, rollout.ending)
             and (self.low is None or (reward is not None and reward >= self.low))
             and (self.high is None or (reward is not None and reward <= self.high))
+            and (self.dropped is None or any(self.dropped == record.dropped for record in entry.training_records))
         )
 
-
-async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:
-    """These rollouts with their rewards."""
-    rewards, runs = by_rollout(await store.rewards(counted_attempts(rollouts))), await store.runs()
-    weights = {(run.id, run.restart): reward_weights(run) for run in runs}
-
-    def entry(rollout: Rollout) -> RolloutEntry:
-        given = rewards.get(rollout.id, [])
-        value = TerminalReward.of(given, weights.get((rollout.run, rollout.restart), {})).value
-        return RolloutEntry(rollout, is_superseded(rollout, runs), given, value)
-
-    return [entry(rollout) for rollout in rollouts]
-
-
-async def matching(store: Store, query: Query, entries: Sequence[RolloutEntry]) -> set[str]:
-    """The ids of those that match, whatever their step and mode. Only records that the query is about are read."""
-    rollouts = [entry.rollout for entry in entries if query.takes(entry)]
-    keys = counted_attempts(rollouts)
-    asks_for_calls = query.agent is not None or query.policy is not None or bool(query.text)
-    asks_for_tools = query.tool is not None or query.status is not None
-    calls = by_rollout(await store.calls(keys)) if asks_for_calls else {}
-    tools = by_rollout(await store.tool_results(keys)) if asks_for_tools else {}
-    records = by_rollout(await store.training_records(keys)) if query.dropped is not None else {}
-    healths = await healths_of(store, rollouts) if query.verdict is not None else {}
-    results = {r.id: a.result for r, a in await counted_of(store, rollouts)} if query.text else {}
-
-    def matches(rollout: Rollout) -> bool:
-        id = rollout.id
-        own_calls = calls.get(id, ())
+    def takes_calls(self, report: RolloutReport) -> bool:
+        """True if a rollout matches as far as its calls say."""
+        attempt, health = report.counted, report.health
+        transitions = () if attempt is None else attempt.episode.transitions
+        results = [result for t in transitions for result in t.tool_results]
+        results += [] if attempt is None else attempt.episode.unjoined
         return (
-            (query.agent is None or any(call.agent == query.agent for call in own_calls))
-            and (query.policy is None or any(call.policy == query.policy for call in own_calls))
+            (self.agent is None or any(t.agent == self.agent for t in transitions))
+            and (self.policy is None or any(t.policy == self.policy for t in transitions))
             and (
-                not asks_for_tools
-                or any(query.tool in (None, t.tool) and query.status in (None, t.status) for t in tools.get(id, ()))
+                (self.tool is None and self.status is None)
+                or any(self.tool in (None, r.tool) and self.status in (None, r.status) for r in results)
             )
-            and (query.dropped is None or any(query.dropped == record.dropped for record in records.get(id, ())))
-            and (query.verdict is None or (id in healths and healths[id].verdict is query.verdict))
-            and (not query.text or _contains(query.text.lower(), rollout, results.get(id), own_calls))
+            and (self.verdict is None or (health is not None and health.verdict is self.verdict))
+            and (not self.text or any(self.text.lower() in part.lower() for part in _texts(report)))
         )
 
-    return {rollout.id for rollout in rollouts if matches(rollout)}
+
+def _texts(report: RolloutReport) -> list[str]:
+    """The texts of a rollout that a search looks at."""
+    messages: list[Mapping[str, Json]] = []
+    for transition in () if report.counted is None else report.counted.episode.transitions:
+        messages += [*transition.messages, transition.response]
+    attempt = report.entry.attempt
+    result = None if attempt is None else attempt.result
+    return [str(report.entry.rollout.task.input), *map(message_text, messages), str(result)]
 
 
-async def list_rollouts(store: Store, query: Query, limit: int) -> RolloutList:
+@dataclass(frozen=True, slots=True)
+class RolloutPage:
+    """Some rollouts of a run, in whole groups."""
+
+    entries: Sequence[RolloutEntry]
+    matching: set[str]
+    """The ids of those that match."""
+    older: str | None
+    """The rollout that older pages are before; None if there are none."""
+    newer: str | None
+    """The rollout that newer pages are after; None if there are none."""
+
+
+async def read_page(
+    folder: Path, query: Query, size: int, before: str | None = None, after: str | None = None
+) -> RolloutPage:
+    """About `size` rollouts of the query's step and mode: the newest, or those before or after another rollout.
+
+    A group is on one page.
+    """
+    most = size + 1
+    async with open_store(folder) as store:
+        rollouts = await store.rollouts(
+            step=query.step, mode=query.mode, before=before, after=after, limit=most, newest=None if after else most
+        )
+        goes_on = len(rollouts) > size
+        if goes_on:
+            cut = rollouts[0 if after is None else -1].group
+            rollouts = [rollout for rollout in rollouts if rollout.group != cut] or rollouts
+        entries = await entries_of(store, rollouts)
+        matches = await matching(store, query, entries)
+    return RolloutPage(
+        entries,
+        {entry.rollout.id for entry in matches},
+        older=rollouts[0].id if rollouts and (goes_on or after is not None) else None,
+        newer=rollouts[-1].id if rollouts and (before is not None or (goes_on and after is not None)) else None,
+    )
+
+
+async def list_rollouts(folder: Path, query: Query, limit: int) -> list[RolloutReport]:
     """The newest rollouts that match, the newest last."""
-    everything = Query(step=query.step, mode=query.mode)
-    newest = await store.rollouts(step=query.step, mode=query.mode, newest=limit if query == everything else None)
-    entries: list[RolloutEntry] = []
-    for end in range(len(newest), 0, -_PAGE):
-        page = await entries_of(store, newest[max(0, end - _PAGE) : end])
-        ids = await matching(store, query, page)
-        entries[:0] = [entry for entry in page if entry.rollout.id in ids]
-        if len(entries) >= limit:
-            break
-    entries = entries[-limit:]
-    counted = [entry.rollout for entry in entries if entry.rollout.counted_attempt is not None]
-    oldest = sorted(counted, key=lambda rollout: rollout.step)[:1]
-    return RolloutList(entries, any(call.pruned for call in await store.calls(counted_attempts(oldest))))
+    selects_all = query == Query(step=query.step, mode=query.mode)
+    async with open_store(folder) as store:
+        newest = await store.rollouts(step=query.step, mode=query.mode, newest=limit if selects_all else None)
+        matches: list[Rollout] = []
+        for end in range(len(newest), 0, -_PAGE):
+            page = await entries_of(store, newest[max(0, end - _PAGE) : end])
+            matches[:0] = [entry.rollout for entry in await matching(store, query, page)]
+            if len(matches) >= limit:
+                break
+        return await reports_of(store, matches[-limit:])
 
 
-def _contains(text: str, rollout: Rollout, result: Json, calls: Sequence[Call]) -> bool:
-    messages: list[Mapping[str, Json]] = [
-        m for call in calls for m in call.request.get("messages") or () if isinstance(m, dict)
-    ]
-    messages += [choice.message for call in calls for choice in call.choices]
-    return any(text in part.lower() for part in (str(rollout.task.input), *map(message_text, messages), str(result)))
+async def read_entries(folder: Path, query: Query) -> list[RolloutEntry]:
+    """The rollouts that match, the newest last, without their calls."""
+    async with open_store(folder) as store:
+        entries = await entries_of(store, await store.rollouts(step=query.step, mode=query.mode))
+        return await matching(store, query, entries)
+
+
+async def matching(store: Store, query: Query, entries: Sequence[RolloutEntry]) -> list[RolloutEntry]:
+    """Those that match, whatever their step and mode. Calls are only read if the query is about them."""
+    entries = [entry for entry in entries if query.takes(entry)]
+    if not query.reads_calls:
+        return entries
+    reports = await reports_of(store, [entry.rollout for entry in entries])
+    return [report.entry for report in reports if query.takes_calls(report)]
+
+
+def groups_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The rollouts that are compared with each other, all together, in the order in which they were recorded."""
+    groups: dict[tuple[object, ...], list[Rollout]] = {}
+    for r in rollouts:
+        groups.setdefault((r.run, r.restart, r.step, r.mode, r.task.split, r.group), []).append(r)
+    return list(groups.values())
+
+
+async def recorded_groups(folder: Path) -> list[list[Rollout]]:
+    """The rollouts of a run that count, in their groups: those that are done, and that no restart superseded."""
+    async with open_store(folder) as store:
+        runs, done = await store.runs(), await store.rollouts(state=RolloutState.DONE)
+    return groups_of([r for r in done if r.counted_attempt is not None and not is_superseded(r, runs)])
+
+
+async def read_recorded(folder: Path, rollouts: Sequence[Rollout]) -> list[RecordedRollout]:
+    """These rollouts of `recorded_groups`, with what was recorded of them."""
+    keys = counted_attempts(rollouts)
+    async with open_store(folder) as store:
+        entries = await entries_of(store, rollouts)
+        calls, results = by_rollout(await store.calls(keys)), by_rollout(await store.tool_results(keys))
+    recorded = []
+    for entry in entries:
+        assert entry.attempt is not None, "it counts"
+        id = entry.rollout.id
+        own = calls.get(id, []), results.get(id, []), entry.rewards
+        recorded.append(RecordedRollout(entry.rollout, entry.attempt, *own, entry.reward))
+    return recorded

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tomllib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import tomli_w
 
@@ -18,13 +17,14 @@ from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, StoreError
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, verdict_of
-from agl_core.store.connections import is_written
+from agl_core.store.connections import is_written, log_of
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_core.training.failures import who_waits
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE
-
-_Result = TypeVar("_Result")
+from agl_core.types import Mode
+from agl_core.wire import Activity
 
 RUNS = Path("runs")
 """Where commands look for runs."""
@@ -123,26 +123,42 @@ def _folders_in(runs: Path) -> list[Path]:
 
 def open_store(folder: Path, *, read_only: bool = True) -> Store:
     """The store of a run or of a capture, to be opened with `async with`."""
-    return find_store(folder)(read_only)
-
-
-def find_store(folder: Path) -> Callable[[bool], Store]:
-    """`open_store` as a function of `read_only`, for those who open it often: finding its plugin takes a while."""
-    if is_capture(folder):
-        return lambda read_only: SqliteStore(folder / _STORE, read_only=read_only)
+    chosen = read_settings(folder).get("store", {"name": "sqlite"})
+    if chosen == {"name": "sqlite"}:
+        return SqliteStore(folder / _STORE, read_only=read_only)  # Finding its plugin would take a while.
     # The run may be somebody else's: none of its plugin files is imported.
-    chosen = load(folder / CONFIG_FILE, needs=STORED, plugins=Plugins.load()).store
-    return lambda read_only: cast(Store, chosen.build(folder, read_only))
+    loaded = load(folder / CONFIG_FILE, needs=STORED, plugins=Plugins.load())
+    return cast(Store, loaded.store.build(folder, read_only))
 
 
-def read_run(run: Path | None, read: Callable[[Store], Awaitable[_Result]]) -> _Result:
-    """The result of a function on the store of a run, which is named as for `find_run`."""
+def has_writer(folder: Path) -> bool:
+    """True while a process of this machine writes the run's store."""
+    return is_written(folder / _STORE)
 
-    async def reading() -> _Result:
-        async with open_store(find_run(run)) as store:
-            return await read(store)
 
-    return asyncio.run(reading())
+def state_mark(folder: Path) -> str:
+    """A text that is another one once something was recorded: sizes and times of what a run writes."""
+    marks = []
+    for file in (folder / METRICS_FILE, folder / _STORE, log_of(folder / _STORE)):
+        try:
+            stat = file.stat()
+        except OSError:
+            marks.append("-")
+        else:
+            marks.append(f"{stat.st_size}.{stat.st_mtime_ns}")
+    return "/".join(marks)
+
+
+async def read_start(folder: Path) -> float | None:
+    """The time at which the run was first started; None if nothing was recorded yet."""
+    async with open_store(folder) as store:
+        return min((run.started for run in await store.runs()), default=None)
+
+
+async def explain_waiting(folder: Path, activity: Activity) -> tuple[str, str]:
+    """For whom or what the rollouts of a running run wait, and what to do."""
+    async with open_store(folder) as store:
+        return await who_waits(activity, store)
 
 
 def is_capture(folder: Path) -> bool:
@@ -192,7 +208,7 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     has_died = not has_ended and (folder / CHECKPOINTS).exists()
     verdict = None if planned is None else verdict_of(lines)
     state: RunStatus = "stopped"
-    if is_written(folder / _STORE) and not (all_made and has_ended):
+    if has_writer(folder) and not (all_made and has_ended):
         state = "running"
     elif planned is None:
         state = "capture"
@@ -222,11 +238,24 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
     return Pruned(folder, calls, up_to, removed, before, _size(folder))
 
 
+async def erase(folder: Path, ids: Sequence[str]) -> int:
+    """Remove everything that was recorded of rollouts that were opened from outside; returns how many there were.
+
+    StoreError names those of which nothing is known, and then nothing is removed.
+    """
+    async with open_store(folder, read_only=False) as store:
+        known = {rollout.id for rollout in await store.rollouts(mode=Mode.USE)} | await store.erased(ids)
+        unknown = [id for id in ids if id not in known]
+        if unknown:
+            raise StoreError(f"There is no session {', '.join(unknown[:5])} in {folder}; nothing was deleted.")
+        return await store.erase(ids)
+
+
 def remove(folder: Path) -> None:
     """Remove a run with all its files. ConfigError if it is none; StoreError if a process writes it."""
     if "config_version" not in read_settings(folder):
         raise ConfigError(f"{folder} is not removed: its {CONFIG_FILE} is not that of a run.")
-    if is_written(folder / _STORE):
+    if has_writer(folder):
         raise StoreError(f"{folder} is not removed: a process trains, serves or evaluates it. End that first.")
     shutil.rmtree(folder)
 

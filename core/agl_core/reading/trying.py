@@ -15,12 +15,11 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning.batch import BatchPlan, make_batches
 from agl_core.learning.rewards import AGENT_SOURCE, failure_text, score_all, score_groups
-from agl_core.reading.explained import is_superseded
+from agl_core.reading.explained import RolloutEntry, entries_of, is_superseded, members_of
 from agl_core.reading.importing import import_file
-from agl_core.reading.rollouts import RolloutEntry, entries_of
 from agl_core.reading.runs import find_run, is_capture, is_run, open_store
 from agl_core.store.interface import Store
-from agl_core.training.rollouts import by_rollout, counted_attempts, recorded_episodes, scoring_rules
+from agl_core.training.rollouts import recorded_episodes, scoring_rules
 from agl_core.types import (
     DropReason,
     Ending,
@@ -141,13 +140,14 @@ def try_rewards(
 async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | None) -> Trial:
     async with open_store(run) as store:
         chosen = await _chosen(store, run, ids, step)
-        groups = await _groups(store, chosen)
+        one_of = {(r.group, r.run): r for r in chosen if r.mode.trains}
+        groups = [await members_of(store, rollout) for _, rollout in sorted(one_of.items())]
         done = [[member for member in group if member.state is RolloutState.DONE] for group in groups]
         unfinished = sum(map(len, groups)) - sum(map(len, done))
         everyone = [*(r for group in done for r in group), *(r for r in chosen if not r.mode.trains)]
         scored, failures = await _scored(loaded, await recorded_episodes(store, everyone, loaded.plugins.hook))
-        records = await store.training_records(counted_attempts(everyone))
         entries = {entry.rollout.id: entry for entry in await entries_of(store, everyone)}
+    records = [record for entry in entries.values() for record in entry.training_records]
     episodes = {episode.rollout: episode for episode in scored}
     # Training left these out for their age: other rewards would not change that.
     stale = {record.rollout for record in records if record.dropped == DropReason.STALE}
@@ -158,10 +158,7 @@ async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | 
     before = {record.key: _credit(record) for record in records}
     after = _credited(loaded, [[in_training[member.id] for member in group] for group in done])
     credit = {key: Change(before.get(key), after.get(key)) for key in {**before, **after}}
-    by_id = by_rollout(records)
-    changes = [
-        _rollout_change(episodes[r.id], entries[r.id], by_id.get(r.id, ()), credit) for r in chosen if r.id in episodes
-    ]
+    changes = [_rollout_change(episodes[r.id], entries[r.id], credit) for r in chosen if r.id in episodes]
     mean = Change(_mean([c.terminal.before for c in changes]), _mean([c.terminal.after for c in changes]))
     return Trial(run, changes, mean, unfinished, failures)
 
@@ -207,16 +204,6 @@ def _is_complete(rollout: Rollout) -> bool:
     return rollout.state is RolloutState.DONE and rollout.ending is not Ending.CANCELLED
 
 
-async def _groups(store: Store, chosen: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The groups of the training rollouts among these, with all their members in order."""
-    groups: dict[tuple[str, str], list[Rollout]] = {(r.group, r.run): [] for r in chosen if r.mode.trains}
-    for run, step in {(r.run, r.step) for r in chosen if r.mode.trains}:
-        for member in await store.rollouts(run=run, step=step):
-            if member.mode.trains and (member.group, run) in groups:
-                groups[member.group, run].append(member)
-    return [sorted(members, key=lambda member: member.member) for _, members in sorted(groups.items())]
-
-
 async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], list[str]]:
     """The episodes with their rewards, and the errors of rules, equal ones once."""
     rules, endings = scoring_rules(loaded), loaded.config.train.endings
@@ -245,14 +232,9 @@ def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict
     return credit
 
 
-def _rollout_change(
-    episode: Episode,
-    entry: RolloutEntry,
-    records: Sequence[TrainingRecord],
-    credit: Mapping[TransitionKey, Change],
-) -> RolloutChange:
+def _rollout_change(episode: Episode, entry: RolloutEntry, credit: Mapping[TransitionKey, Change]) -> RolloutChange:
     after: Value = episode.terminal if episode.dropped is None else f"dropped: {episode.dropped.value}"
-    before = _recorded_terminal(entry, records)
+    before = _recorded_terminal(entry)
     terminal = Change(after if before is None and isinstance(after, str) else before, after)
     parts = ([reward for reward in rewards if reward.call is None] for rewards in (entry.rewards, episode.rewards))
     rewards = _reward_changes(*parts)
@@ -287,12 +269,12 @@ def _transition_change(
     )
 
 
-def _recorded_terminal(entry: RolloutEntry, records: Sequence[TrainingRecord]) -> Value:
+def _recorded_terminal(entry: RolloutEntry) -> Value:
     """R as it was in training: 0 for what was trained on without one, or the reason why it was dropped unscored."""
-    reasons = {str(r.dropped) for r in records if r.credit is None and r.dropped not in _SCORED}
+    reasons = {str(r.dropped) for r in entry.training_records if r.credit is None and r.dropped not in _SCORED}
     if reasons:
         return f"dropped: {min(reasons)}"
-    return 0.0 if entry.reward is None and records else entry.reward
+    return 0.0 if entry.reward is None and entry.training_records else entry.reward
 
 
 def _reward_changes(before: Sequence[Reward], after: Sequence[Reward]) -> list[RewardChange]:

@@ -5,6 +5,7 @@ What a page needs is read by `agl_core.reading`, and a template makes HTML of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,17 +17,23 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from agl_core.errors import AglError
-from agl_core.reading.explained import AttemptReport, GroupCredit, Turn, read_call, read_rollout
+from agl_core.reading.explained import (
+    AttemptReport,
+    GroupCredit,
+    GroupReport,
+    RolloutReport,
+    Turn,
+    read_call,
+    read_group,
+)
 from agl_core.reading.metrics import MetricsLine, read_metrics, series
-from agl_core.reading.rollouts import Query
-from agl_core.reading.runs import RunEntry, read_entry
-from agl_core.store.connections import log_of
-from agl_core.training.metrics import METRICS_FILE
+from agl_core.reading.rollouts import Query, read_page
+from agl_core.reading.runs import RunEntry, read_entry, state_mark
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_view import charts
 from agl_view.folders import RunFolders
-from agl_view.groups import GroupReport, find_groups, read_group
+from agl_view.groups import align, groups_on
 from agl_view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -108,26 +115,29 @@ class Pages:
         """A text that is another one once something was recorded."""
         name = request.path_params.get("run")
         folders = self.folders.named().values() if name is None else [self.folders.find(name)]
-        return PlainTextResponse(" ".join(map(_mark, folders)))
+        return PlainTextResponse(" ".join(map(state_mark, folders)))
 
     async def rollouts(self, request: Request) -> Response:
         name, folder = self.found(request)
         query, line, given = read_query(request), run_line(name, folder), request.query_params
         size = PAGE_SIZE if query == Query(mode=query.mode) else MAX_SEARCHED
-        async with self.folders.open_store(folder) as store:
-            if query.step is None and "mode" not in given and await store.rollouts(mode=Mode.TRAIN, limit=1):
-                query = replace(query, mode=Mode.TRAIN)
-            listing = await find_groups(store, query, size, given.get("before"), given.get("after"))
-        asked = {key: value for key, value in given.items() if key not in ("before", "after")}
-        rewards = [m.entry.reward for g in listing.groups for m in g.members if m.entry.reward is not None]
-        advantages = [abs(m.advantage) for g in listing.groups for m in g.members if m.advantage is not None]
+        chosen = replace(query, mode=Mode.TRAIN) if query.step is None and "mode" not in given else query
+        page = await read_page(folder, chosen, size, given.get("before"), given.get("after"))
+        if not page.entries and chosen != query:  # Nothing trains here.
+            chosen, page = query, await read_page(folder, query, size, given.get("before"), given.get("after"))
+        groups = groups_on(page)
+        kept = {key: value for key, value in given.items() if key not in ("before", "after")}
+        rewards = [m.entry.reward for group in groups for m in group.members if m.entry.reward is not None]
+        advantages = [abs(m.advantage) for group in groups for m in group.members if m.advantage is not None]
         return self.render(
             request,
             "rollouts.html",
-            query=query,
-            listing=listing,
-            older=listing.older and f"?{urlencode({**asked, 'before': listing.older})}",
-            newer=listing.newer and f"?{urlencode({**asked, 'after': listing.newer})}",
+            query=chosen,
+            groups=groups,
+            matching=len(page.matching),
+            total=len(page.entries),
+            older=page.older and f"?{urlencode({**kept, 'before': page.older})}",
+            newer=page.newer and f"?{urlencode({**kept, 'after': page.newer})}",
             low=min(rewards, default=0.0),
             high=max(rewards, default=0.0),
             most=max(advantages, default=0.0),
@@ -141,38 +151,38 @@ class Pages:
 
     async def group(self, request: Request) -> Response:
         name, folder = self.found(request)
-        async with self.folders.open_store(folder) as store:
-            report = await read_group(store, request.path_params["id"])
-        rewards = [side.entry.reward for side in report.sides if side.entry.reward is not None]
+        group = await read_group(folder, request.path_params["id"])
+        sides = best_first(group.members)
+        rewards = [side.entry.reward for side in sides if side.entry.reward is not None]
         return self.render(
             request,
             "group.html",
-            group=report,
+            first=sides[0].entry.rollout,
             columns=[
                 (side, f"m{side.entry.rollout.member}", page_address("runs", name, "rollouts", side.entry.rollout.id))
-                for side in report.sides
+                for side in sides
             ],
+            rows=align(sides),
             low=min(rewards, default=0.0),
             high=max(rewards, default=0.0),
-            most=_most_of_group(report),
-            strips=[(credit, _strip(credit, None)) for credit in report.credit],
+            most=_most_of_group(group),
+            strips=[(credit, _strip(credit, None)) for credit in group.credit],
         )
 
     async def rollout(self, request: Request) -> Response:
         name, folder = self.found(request)
-        async with self.folders.open_store(folder) as store:
-            report = await read_rollout(store, request.path_params["id"])
-            group = await read_group(store, report.rollout.id)
-        ids = [side.entry.rollout.id for side in group.sides]
-        at = ids.index(report.rollout.id) if report.rollout.id in ids else 0
-        agents = dict.fromkeys(turn.transition.agent for attempt in report.attempts for turn in attempt.turns)
-        running = report.rollout.state is not RolloutState.DONE and run_line(name, folder).is_running
+        group = await read_group(folder, request.path_params["id"])
+        entry, attempts = group.chosen.entry, group.chosen.attempts
+        ids = [side.entry.rollout.id for side in best_first(group.members)]
+        at = ids.index(entry.rollout.id)
+        agents = dict.fromkeys(turn.transition.agent for attempt in attempts for turn in attempt.turns)
+        running = entry.rollout.state is not RolloutState.DONE and run_line(name, folder).is_running
         return self.render(
             request,
             "rollout.html",
-            report=report,
-            attempts=[(attempt, said_in(attempt), attempt.terminal(report.weights)) for attempt in report.attempts],
-            strips=[(g, _strip(g, report.rollout.id)) for g in report.groups if report.rollout.id in g.credit],
+            entry=entry,
+            attempts=[(attempt, said_in(attempt), attempt.terminal(entry.weights)) for attempt in attempts],
+            strips=[(c, _strip(c, entry.rollout.id)) for c in group.credit if entry.rollout.id in c.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),
             before=ids[at - 1] if at > 0 else None,
@@ -184,8 +194,7 @@ class Pages:
         _, folder = self.found(request)
         query = request.query_params
         attempt = whole(query.get("attempt", "0"), "attempt")
-        async with self.folders.open_store(folder) as store:
-            call = await read_call(store, query.get("rollout", ""), attempt, query.get("call", ""))
+        call = await read_call(folder, query.get("rollout", ""), attempt, query.get("call", ""))
         choices = []
         for choice in call.choices:
             ids = [] if choice.response_ids is None else choice.response_ids.tolist()
@@ -254,20 +263,6 @@ def run_line(name: str, folder: Path) -> RunLine:
         return RunLine(name, None, ())
 
 
-def _mark(folder: Path) -> str:
-    """Sizes and times of what a run writes."""
-    store = folder / "store.sqlite"
-    marks = []
-    for file in (folder / METRICS_FILE, store, log_of(store)):
-        try:
-            stat = file.stat()
-        except OSError:
-            marks.append("-")
-        else:
-            marks.append(f"{stat.st_size}.{stat.st_mtime_ns}")
-    return "/".join(marks)
-
-
 def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | None:
     """The text of each token by the policy's last checkpoint in the run's folder; None without that.
 
@@ -290,10 +285,20 @@ def _strip(credit: GroupCredit, mine: str | None) -> Any:
     return charts.strip(values, credit.mean, credit.std, mine)
 
 
+def best_first(members: Sequence[RolloutReport]) -> list[RolloutReport]:
+    """The rollouts of a group by their reward."""
+
+    def worth(report: RolloutReport) -> tuple[float, int]:
+        reward = report.entry.reward
+        return -math.inf if reward is None else reward, -report.entry.rollout.member
+
+    return sorted(members, key=worth, reverse=True)
+
+
 def _most_of_group(group: GroupReport) -> float:
     """The largest size of an advantage in it."""
-    sides = (side.attempt for side in group.sides if side.attempt is not None)
-    return max((abs(r.advantage) for attempt in sides for r in attempt.training_records if r.advantage), default=0.0)
+    records = (record for member in group.members for record in member.entry.training_records)
+    return max((abs(record.advantage) for record in records if record.advantage), default=0.0)
 
 
 def _tint(logprob: float | None) -> str:

@@ -12,13 +12,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agl_core.reading.explained import RolloutEntry, read_group
 from agl_core.reading.metrics import held_out, read_metrics, series
-from agl_core.reading.rollouts import RolloutEntry, entries_of
+from agl_core.reading.rollouts import Query, read_entries
 from agl_core.reading.runs import read_settings
-from agl_core.store.interface import Store
 from agl_core.types import Mode, Task
 from agl_view.charts import Points, line_chart
-from agl_view.groups import align, read_side
+from agl_view.groups import align
 from agl_view.pages.base import BadQueryError, Pages, member, whole
 from agl_view.templating import page_address
 
@@ -88,10 +88,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         of_first = steps[first] or [0]
         defaults = [(first, of_first[0] if first == last else of_first[-1]), (last, (steps[last] or [0])[-1])]
     sides = [_side(pages, request.query_params.get(key), at, defaults) for at, key in enumerate("ab")]
-    evaluated = []
-    for name, step in sides:
-        async with pages.folders.open_store(pages.folders.find(name)) as store:
-            evaluated.append(await _evaluated(store, step, mode))
+    evaluated = [await _evaluated(pages.folders.find(name), step, mode) for name, step in sides]
     names = list(dict.fromkeys(name for name, _ in sides))
     curves: dict[str, Points] = {}
     for name in names:
@@ -118,8 +115,7 @@ async def task_page(pages: Pages, request: Request) -> Response:
         name, _, rollout = request.query_params.get(key, "").rpartition("@")
         if not rollout:
             raise BadQueryError(f"{key} in the address must be RUN@ROLLOUT.")
-        async with pages.folders.open_store(pages.folders.find(name)) as store:
-            side = await read_side(store, rollout)
+        side = (await read_group(pages.folders.find(name), rollout)).chosen
         entry = side.entry.rollout
         columns.append((side, f"{name}, step {entry.step}", page_address("runs", name, "rollouts", entry.id)))
     first, second = (side.entry for side, _, _ in columns)
@@ -136,11 +132,9 @@ async def task_page(pages: Pages, request: Request) -> Response:
     )
 
 
-async def _evaluated(store: Store, step: int, mode: Mode) -> dict[bytes, RolloutEntry]:
+async def _evaluated(folder: Path, step: int, mode: Mode) -> dict[bytes, RolloutEntry]:
     """The rollouts of an evaluation, by task; of a task that a restart evaluated again, the last one."""
-    runs = {run.id for run in await store.runs()}
-    rollouts = await store.rollouts(step=step, mode=mode, run=runs.pop() if len(runs) == 1 else None)
-    return {_task_key(entry.rollout.task): entry for entry in await entries_of(store, rollouts)}
+    return {_task_key(e.rollout.task): e for e in await read_entries(folder, Query(step=step, mode=mode))}
 
 
 def _task_key(task: Task) -> bytes:

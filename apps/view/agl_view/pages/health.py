@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.reading.explained import healths_of
 from agl_core.reading.metrics import read_health
+from agl_core.reading.rollouts import Query, list_rollouts
 from agl_core.reading.runs import read_entry
 from agl_core.types import Mode, Verdict
 from agl_view.pages.base import Pages
@@ -21,13 +21,11 @@ async def health_page(pages: Pages, request: Request) -> Response:
     name, folder = pages.found(request)
     entry, health = read_entry(folder), read_health(folder)
     step = health.verdicts[-1][0] if health.verdicts else 1
-    async with pages.folders.open_store(folder) as store:
-        newest = await store.rollouts(step=step, mode=Mode.TRAIN, newest=_LOOKED_AT)
-        healths = await healths_of(store, newest)
+    newest = await list_rollouts(folder, Query(step=step, mode=Mode.TRAIN), _LOOKED_AT)
     sick = []
     for verdict in (Verdict.UNHEALTHY, Verdict.UNOBSERVED):
-        rollouts = [rollout for rollout in newest if rollout.id in healths and healths[rollout.id].verdict is verdict]
-        sick.append((verdict, [(rollout, healths[rollout.id]) for rollout in rollouts[-_SHOWN:]]))
+        reports = [report for report in newest if report.health is not None and report.health.verdict is verdict]
+        sick.append((verdict, [(report.entry.rollout, report.health) for report in reports[-_SHOWN:]]))
     return pages.render(
         request,
         "health.html",

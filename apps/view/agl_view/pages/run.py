@@ -13,9 +13,10 @@ from starlette.responses import Response
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
 from agl_core.reading.metrics import MetricsLine, held_out, keys_below, series
-from agl_core.reading.runs import read_settings
+from agl_core.reading.rollouts import Query, read_entries
+from agl_core.reading.runs import read_settings, read_start
+from agl_core.types import Mode
 from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
-from agl_view.groups import step_rewards
 from agl_view.pages.base import Pages, read_query, run_line
 from agl_view.templating import page_address
 
@@ -40,11 +41,11 @@ async def run_page(pages: Pages, request: Request) -> Response:
     last, chosen = max(trained, default=0), read_query(request).step
     step, rewards, problem, started = chosen or last, [], None, None
     try:
-        async with pages.folders.open_store(folder) as store:
-            started = min((run.started for run in await store.runs()), default=None)
-            for step in [last + 1, last] if chosen is None else [chosen]:  # The one under way, if it has any yet.
-                if rewards := await step_rewards(store, step):
-                    break
+        started = await read_start(folder)
+        for step in [last + 1, last] if chosen is None else [chosen]:  # The one under way, if it has any yet.
+            entries = await read_entries(folder, Query(step=step, mode=Mode.TRAIN))
+            if rewards := [e.reward for e in entries if e.reward is not None and not e.superseded]:
+                break
     except AglError as error:
         problem = str(error)
 
