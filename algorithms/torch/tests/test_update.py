@@ -231,7 +231,7 @@ def test_what_was_not_sampled_so_is_not_proved(loaded: LoadedModel) -> None:
 
     # Now version 1 trains. What version 0 sampled is older, and is found out if it claims to be of version 1.
     second = trainer.update(batch, grpo())
-    assert proved(batch, second) == {Proof.OLDER_VERSION: trained}
+    assert proved(batch, second) == {Proof.OTHER_VERSION: trained}
     claimed = replace(batch, version_N=np.ones_like(batch.version_N))
     assert proved(claimed, second)[Proof.DIFFERENT] > 0.9 * trained
 

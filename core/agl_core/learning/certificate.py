@@ -41,18 +41,12 @@ class Proof(StrEnum):
     EXACT = "exact"
     DIFFERENT = "different"
     """Training computed another log-probability than the server."""
-    OLDER_VERSION = "older_version"
-    """An earlier version sampled it than the one that was trained."""
-    WRONG_VERSION = "wrong_version"
-    """The call names a version that did not exist yet."""
-    NO_VERSION = "no_version"
-    """The server did not name the version."""
-    NOT_SAMPLED = "not_sampled"
-    """No sampled log-probability is known, as of recorded texts."""
+    OTHER_VERSION = "other_version"
+    """The server named another version than the one that was trained, mostly an earlier one, or none."""
     OTHER_TOKENS = "other_tokens"
     """The call has other tokens or log-probabilities than were trained on."""
-    NOT_RECOMPUTED = "not_recomputed"
-    """The engine did not say what it computed."""
+    NOT_KNOWN = "not_known"
+    """One of the two log-probabilities: recorded texts were not sampled, and an engine may not say what it computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +71,17 @@ def certify(transition: Transition, record: TrainingRecord) -> Certificate | Non
         return None
     if recomputed is None:
         mask_T = np.ones(len(ids), np.bool_) if transition.mask is None else transition.mask
-        missing = [Proof.NOT_RECOMPUTED if trained else None for trained in mask_T]
+        missing = [Proof.NOT_KNOWN if trained else None for trained in mask_T]
         return Certificate(np.full(len(ids), np.nan, np.float32), missing)
     logprobs_T = recomputed.logprobs
     doubt: Proof | None = None
     close_T = np.zeros(len(logprobs_T), np.bool_)
     if sampled_T is None:
-        doubt = Proof.NOT_SAMPLED
+        doubt = Proof.NOT_KNOWN
     elif digest(transition.prompt_ids, ids, sampled_T) != recomputed.digest or len(ids) != len(logprobs_T):
         doubt = Proof.OTHER_TOKENS
-    elif transition.version is None:
-        doubt = Proof.NO_VERSION
     elif transition.version != recomputed.version:
-        doubt = Proof.OLDER_VERSION if transition.version < recomputed.version else Proof.WRONG_VERSION
+        doubt = Proof.OTHER_VERSION
     else:
         tolerance = TOLERANCES.get(recomputed.precision, TOLERANCES["float32"])
         # Logits are divided by the temperature, and so are the differences that rounding makes.
