@@ -253,7 +253,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
             f"{ROLLOUT}.free_cache_engine": False,
             f"{ROLLOUT}.enable_sleep_mode": False,
             f"{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
-            f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": "agl_verl.cpu_serving.CpuWorkerExtension",
+            f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": "agl_verl.servers.CpuWorkerExtension",
             f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 64,
         }
     return settings

@@ -13,7 +13,6 @@ data-parallel workers, so a sum over all rows is each worker's sum times their n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -41,17 +40,8 @@ TOTAL_LOSS = "total_loss"
 """The metric of the whole loss; veRL has one of its own called `loss`, of raw sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A chain of transitions as veRL stores it."""
-
-    key: str
-    fields: dict[str, Any]
-    tag: dict[str, Any]
-
-
-def row_of(batch: Batch, chain: Chain, step: int) -> Row:
-    """The row of a chain for the update number `step`."""
+def row_of(batch: Batch, chain: Chain) -> dict[str, Any]:
+    """The fields of a chain's row, as veRL stores them."""
     first, last = int(chain[0]), int(chain[-1])
     tokens = torch.from_numpy(batch.tokens_T[batch.offsets[last] : batch.offsets[last + 1]].astype(np.int64))
     prompt = int(batch.prompt_lengths_N[first])
@@ -59,20 +49,16 @@ def row_of(batch: Batch, chain: Chain, step: int) -> Row:
     trained = (places >= 0) & batch.mask_R[places]
     mask = torch.from_numpy(trained.astype(np.int64))
     behaviour = np.where(trained, batch.behaviour_logprobs_R[places], 0.0).astype(np.float32)
-    return Row(
-        key=f"{step}_{first}",
-        fields={
-            "prompts": tokens[:prompt],
-            "responses": tokens[prompt:],
-            "input_ids": tokens,
-            "position_ids": torch.arange(len(tokens)),
-            "response_mask": mask,
-            "loss_mask": mask,
-            "rollout_log_probs": torch.from_numpy(behaviour),
-            "multi_modal_inputs": {},
-        },
-        tag={"seq_len": len(tokens)},
-    )
+    return {
+        "prompts": tokens[:prompt],
+        "responses": tokens[prompt:],
+        "input_ids": tokens,
+        "position_ids": torch.arange(len(tokens)),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rollout_log_probs": torch.from_numpy(behaviour),
+        "multi_modal_inputs": {},
+    }
 
 
 def _places_of(batch: Batch, chain: Chain) -> NDArray[np.int64]:

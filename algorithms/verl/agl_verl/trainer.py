@@ -161,11 +161,10 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Put the update's rows into TransferQueue, for veRL's workers. There are no metrics of that."""
         update, batch = self._update, self._update.usable.batch
         chains = lineages(batch, update.sent) if self._joins_calls else list(update.sent[:, None])
-        sent = [row_of(batch, chain, self.global_steps) for chain in chains]
-        update.chains = {row.key: chain for row, chain in zip(sent, chains, strict=True)}
-        keys, tags = [row.key for row in sent], [row.tag for row in sent]
-        fields = list_of_dict_to_tensordict([row.fields for row in sent])
-        tq.kv_batch_put(keys=keys, tags=tags, fields=fields, partition_id=PARTITION)
+        sent = [row_of(batch, chain) for chain in chains]
+        update.chains = {f"{self.global_steps}_{chain[0]}": chain for chain in chains}
+        keys, tags = list(update.chains), [{"seq_len": len(row["input_ids"])} for row in sent]
+        tq.kv_batch_put(keys=keys, tags=tags, fields=list_of_dict_to_tensordict(sent), partition_id=PARTITION)
         return KVBatchMeta(keys=keys, tags=tags, partition_id=PARTITION), {}
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: Any, *unused: Any, **settings: Any) -> KVBatchMeta:

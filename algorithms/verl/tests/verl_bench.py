@@ -249,10 +249,10 @@ class VerlBench:
         from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        rows = [None if chain is None else row_of(whole, chain, 1) for chain in chains]
+        rows = [None if chain is None else row_of(whole, chain) for chain in chains]
         first = next(row for row in rows if row is not None)
-        pad, _ = construct_minimal_padding_template(first.fields, first.tag, eos_token_id=0)
-        fields = [dict(pad if row is None else row.fields) for row in rows]
+        pad, _ = construct_minimal_padding_template(first, {}, eos_token_id=0)
+        fields = [dict(pad if row is None else row) for row in rows]
         random = torch.Generator().manual_seed(5)
         for n in others:
             prompt, tokens = len(fields[n]["prompts"]), fields[n]["input_ids"]
