@@ -186,7 +186,6 @@ def _verl() -> list[Case]:
         case("verl-loss-by-rollout", "hollow-episodes", loss(), "policy_loss_by_rollout"),
         case("verl-loss-of-transitions", "episodes", loss(), "policy_loss", LOSS, **means),
         case("verl-loss-token-sum", "episodes", token(), "policy_loss_summed_in_responses"),
-        case("verl-loss-unequal-groups", "single", token(drop_equal_groups=True), "policy_loss_of_unequal_groups"),
         case("verl-loss-kl", "episodes", token(beta=0.1), "policy_loss", beta=0.1),
         case("verl-loss-kl-bounded", "far", token(beta=0.1), "policy_loss", LOSS, beta=0.1),
         case("verl-loss-far", "far", token(), "policy_loss"),

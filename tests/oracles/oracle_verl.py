@@ -194,16 +194,5 @@ def policy_loss_by_rollout(batch: Batch) -> Outputs:
     return _with_gradient(batch, torch.stack(means).mean(), current_NL)
 
 
-def policy_loss_of_unequal_groups(batch: Batch) -> Outputs:
-    """The token mean over the rows of groups whose values are not all equal."""
-    current_NL = batch.padded("current").requires_grad_()
-    values: dict[int, set[float]] = {}
-    for row in batch.transitions:
-        values.setdefault(row.group, set()).add(row.value)
-    rows = batch.where(lambda row: len(values[row.group]) > 1)
-    part = batch.only(rows)
-    return _with_gradient(batch, PolicyLoss()(part, current_NL[rows, : part.padded("mask").shape[1]]), current_NL)
-
-
 def _with_gradient(batch: Batch, loss: Tensor, leaf_NL: Tensor) -> Outputs:
     return {"loss": loss.detach(), "gradient": batch.unpadded(torch.autograd.grad(loss, leaf_NL)[0])}

@@ -8,8 +8,8 @@ token weights w (`agl_algorithms.policy_gradient.token_weights`):
     loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − clip, 1 + clip_high)·A) · ρ  +  β · k3(π ‖ π_initial) )
 
 - GRPO: DeepSeekMath, arXiv 2402.03300, equations 3 and 4.
-- `clip_high`: DAPO, arXiv 2503.14476, equation 10. `drop_equal_groups`: the filter of its equation 11, without sampling
-  other groups instead. `aggregation = "token-mean"`: its loss by tokens, but over the batch, not in each group.
+- `clip_high`: DAPO, arXiv 2503.14476, equation 10. `aggregation = "token-mean"`: its loss by tokens, but over the
+  batch, not in each group.
 - `std_normalization = false`: Dr. GRPO, arXiv 2503.20783, section 3.2.
 - `ratio = "sequence"`: GSPO, arXiv 2507.18071, equations 5 to 7; the sequence is one transition.
 - `importance_cap`, `importance_level`: ρ = min(π_old / π_behaviour, `importance_cap`), otherwise ρ = 1.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.plugin import GrpoOptions
-from agl_algorithms.policy_gradient import PolicyGradient, Samples, count_rollouts, segment_sum, token_weights
+from agl_algorithms.policy_gradient import PolicyGradient, Samples, count_rollouts, segment_sum
 from agl_core.types import rounding
 
 
@@ -46,13 +46,6 @@ class Grpo(PolicyGradient):
         if self.options.std_normalization:
             advantage_N = advantage_N / (group.std_N + self.options.epsilon)
         return samples.at_tokens(torch.where(group.comparable_N, advantage_N, 0.0))
-
-    def weights(self, samples: Samples) -> Tensor:
-        """[R] token weights by `aggregation`, over all groups or those that are not equal."""
-        if not self.options.drop_equal_groups:
-            return super().weights(samples)
-        group = group_statistics(samples)
-        return token_weights(samples, self.options.aggregation, group.comparable_N & (group.std_N > 0))
 
 
 @dataclass(frozen=True, slots=True)

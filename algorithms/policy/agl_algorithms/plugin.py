@@ -81,9 +81,6 @@ class GrpoOptions(PolicyGradientOptions):
     std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
     ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")
-    drop_equal_groups: bool = Field(
-        False, description="Leave groups whose credited values are all equal out of the loss and its weights (DAPO)."
-    )
 
     def needs(self) -> frozenset[Capability]:
         """Groups besides."""

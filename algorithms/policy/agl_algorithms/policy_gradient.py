@@ -182,8 +182,8 @@ def weighted(loss_R: Tensor, per_token: Mapping[str, Tensor], weights_R: Tensor)
 # Token weights.
 
 
-def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Tensor | None = None) -> Tensor:
-    """[R] weights of the response tokens, which sum to 1; 0 where masked or where `taking_part_N` [N] bool is False.
+def token_weights(samples: Samples, aggregation: Aggregation) -> Tensor:
+    """[R] weights of the response tokens, which sum to 1; 0 where masked.
 
     With a_t the response of transition t, |a_t| its unmasked tokens, T_i the transitions of rollout i that have
     some, G_g the rollouts of group g that have some:
@@ -200,8 +200,7 @@ def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Ten
     Corrections (`Batch.weight_N`, for instance of replayed experience) are not in them: `agl_algorithms.prepared`
     multiplies these in afterwards, so that the share that a correction takes from one transition goes to no other.
     """
-    mask_R = samples.mask_R if taking_part_N is None else samples.mask_R & taking_part_N[samples.transition_R]
-    tokens_N = samples.sums(mask_R)
+    tokens_N = samples.sums(samples.mask_R)
     trained_N = tokens_N > 0
     if aggregation == "token-mean":
         share_N = (1.0 / tokens_N.sum().clamp(min=1)).expand(len(samples))
@@ -210,7 +209,7 @@ def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Ten
     else:
         turns_N, rollouts_N, groups = count_rollouts(samples, trained_N)
         share_N = 1.0 / (groups * rollouts_N * turns_N * tokens_N).clamp(min=1)
-    return (share_N[samples.transition_R] * mask_R).to(samples.behaviour_R.dtype)
+    return (share_N[samples.transition_R] * samples.mask_R).to(samples.behaviour_R.dtype)
 
 
 def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -30,7 +30,7 @@ Change: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 EVERY_KIND: list[PolicyGradient] = [
     Grpo(GrpoOptions()),
     Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
-    Grpo(GrpoOptions(clip_high=0.28, drop_equal_groups=True, aggregation="sequence-mean")),
+    Grpo(GrpoOptions(clip_high=0.28, aggregation="sequence-mean")),
     Grpo(GrpoOptions(ratio="sequence", clip=0.1, clip_high=0.2, importance_cap=1.1)),
     Reinforce(ReinforceOptions()),
     Reinforce(ReinforceOptions(across_calls=True, gamma=0.7, whitening="transitions", beta=0.1, clip_high=0.3)),
@@ -66,7 +66,6 @@ CHANGES: dict[str, list[Change]] = {
         ({}, {"ratio": "sequence"}),
         ({"ratio": "sequence"}, {"clip": 0.2}),
         ({"ratio": "sequence"}, {"clip_high": 0.2}),
-        ({}, {"drop_equal_groups": True}),
     ],
     "reinforce": ACROSS_CALLS,
     "ppo": [*ACROSS_CALLS, ({}, {"gamma": 0.5}), ({}, {"lam": 0.5}), ({"across_calls": True}, {"lam": 0.5})],
