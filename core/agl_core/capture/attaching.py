@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
@@ -51,6 +52,8 @@ class Attachment:
             if known not in self._known:
                 self._known.add(known)
                 self._imports.do(adapter.framework, functools.partial(self._attach, adapter))
+                for parent, module in itertools.pairwise(itertools.accumulate(adapter.framework.split("."), _dotted)):
+                    self._imports.do(parent, functools.partial(self._look_for, module, adapter))
 
     def detach(self) -> None:
         """Stop stamping and carrying. The hooks of adapters stay in their frameworks, and have nothing to report to."""
@@ -66,15 +69,35 @@ class Attachment:
         except Exception as error:
             report_problem(f"Attaching to {library.__name__}", error)
 
+    def _look_for(self, module: str, adapter: Adapter, parent: ModuleType) -> None:
+        """Report an adapter that waits in vain: the framework is installed, and has no such module."""
+        # What a namespace lacks is not installed, for it belongs to several packages.
+        is_package = getattr(parent, "__file__", None) is not None
+        path = getattr(parent, "__path__", [])
+        if is_package and module not in sys.modules and PathFinder.find_spec(module, path) is None:
+            framework = module.partition(".")[0]
+            problem = (
+                f"the {framework} that is installed has no module {module}, so its agents and tools are not seen. "
+                f"Upgrade the package with this adapter, or install the version of {framework} that it is made for"
+            )
+            self._failed(adapter, ModuleNotFoundError(problem))
+
     def _attach(self, adapter: Adapter, _: ModuleType) -> None:
         try:
             resolver = adapter.attach()
         except Exception as error:
-            self.failed[adapter.framework] = f"{type(error).__name__}: {error}"
-            report_problem(f"Attaching to {adapter.framework}", error)
+            self._failed(adapter, error)
         else:
             if resolver is not None:
                 self._stamper.resolvers.append(resolver)
+
+    def _failed(self, adapter: Adapter, error: Exception) -> None:
+        self.failed[adapter.framework] = f"{type(error).__name__}: {error}"
+        report_problem(f"Attaching to {adapter.framework}", error)
+
+
+def _dotted(parent: str, name: str) -> str:
+    return f"{parent}.{name}"
 
 
 def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:

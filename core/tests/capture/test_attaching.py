@@ -68,6 +68,26 @@ def test_an_adapter_that_fails_is_reported_and_the_import_works(
     assert "wrong version" in caplog.text
 
 
+def test_an_adapter_of_a_module_that_the_framework_does_not_have_says_so_once(
+    framework: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "namespace" / framework).mkdir(parents=True)
+    names = [
+        f"{framework}.gone",
+        f"{framework}.gone.deep",
+        f"{framework}.part",
+        f"not_{framework}.part",
+        "namespace.gone",
+    ]
+    attachment = agl_core.attach(map(FakeAdapter, names))
+    importlib.import_module(framework)
+    importlib.import_module("namespace")
+    importlib.import_module(f"{framework}.part")
+    assert attachment.failed.keys() == {f"{framework}.gone", f"{framework}.gone.deep"}
+    assert caplog.text.count(f"the {framework} that is installed has no module {framework}.gone,") == 2
+    assert f"install the version of {framework} that it is made for" in caplog.text
+
+
 def test_a_framework_that_fails_to_import_fails_as_before(framework: str, tmp_path: Path) -> None:
     (tmp_path / framework / "__init__.py").write_text("raise OSError('half installed')\n")
     adapter = FakeAdapter(framework)
