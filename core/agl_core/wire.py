@@ -207,14 +207,10 @@ class RunningAttempt(Body):
     answered: float | None = Field(description="Since its latest model call was answered; None: none was yet.")
 
 
-class Activity(Body):
+class Activity(Health):
     """The state of a run's rollouts: how many wait, and for what."""
 
-    serving: bool = Field(description="Whether an engine is there to answer model calls.")
-    queued: int = Field(description="Rollouts that wait for a worker.")
-    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
     finished: float | None = Field(description="Seconds since a rollout ended; None: none has yet.")
-    running: int = Field(description="Attempts that workers hold.")
     attempts: list[RunningAttempt] = Field(description="The oldest of them, at most 100.")
 
 

@@ -169,17 +169,14 @@ class LightningServer:
 
     def activity(self) -> Activity:
         """The state of the rollouts: how many wait, and for what."""
-        now, queue = time.time(), self.queue
+        now = time.time()
 
         def since(begun: float | None) -> float | None:
             return None if begun is None else max(0.0, now - begun)
 
         return Activity(
-            serving=self.relay.is_there,
-            queued=queue.queued,
-            waiting=queue.waiting,
-            finished=since(queue.ended),
-            running=len(queue.running),
+            **dict(self.health()),
+            finished=since(self.queue.ended),
             attempts=[
                 RunningAttempt(
                     rollout=attempt.record.rollout,
@@ -189,7 +186,7 @@ class LightningServer:
                     asking=since(min(attempt.asking.values(), default=None)),
                     answered=since(attempt.last_answer),
                 )
-                for attempt in islice(queue.running.values(), _MAX_SHOWN)
+                for attempt in islice(self.queue.running.values(), _MAX_SHOWN)
             ],
         )
 

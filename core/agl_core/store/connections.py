@@ -97,10 +97,10 @@ def _lock(store: Path) -> sqlite3.Connection:
     return connection
 
 
-def connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection]:
-    """A connection that creates the file if there is none, and the lock of the one that may: to be closed after it.
+def _connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection, int]:
+    """A connection that creates the file if there is none, the lock of the one that may, and the first new piece.
 
-    Usable from any one thread at a time. Raises StoreError, or sqlite3.Error.
+    Usable from any one thread at a time; the lock is to be closed last. Raises StoreError, or sqlite3.Error.
     """
     if not path.parent.is_dir():
         raise StoreError(f"The folder of the store {path} does not exist. Create {path.parent} first.")
@@ -127,12 +127,14 @@ def connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection]:
             with transaction(connection):
                 for statement in tables.SCHEMA:
                     connection.execute(statement)
+        # This also makes SQLite open the log.
+        (first,) = connection.execute("SELECT ifnull(max(seq), 0) + 1 FROM pieces").fetchone()
     except BaseException:
         if connection is not None:
             connection.close()
         lock.close()
         raise
-    return connection, lock
+    return connection, lock, first
 
 
 def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
@@ -271,9 +273,10 @@ class GroupWriter:
     acknowledged that only a removed file has.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, pieces: Pieces) -> None:
-        self._path, self._connection, self._pieces = path, connection, pieces
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # Now SQLite has opened the log too.
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection, self._lock, first = _connect_writer(path)
+        self._pieces = Pieces(first)
         self._opened = {file: _identity(file) for file in (path, log_of(path))}
         self._lost: StoreError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
@@ -302,10 +305,11 @@ class GroupWriter:
         return await done
 
     async def close(self) -> None:
-        """Finish what waits, then end the thread and close the connection."""
+        """Finish what waits, then end the thread and close the connection and its lock."""
         await self._idle.wait()
         self._thread.submit(self._connection.close)
         await asyncio.to_thread(self._thread.shutdown)
+        self._lock.close()
 
     async def between_writes(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run `work`, which has the connection for itself; then the log is cut off, for what it removed."""

@@ -190,12 +190,6 @@ def training_records(connection: sqlite3.Connection, keys: Iterable[AttemptKey])
     return [decode_training_record(body, arrays) for body, arrays in rows]
 
 
-def next_piece(connection: sqlite3.Connection) -> int:
-    """The first number that no piece has."""
-    (number,) = connection.execute("SELECT ifnull(max(seq), 0) + 1 FROM pieces").fetchone()
-    return int(number)
-
-
 def _asked(keys: Iterable[AttemptKey]) -> str:
     return orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
 

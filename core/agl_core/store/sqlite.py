@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple, Unpack
@@ -12,8 +13,8 @@ from typing import TypeVar, TypeVarTuple, Unpack
 from agl_core.errors import StoreError
 from agl_core.kinds import NoOptions
 from agl_core.store import queries
-from agl_core.store.codec import Pieces, name_of
-from agl_core.store.connections import GroupWriter, Readers, connect_writer, damaged, explain
+from agl_core.store.codec import name_of
+from agl_core.store.connections import GroupWriter, Readers, damaged, explain
 from agl_core.store.interface import Record, Store, Wanted
 from agl_core.types import (
     Annotation,
@@ -49,29 +50,27 @@ class SqliteStore(Store):
         self._path, self._read_only = path, read_only
         self._readers: Readers | None = None
         self._writer: GroupWriter | None = None
-        self._lock: sqlite3.Connection | None = None
+        self._opened = AsyncExitStack()
 
     async def open(self) -> None:
         if self._readers is not None:
             raise StoreError(f"The store {self._path} is open already. Open it once, and share it.")
-        readers = None
-        try:
-            if not self._read_only:
-                self._writer, self._lock = await asyncio.to_thread(self._claim)
-            readers = Readers(self._path, None if self._writer is None else self._writer.check)
-            await readers.run(lambda connection: None)
-        except (sqlite3.Error, OSError) as error:
-            await self._close(readers)
-            raise error if isinstance(error, StoreError) else explain(self._path, error) from error
-        except BaseException:
-            await self._close(readers)
-            raise
-        self._readers = readers
+        async with AsyncExitStack() as opened:
+            try:
+                if not self._read_only:
+                    self._writer = await asyncio.to_thread(GroupWriter, self._path)
+                    # It is closed last: the connection that closes last folds the log into the file.
+                    opened.push_async_callback(self._writer.close)
+                readers = Readers(self._path, None if self._writer is None else self._writer.check)
+                opened.push_async_callback(readers.close)
+                await readers.run(lambda connection: None)
+            except (sqlite3.Error, OSError) as error:
+                raise error if isinstance(error, StoreError) else explain(self._path, error) from error
+            self._readers, self._opened = readers, opened.pop_all()
 
     async def close(self) -> None:
-        readers, self._readers = self._readers, None
-        if readers is not None:
-            await self._close(readers)
+        self._readers = None
+        await self._opened.aclose()
 
     async def put(self, *records: Record) -> None:
         await self._written(lambda writer: writer.put(records), records)
@@ -142,26 +141,6 @@ class SqliteStore(Store):
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
         await self._written(lambda writer: writer.between_writes(lambda connection: connection.execute("VACUUM")))
-
-    def _claim(self) -> tuple[GroupWriter, sqlite3.Connection]:
-        connection, lock = connect_writer(self._path)
-        try:
-            return GroupWriter(self._path, connection, Pieces(queries.next_piece(connection))), lock
-        except BaseException:
-            connection.close()
-            lock.close()
-            raise
-
-    async def _close(self, readers: Readers | None) -> None:
-        # The writer last: the connection that closes last folds the log into the file.
-        if readers is not None:
-            await readers.close()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            await writer.close()
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
 
     async def _written(
         self, work: Callable[[GroupWriter], Awaitable[Result]], records: Sequence[Record] = ()
