@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Required
 from urllib.parse import quote
 
 import orjson
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -40,8 +40,6 @@ _Count = Annotated[int, Field(ge=1)]
 class _CommonFields(TypedDict, total=False):
     """The fields of any API that the gateway itself reads; null is absent."""
 
-    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
-
     model: str | None
     stream: bool | None
     stream_options: dict[str, Any] | None
@@ -58,16 +56,12 @@ class _CommonFields(TypedDict, total=False):
 
 
 class _ChatMessage(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
-
     role: Required[str]
     content: str | list[dict[str, Any]] | None
     tool_calls: list[dict[str, Any]] | None
 
 
 class _Chat(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
-
     messages: Required[Annotated[list[_ChatMessage], Field(min_length=1)]]
     tools: list[dict[str, Any]] | None
 
@@ -162,7 +156,7 @@ class Dialect(ABC):
             raise ApiError(400, f"This is no request of the API {self.api}: {error}.", code="invalid_type") from error
 
     def _parse(self, body: dict[str, Any], answered: Answered) -> ModelRequest:
-        _BODY.validate_python(body)
+        _BODY.validate_python(body, strict=True)
         for name in self.refused & body.keys():
             if body[name]:
                 raise unsupported(name, f"is not served here in {self.api}: leave it out")
@@ -172,7 +166,7 @@ class Dialect(ABC):
         translation = self.translate(body, answered, ignored)
         passed = {name: value for name, value in body.items() if name not in self._own}
         chat = without_none({**passed, **translation.fields})
-        _CHAT.validate_python(chat)
+        _CHAT.validate_python(chat, strict=True)
         unrewritten = {name: value for name, value in body.items() if name not in self.rewritten}
         options = body.get("stream_options") or {}
         return ModelRequest(

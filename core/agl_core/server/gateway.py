@@ -153,10 +153,12 @@ class Gateway:
             if live is not None and live.has_begun:
                 last_events = live.renderer.encode([live.renderer.fail(failure)])
             response = dialect.refuse(failure)
+        reachable = not connection.is_gone
         if live is not None and live.has_begun:
-            arrived = await live.end(last_events)
+            await send({"type": "http.response.body", "body": last_events, "more_body": False})
         else:
-            arrived = await connection.reply(response, send)
+            await response(request.scope, request.receive, send)
+        arrived = reachable and await connection.has_left()
         if attempt is not None and exchange is not None:
             await self._delivered(attempt, exchange, arrived)
 
@@ -383,13 +385,6 @@ class LiveReply:
             events += self.renderer.feed(delta)
         if events:
             await self._send({"type": "http.response.body", "body": self.renderer.encode(events), "more_body": True})
-
-    async def end(self, events: bytes) -> bool:
-        """Send the last events, and wait until they have left for the client; False if the connection broke before."""
-        if self._connection.is_gone:
-            return False
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
-        return await self._connection.has_left()
 
 
 def _this_task() -> asyncio.Task[Any]:

@@ -19,9 +19,8 @@ from typing import Any, TypeVar, cast
 import httptools
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from agl_core.apis.errors import ApiError, openai_error
@@ -142,41 +141,25 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head, self._unread, self._body = True, 0, 0
         self._late: asyncio.TimerHandle | None = None
-        self.is_gone, self._broke = False, False
+        self._lost, self._broke = False, False
         super().connection_made(transport)
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
-        self.is_gone, self._broke = True, exc is not None
+        self._lost, self._broke = True, exc is not None
         super().connection_lost(exc)
 
-    async def reply(self, response: Response, send: Send) -> bool:
-        """Send a whole reply, and wait until it has left for the client; False if the connection broke before.
-
-        Head and body leave together, which ASGI's two messages would not: each sending wakes up the other side.
-        """
-        cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]  # uvicorn's state of the exchange
-        if self.is_gone or self.transport.is_closing():
-            return False
-        closes = b"" if cycle.keep_alive else b"connection: close\r\n"
-        head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
-        if head.count(b"\n") != len(response.raw_headers):
-            raise ValueError("a header has a line break in it")
-        body = bytes(response.body)
-        self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[response.status_code], head, closes, body))
-        cycle.response_started = cycle.response_complete = True
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            self.transport.close()
-        cycle.on_response()
-        return await self.has_left()
+    @property
+    def is_gone(self) -> bool:
+        """True if nothing more reaches the client."""
+        return self._lost or self.transport.is_closing()
 
     async def has_left(self) -> bool:
         """Wait until what is written has left for the client; False if the connection broke before."""
         for _ in range(2):  # uvloop tells of a break in a later turn.
             await asyncio.sleep(0)
-        while not self.is_gone and self.transport.get_write_buffer_size():  # noqa: ASYNC110
+        while not self._lost and self.transport.get_write_buffer_size():  # noqa: ASYNC110
             await asyncio.sleep(_UNSENT)
         return not self._broke
 
