@@ -22,7 +22,7 @@ from agl_core.apis.reply import not_a_completion
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
-from agl_core.server.endpoint import Endpoint, HttpReply
+from agl_core.server.endpoint import Endpoint
 from agl_core.types import AttemptKey, Json
 from agl_core.types.forms import parse_json
 
@@ -95,10 +95,12 @@ class UpstreamClient:
         sent, tried = orjson.dumps(body), list[str]()
         while True:
             url = self.server_of(rollout, tried)
-            server = self._servers[url]
-            server.under_way += 1
             try:
-                reply = await self._post(url, stamp, sent, streamed)
+                with self._asking(url) as server:
+                    reply = await server.post(stamp, sent, streamed=streamed)
+                    server.away_since = self._clock() if reply.status in _PROXYS_OWN else float("-inf")
+                    if reply.status != 200:
+                        raise _refused(reply.status, reply.body, url)
             except ApiError as refused:
                 tried.append(url)
                 if refused.code != UPSTREAM_GONE or not (self._there() - {*tried}):
@@ -107,8 +109,6 @@ class UpstreamClient:
             else:
                 chunks = None if reply.parts is None else self._chunks(url, reply.parts)
                 return UpstreamReply(reply.body, reply.headers, chunks)
-            finally:
-                server.under_way -= 1
 
     def server_of(self, rollout: str, tried: Sequence[str] = ()) -> str:
         """The server for a request of a rollout, "" for none; one of those that were `tried` only if all were."""
@@ -131,47 +131,38 @@ class UpstreamClient:
         recently = self._clock() - REST
         return {url for url, server in self._servers.items() if server.away_since <= recently}
 
-    async def _post(self, url: str, stamp: Mapping[str, str], sent: bytes, streamed: bool) -> HttpReply:
-        server = self._servers[url]
-        with self._explained(url):
-            reply = await server.post(stamp, sent, streamed=streamed)
-        server.away_since = self._clock() if reply.status in _PROXYS_OWN else float("-inf")
-        if reply.status != 200:
-            raise _refused(reply.status, reply.body, url)
-        return reply
-
     async def _chunks(self, url: str, parts: AsyncGenerator[bytes, None]) -> Chunks:
-        server, rest, ended = self._servers[url], b"", False
-        server.under_way += 1
-        try:
+        rest, ended = b"", False
+        with self._asking(url):
             async with aclosing(parts):
-                with self._explained(url):
-                    async for part in parts:
-                        # No model server puts the JSON of a chunk on several lines, as server-sent events could have.
-                        *lines, rest = (rest + part).split(b"\n")
-                        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
-                        ended |= _LAST_EVENT in events
-                        if chunks := [_chunk(event, url) for event in events if event not in (b"", _LAST_EVENT)]:
-                            yield chunks
-                    if not ended:
-                        raise ConnectionError(f"its stream ended without {_LAST_EVENT.decode()}")
-        finally:
-            server.under_way -= 1
+                async for part in parts:
+                    # No model server puts the JSON of a chunk on several lines, as server-sent events could have.
+                    *lines, rest = (rest + part).split(b"\n")
+                    events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+                    ended |= _LAST_EVENT in events
+                    if chunks := [_chunk(event, url) for event in events if event not in (b"", _LAST_EVENT)]:
+                        yield chunks
+            if not ended:
+                raise ConnectionError(f"its stream ended without {_LAST_EVENT.decode()}")
 
     @contextmanager
-    def _explained(self, url: str) -> Iterator[None]:
-        """Errors of the connection as answers to the agent."""
+    def _asking(self, url: str) -> Iterator[Endpoint]:
+        """A server that has one more request under way; errors of the connection are answers to the agent."""
+        server = self._servers[url]
+        server.under_way += 1
         try:
-            yield
+            yield server
         except ApiError:
             raise
         except TimeoutError as error:
             problem = f"did not answer in {self._timeout:g} seconds."
             raise _failed(504, f"The model server at {url} {problem}", "upstream_timeout") from error
         except OSError as error:
-            self._servers[url].away_since = self._clock()
+            server.away_since = self._clock()
             problem = f"The model server at {url} cannot be reached, or broke off ({error}). Is the engine running?"
             raise _failed(502, problem, UPSTREAM_GONE) from error
+        finally:
+            server.under_way -= 1
 
 
 def _chunk(event: bytes, url: str) -> Mapping[str, Any]:

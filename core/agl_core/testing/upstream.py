@@ -242,60 +242,47 @@ def _arguments(arguments: Any) -> str:
 def events_of(completion: Reply, *, with_usage: bool = True) -> str:
     """A chat completion as its stream, as an engine's server sends it.
 
-    The first chunk has the prompt's ids, each other one ids and log-probabilities of some tokens, also where their text
-    comes later; the one before the end has the usage and agl's extras.
+    The first chunk has the prompt's ids, each other one ids and log-probabilities of some tokens, which come before
+    their text; the one before the end has the usage and agl's extras.
     """
     of_whole = ("choices", "usage", "agl", "prompt_token_ids")
     head = {k: v for k, v in completion.items() if k not in of_whole} | {"object": "chat.completion.chunk"}
-    of_prompt = {k: completion[k] for k in ("prompt_token_ids",) if k in completion}
     chunks = []
     for place, choice in enumerate(completion["choices"]):
-        index = choice.get("index", place)
-        deltas = [*_deltas(choice["message"])]
-        more = {k: v for k, v in choice.items() if k not in ("index", "message", "logprobs", "token_ids", "text")}
-        for tokens, delta in zip(_tokens(choice, len(deltas) + 1), [*deltas, {}], strict=True):
-            text = {"text": delta.get("content") or ""} if "text" in choice else {}
-            chunks.append({**head, **of_prompt, "choices": [{"index": index, "delta": delta, **tokens, **text}]})
-            of_prompt = {}
-        chunks[-1]["choices"][0].update(more)
-    usage = {"usage": completion.get("usage")} if with_usage else {}
-    extras = {"agl": completion["agl"]} if "agl" in completion else {}
-    if usage or extras:
-        chunks.append({**head, "choices": [], **usage, **extras})
+        deltas = [{"role": "assistant", "content": ""}, {}, *_deltas(choice["message"]), {}]
+        ids, entries = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
+        size = -(-len(ids or entries or ()) // (len(deltas) - 1))
+        for number, delta in enumerate(deltas):
+            tokens = slice(max(0, number - 1) * size, number * size)
+            piece: Reply = {"index": choice.get("index", place), "delta": delta}
+            piece |= {"text": delta.get("content") or ""} if "text" in choice else {}
+            piece |= {"token_ids": ids[tokens]} if ids is not None else {}
+            piece["logprobs"] = {"content": entries[tokens]} if entries is not None and number else None
+            chunks.append({**head, "choices": [piece]})
+        whole = ("index", "message", "logprobs", "token_ids", "text")
+        chunks[-1]["choices"][0].update({k: v for k, v in choice.items() if k not in whole})
+    chunks[0] |= {k: completion[k] for k in ("prompt_token_ids",) if k in completion}
+    last: Reply = {k: completion[k] for k in ("usage", "agl") if k in completion and (with_usage or k == "agl")}
+    if last:
+        chunks.append({**head, "choices": [], **last})
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[Reply]:
-    """A message in pieces; after the first one of each field the text is held back for once."""
-    yield {"role": "assistant", "content": ""}
+    """A message in pieces, its content behind the other texts."""
     for name in sorted(message.keys() - {"role", "tool_calls"}, key="content".__eq__):
-        value = message[name]
-        if value:
-            first, *others = _pieces(value) if isinstance(value, str) else [[part] for part in value]
-            yield from [{name: first}, {}, *({name: other} for other in others)]
+        yield from ({name: piece} for piece in _pieces(message[name] or ()))
     for place, call in enumerate(message.get("tool_calls") or ()):
         kind, written = ("custom", "input") if call.get("type") == "custom" else ("function", "arguments")
-        first, *others = _pieces(text) if isinstance(text := call[kind].get(written), str) else [text]
+        text = call[kind].get(written)
+        first, *others = (_pieces(text) or [text]) if isinstance(text, str) else [text]
         yield {"tool_calls": [{**call, "index": place, kind: {**call[kind], written: first}}]}
         yield from ({"tool_calls": [{"index": place, kind: {written: other}}]} for other in others)
 
 
-def _pieces(text: str) -> list[str]:
-    size = max(8, len(text) // 32)
-    return [text[start : start + size] for start in range(0, len(text), size)] or [""]
-
-
-def _tokens(choice: Mapping[str, Any], n_chunks: int) -> Iterator[Reply]:
-    """The tokens of a choice, spread over all its chunks but the first."""
-    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    entries = (logprobs or {}).get("content")
-    size = -(-len(ids or entries or ()) // max(1, n_chunks - 1))
-    for place in range(n_chunks):
-        some = slice(max(0, (place - 1) * size), place * size)
-        yield {
-            **({} if ids is None else {"token_ids": ids[some]}),
-            "logprobs": None if entries is None or not place else {"content": entries[some]},
-        }
+def _pieces(value: Any) -> list[Any]:
+    size = max(8, len(value) // 32)
+    return [value[start : start + size] for start in range(0, len(value), size)]
 
 
 @contextlib.asynccontextmanager
