@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
-    from agl_otel.processor import AglSpanProcessor, episodes, transitions
+    from agl_otel.processor import AglSpanProcessor
 
-__all__ = ["AglSpanProcessor", "episodes", "transitions"]
+__all__ = ["AglSpanProcessor"]
 
-__getattr__ = lazily(__name__, AglSpanProcessor=".processor", episodes=".processor", transitions=".processor")
+__getattr__ = lazily(__name__, AglSpanProcessor=".processor")

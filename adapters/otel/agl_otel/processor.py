@@ -1,11 +1,11 @@
-"""The span processor that a user adds; used alone, spans as data: text, and token ids if a span holds the raw reply."""
+"""The span processor that a user adds; used alone, traces as data: text, and ids if a span holds the raw reply."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
 from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
-from agl_core.learning.transitions import Alone, build_episode
-from agl_core.types import Choice, Episode, FinishReason, Json, Tokens, Transition
+from agl_core.learning.transitions import Alone
+from agl_core.types import Choice, FinishReason, Json, Tokens
 from agl_core.types.forms import parse_if_json
 from agl_otel.plugin import otel
 from agl_otel.spans import ModelCall, Span, SpanTree, see
@@ -57,30 +57,6 @@ class AglSpanProcessor(WatchingProcessor, Alone):
     def on_end(self, span: ReadableSpan) -> None:
         self.running.end(span)
         self._traces.end(plain(span))
-
-
-def episodes(spans: Iterable[ReadableSpan]) -> list[Episode]:
-    """The agent's runs in ended spans (an `InMemorySpanExporter`'s, say): one for each root that has LLM calls."""
-    ended = [plain(span) for span in spans]
-    outer = {(span.trace, span.id): span for span in ended}
-    groups: dict[tuple[str, str], list[Span]] = {}
-    for span in ended:
-        root, seen = span, {span.id}
-        while (above := outer.get((root.trace, root.parent or ""))) is not None and above.id not in seen:
-            root = above
-            seen.add(root.id)
-        groups.setdefault((root.trace, root.id), []).append(span)
-    captured = [_captured_of(group) for group in groups.values() if any(map(_is_call, group))]
-    return [build_episode(*rollout.records()) for rollout in captured]
-
-
-def transitions(spans: Iterable[ReadableSpan]) -> list[Transition]:
-    """The transitions of all episodes in ended spans.
-
-    >>> transitions([])
-    []
-    """
-    return [transition for episode in episodes(spans) for transition in episode.transitions]
 
 
 def _captured_of(spans: Sequence[Span]) -> CapturedRollout:
