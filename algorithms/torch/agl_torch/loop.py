@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agl_chat.backends import Generated, Request
@@ -77,11 +77,11 @@ class EngineLoop:
             self._leaving.add(name)
             self._wake.notify()
 
-    def counters(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
+    def counters(self) -> Counter[str]:
+        """Those of all samplers together."""
+        totals = Counter[str]()
         for sampler in self._samplers.values():
-            for name, value in asdict(sampler.counters).items():
-                totals[name] = totals.get(name, 0) + value
+            totals.update(sampler.counters)
         return totals
 
     @property

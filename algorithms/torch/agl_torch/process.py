@@ -255,14 +255,9 @@ class ServedPolicies:
     def stats(self) -> Mapping[str, float]:
         """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; cache_bytes, and peak_gpu_bytes
         (what torch took of the GPU) on a GPU."""
-        counters = self._loop.counters()
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        on_gpu = {"peak_gpu_bytes": float(torch.cuda.max_memory_reserved())} if uses_gpu else {}
-        return {
-            **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counters.items()},
-            "cache_bytes": float(self._loop.cache_nbytes),
-            **on_gpu,
-        }
+        on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_reserved()} if uses_gpu else {}
+        return {**self._loop.counters(), "cache_bytes": self._loop.cache_nbytes, **on_gpu}
 
     def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a saved policy and serve it; EngineError if there is one of this name."""

@@ -16,20 +16,6 @@ from agl_core.types import FinishReason, Tokens
 from agl_torch.grammars import Constraint
 
 
-@dataclass(slots=True)
-class Counters:
-    """Tokens since the sampler was made."""
-
-    prefilled: int = 0
-    """Prompt tokens that were computed (again, for a response that had to give up its slot)."""
-    reused: int = 0
-    """Prompt tokens taken from the cache."""
-    decoded: int = 0
-    """Response tokens, forced ones included."""
-    preempted: int = 0
-    """How often a response in progress gave up its slot."""
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """A request and its rows."""

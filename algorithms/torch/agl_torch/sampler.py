@@ -8,7 +8,7 @@ responses makes `n` rows.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.grammars import Constraint, Grammars, unpack
 from agl_torch.loading import LoadedModel
-from agl_torch.requests import Counters, Job, Row, Uniforms, choose
+from agl_torch.requests import Job, Row, Uniforms, choose
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4
@@ -56,7 +56,9 @@ class Sampler:
         prefill_tokens: int = 4096,
         deterministic: bool = False,
     ) -> None:
-        self.counters = Counters()
+        self.counters = Counter(tokens_prefilled=0, tokens_reused=0, tokens_decoded=0, preempted=0)
+        """Since the sampler was made: prompt tokens that were computed (again, for a response that had to give up its
+        slot), or taken from the cache; response tokens, forced ones included; how often a slot was given up."""
         self.version = 0
         """The version of the weights, which each generation is marked with."""
         self._loaded = loaded
@@ -238,8 +240,8 @@ class Sampler:
         return sum(counts)
 
     def _count(self, row: Row, reused: int, prefilled: int) -> None:
-        self.counters.reused += reused
-        self.counters.prefilled += prefilled
+        self.counters["tokens_reused"] += reused
+        self.counters["tokens_prefilled"] += prefilled
         if not row.started:
             row.started = True
             row.job.reused += reused
@@ -256,7 +258,7 @@ class Sampler:
         room = cache.slots_at(capacity)
         if len(self._active) > room:
             preempted = self._active[room:]
-            self.counters.preempted += len(preempted)
+            self.counters["preempted"] += len(preempted)
             self._keep(self._active[:room])
             self._waiting.extendleft(reversed(preempted))
         cache.resize(capacity, front=len(self._active))
@@ -310,7 +312,7 @@ class Sampler:
                 row.request.watch(SampledToken(row.job.rows.index(row), token, logprob, others))
         if advancing:
             self.grammars.advance(advancing)
-        self.counters.decoded += len(rows)
+        self.counters["tokens_decoded"] += len(rows)
 
     def _constrain(self, rows: Sequence[Row], logits_BV: Tensor) -> None:
         """Let these rows, where they have a grammar, choose among the tokens that it allows."""

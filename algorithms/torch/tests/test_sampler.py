@@ -139,19 +139,19 @@ def test_logprobs_are_those_of_one_plain_forward_pass(loaded: Loaded) -> None:
     sampler = Sampler(loaded, max_rows=6)
     first = drive(sampler, mixed_requests(loaded))
     assert_exact(loaded, first)
-    reused = sampler.counters.reused
+    reused = sampler.counters["tokens_reused"]
     second = drive(sampler, [continued(generated, i, loaded) for i, generated in enumerate(first.values())])
     assert_exact(loaded, second)
     assert reused > 0
     prefix = sum(len(first[name].request.prompt_ids) + len(first[name].responses[0].ids) - 1 for name in second)
-    assert sampler.counters.reused - reused >= 0.9 * prefix
+    assert sampler.counters["tokens_reused"] - reused >= 0.9 * prefix
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(qwen: Loaded) -> None:
     sampler = Sampler(qwen, prefill_tokens=32)
     requests = [Request(f"r{i}", random_ids(qwen, 31 + 40 * i, i), max_tokens=6) for i in range(5)]
     assert_exact(qwen, drive(sampler, requests))
-    assert sampler.counters.prefilled == sum(len(request.prompt_ids) for request in requests)
+    assert sampler.counters["tokens_prefilled"] == sum(len(request.prompt_ids) for request in requests)
 
 
 def test_greedy_is_what_generate_does(loaded: Loaded) -> None:
@@ -236,7 +236,7 @@ def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(qwen: 
             for one, other in zip(generated.responses, done[name].responses, strict=True):
                 assert one.ids.tobytes() == other.ids.tobytes()
                 assert one.logprobs.tobytes() == other.logprobs.tobytes()
-        assert together.counters.reused == 0
+        assert together.counters["tokens_reused"] == 0
 
 
 def test_batching_does_not_change_what_is_drawn(qwen: Loaded) -> None:

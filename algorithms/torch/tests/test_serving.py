@@ -216,7 +216,7 @@ async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded, stream: bool
     async with serving(qwen.with_eos()) as (url, loop):
 
         async def begun(after: int) -> None:
-            while loop.counters()["reused"] <= after:  # noqa: ASYNC110  counters change on another thread
+            while loop.counters()["tokens_reused"] <= after:  # noqa: ASYNC110  counters change on another thread
                 await asyncio.sleep(0)
 
         headers = {"authorization": "Bearer secret"}
@@ -224,9 +224,9 @@ async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded, stream: bool
             asking = asyncio.create_task(plain.post("/chat/completions", json=chat(200, n=8)))
             await begun(after=0)
             beside = asyncio.create_task(plain.post("/chat/completions", json=chat(100, n=1)))
-            await begun(after=loop.counters()["reused"])
+            await begun(after=loop.counters()["tokens_reused"])
             asking.cancel()
             for reply in (await beside, await plain.post("/chat/completions", json=chat(1, n=1))):
                 assert reply.status_code == 200
         await asyncio.wrap_future(loop.run_exclusive(lambda: None))
-        assert loop.counters()["decoded"] < 8 * 200
+        assert loop.counters()["tokens_decoded"] < 8 * 200
