@@ -104,12 +104,11 @@ def _connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection,
     """
     if not path.parent.is_dir():
         raise StoreError(f"The folder of the store {path} does not exist. Create {path.parent} first.")
-    lock = _lock(path)
-    connection: sqlite3.Connection | None = None
-    try:
+    with contextlib.ExitStack() as opened:
+        lock = opened.enter_context(contextlib.closing(_lock(path)))
         # For its owner alone; SQLite gives the mode of a database to its log too.
         os.close(os.open(path, os.O_CREAT, 0o600))
-        connection = _connect(str(path), cached_statements=256)
+        connection = opened.enter_context(contextlib.closing(_connect(path, "mode=rw")))
         connection.execute(f"PRAGMA page_size = {_PAGE}")
         is_empty(connection, path)
         (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
@@ -129,12 +128,8 @@ def _connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection,
                     connection.execute(statement)
         # This also makes SQLite open the log.
         (first,) = connection.execute("SELECT ifnull(max(seq), 0) + 1 FROM pieces").fetchone()
-    except BaseException:
-        if connection is not None:
-            connection.close()
-        lock.close()
-        raise
-    return connection, lock, first
+        opened.pop_all()
+        return connection, lock, first
 
 
 def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
@@ -144,7 +139,7 @@ def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
     """
     if not path.is_file():
         raise StoreError(f"There is no store at {path}. Check the path, or start a run that makes it.")
-    connection = _connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if unchanging else ''}", uri=True)
+    connection = _connect(path, "mode=ro&immutable=1" if unchanging else "mode=ro")
     try:
         if is_empty(connection, path):
             raise StoreError(f"The store {path} is empty. Check the path, or start a run that makes it.")
@@ -154,14 +149,14 @@ def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
     return connection
 
 
-def _connect(name: str, *, cached_statements: int = 128, uri: bool = False) -> sqlite3.Connection:
+def _connect(path: Path, options: str) -> sqlite3.Connection:
     return sqlite3.connect(
-        name,
+        f"{path.absolute().as_uri()}?{options}",
+        uri=True,
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
-        cached_statements=cached_statements,
-        uri=uri,
+        cached_statements=256,
     )
 
 
@@ -311,11 +306,15 @@ class GroupWriter:
         await asyncio.to_thread(self._thread.shutdown)
         self._lock.close()
 
-    async def between_writes(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run `work`, which has the connection for itself; then the log is cut off, for what it removed."""
-        loop, last = asyncio.get_running_loop(), time.monotonic() + BUSY_SECONDS
-        result = await loop.run_in_executor(self._thread, self._checked, work)
-        while not await loop.run_in_executor(self._thread, self._checked, self._cut_log_off):
+    async def between_writes(self, work: Query[Result]) -> Result:
+        """Run `work`, which has the connection for itself."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, work)
+
+    async def remove(self, work: Query[Result]) -> Result:
+        """The same; then the log is cut off, for what it removed."""
+        last = time.monotonic() + BUSY_SECONDS
+        result = await self.between_writes(work)
+        while not await self.between_writes(self._cut_log_off):
             if time.monotonic() > last:
                 logger.warning(
                     "A program has been reading the store %s for long: what was removed is in the log beside the store "
@@ -333,7 +332,7 @@ class GroupWriter:
         """
         first = self._pieces.forget()
         await self.put(())
-        return await self.between_writes(lambda connection: work(connection, first))
+        return await self.remove(lambda connection: work(connection, first))
 
     def check(self) -> None:
         """Raise StoreError, from then on, if the files were removed, moved or replaced. For any thread.

@@ -26,9 +26,9 @@ from agl_core.store.codec import (
 )
 from agl_core.store.connections import transaction
 from agl_core.store.interface import Wanted
-from agl_core.store.tables import LEASES
+from agl_core.store.tables import LEASES, ROLLOUTS, insertion
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Json, Mode, Rollout, RolloutState, Run, TrainingRecord
-from agl_core.types.forms import dump_json, load_json
+from agl_core.types.forms import dump_json, from_json, load_json
 
 Kept = TypeVar("Kept")
 
@@ -52,14 +52,17 @@ def claim(
         "SELECT body, (SELECT count(*) FROM attempts WHERE attempts.rollout = id) FROM rollouts WHERE state = ? "
         "ORDER BY seq LIMIT ?",
         (RolloutState.QUEUED.value, count),
-    ).fetchall()
-    bodies, numbers = [(body,) for body, _ in waiting], [number for _, number in waiting]
-    rollouts = [replace(rollout, state=RolloutState.RUNNING) for rollout in decode(Rollout, bodies)]
-    _take(connection, rollouts)
-    now = time.time()
-    claimed = [
-        (rollout, Attempt(rollout.id, number, worker, now)) for rollout, number in zip(rollouts, numbers, strict=True)
-    ]
+    )
+    claimed = []
+    for body, number in waiting:
+        rollout = replace(from_json(Rollout, load_json(body)), state=RolloutState.RUNNING)
+        claimed.append((rollout, Attempt(rollout.id, number, worker, time.time())))
+    # Their rows are written at the end of the transaction; nobody else that it is for may take them.
+    taken = orjson.dumps([rollout.id for rollout, _ in claimed]).decode()
+    connection.execute(
+        "UPDATE rollouts SET state = ? WHERE id IN (SELECT value FROM json_each(?))",
+        (RolloutState.RUNNING.value, taken),
+    )
     rows = encode((record for records in claimed for record in records), _NO_PIECES)
     return claimed, {**rows, LEASES: [(*attempt.key, worker, renewals) for _, attempt in claimed]}
 
@@ -80,24 +83,18 @@ def end_lease(connection: sqlite3.Connection, key: AttemptKey) -> bool:
     return connection.execute("DELETE FROM leases WHERE rollout = ? AND attempt = ?", key).rowcount > 0
 
 
-def withdraw(
-    connection: sqlite3.Connection, ids: Collection[str], ending: Ending
-) -> tuple[tuple[int, list[AttemptKey]], Rows]:
+def withdraw(connection: sqlite3.Connection, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
     """End those of these rollouts that wait: how many did, and the attempts of those that are leased."""
     those, asked = "IN (SELECT value FROM json_each(?))", orjson.dumps(list(ids)).decode()
-    bodies = connection.execute(
-        f"SELECT body FROM rollouts WHERE state = ? AND +id {those}", (RolloutState.QUEUED.value, asked)
-    )
-    rollouts = [replace(rollout, state=RolloutState.DONE, ending=ending) for rollout in decode(Rollout, bodies)]
-    leased = connection.execute(f"SELECT rollout, attempt FROM leases WHERE rollout {those}", (asked,))
-    _take(connection, rollouts)
-    return (len(rollouts), [AttemptKey(*row) for row in leased]), encode(rollouts, _NO_PIECES)
-
-
-def _take(connection: sqlite3.Connection, rollouts: Sequence[Rollout]) -> None:
-    """Let nobody else of this transaction see them wait; their rows are written at its end."""
-    values = [(rollout.state.value, rollout.id) for rollout in rollouts]
-    connection.executemany("UPDATE rollouts SET state = ? WHERE id = ?", values)
+    with transaction(connection):
+        bodies = connection.execute(
+            f"SELECT body FROM rollouts WHERE state = ? AND +id {those}", (RolloutState.QUEUED.value, asked)
+        )
+        rollouts = [replace(rollout, state=RolloutState.DONE, ending=ending) for rollout in decode(Rollout, bodies)]
+        rows = encode(rollouts, _NO_PIECES).get(ROLLOUTS, ())
+        connection.executemany(insertion(ROLLOUTS, 1), rows)
+        leased = connection.execute(f"SELECT rollout, attempt FROM leases WHERE rollout {those}", (asked,))
+        return len(rows), [AttemptKey(*row) for row in leased]
 
 
 def leases(connection: sqlite3.Connection) -> tuple[int, dict[AttemptKey, int]]:

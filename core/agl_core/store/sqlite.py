@@ -86,7 +86,9 @@ class SqliteStore(Store):
         return await self._written(lambda writer: writer.write(partial(queries.renew, worker=worker, keys=attempts)))
 
     async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
-        return await self._written(lambda writer: writer.write(partial(queries.withdraw, ids=ids, ending=ending)))
+        return await self._written(
+            lambda writer: writer.between_writes(partial(queries.withdraw, ids=ids, ending=ending))
+        )
 
     async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
         return await self._read(queries.leases)
@@ -136,11 +138,11 @@ class SqliteStore(Store):
 
         To be called before anything was put: what this removes may be remembered as written.
         """
-        return await self._written(lambda writer: writer.between_writes(partial(queries.prune_calls, up_to=up_to)))
+        return await self._written(lambda writer: writer.remove(partial(queries.prune_calls, up_to=up_to)))
 
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
-        await self._written(lambda writer: writer.between_writes(lambda connection: connection.execute("VACUUM")))
+        await self._written(lambda writer: writer.remove(lambda connection: connection.execute("VACUUM")))
 
     async def _written(
         self, work: Callable[[GroupWriter], Awaitable[Result]], records: Sequence[Record] = ()

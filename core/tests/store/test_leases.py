@@ -70,6 +70,19 @@ async def test_what_waits_is_withdrawn_and_what_is_leased_is_named(store: Sqlite
     assert (cancelled.id, cancelled.ending, cancelled.counted_attempt) == ("b", Ending.CANCELLED, None)
 
 
+async def test_what_is_withdrawn_while_it_is_claimed_or_tried_again_waits_or_is_leased(store: SqliteStore) -> None:
+    """Committed together, none of them sees the other half done."""
+    await store.put(make.rollout("a"))
+    [_, (withdrawn, held)] = await asyncio.gather(claimed(store), store.withdraw(["a"], Ending.CANCELLED))
+    assert (withdrawn, held) in [(1, []), (0, [A])]
+    await store.put(make.rollout("b"))
+    [key] = await claimed(store, 1)
+    [_, (withdrawn, held)] = await asyncio.gather(
+        store.end(key, make.rollout(key.rollout)), store.withdraw([key.rollout], Ending.CANCELLED)
+    )
+    assert (withdrawn, held) in [(1, []), (0, [key])]
+
+
 async def test_a_cancelled_claim_takes_nothing(store: SqliteStore) -> None:
     await store.put(make.rollout("a"))
     claiming = asyncio.create_task(store.claim("w", 1, 0))
