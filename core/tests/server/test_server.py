@@ -163,7 +163,7 @@ async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_
     waiting = asyncio.ensure_future(queue.lease(LeaseRequest(worker="w", capacity=1, wait=60)))
     await until(lambda: queue.waiting)
     async with LightningClient(server.base_url, server.keys.operator) as operator:
-        await until(lambda: queue.queued)
+        await until(lambda: queue.queued == 1)
         activity = await operator.ask(ACTIVITY, Empty())
         assert (activity.serving, activity.queued, activity.running, activity.waiting) == (False, 1, 1, 1)
         assert [attempt.rollout for attempt in activity.attempts] == ["a"]
