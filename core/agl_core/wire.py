@@ -1,4 +1,4 @@
-"""What crosses between a Lightning Server and its workers: the requests below /agl/v1, and the keys that they need.
+"""The protocol between a Lightning Server and its workers: the requests below /agl/v1, and the keys that they need.
 
 Each request is described once, as an `Operation`: the server's routes, its OpenAPI document and the clients are made of
 these descriptions. Here are those of workers (leases, heartbeats, and the ends of attempts) and of those who watch the

@@ -354,9 +354,9 @@ async def stream_reply(model: ModelServer, exchange: Exchange, backend: Backend)
 
     def chunk(index: int, delta: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **fields}
-        made = {**head, **of_prompt, "choices": [choice]}
+        completion = {**head, **of_prompt, "choices": [choice]}
         of_prompt.clear()
-        return made
+        return completion
 
     generating = asyncio.ensure_future(backend.generate(replace(exchange.request, watch=watch)))
     generating.add_done_callback(lambda _: news.set())
@@ -370,8 +370,8 @@ async def stream_reply(model: ModelServer, exchange: Exchange, backend: Backend)
             came, tokens[:] = tokens[:], []
             if generating.done():
                 generated = generating.result()
-                told = [len(text.ids) for text in texts]
-                came = [token for i, r in enumerate(generated.responses) for token in r.tokens(i)[told[i] :]]
+                sent = [len(text.ids) for text in texts]
+                came = [token for i, r in enumerate(generated.responses) for token in r.tokens(i)[sent[i] :]]
             for index, text in enumerate(texts):
                 if some := [token for token in came if token.choice == index]:
                     role = {} if text.ids else {"role": "assistant"}

@@ -103,7 +103,7 @@ class ChatText:
         return written[:at], mark
 
     def until_end(self, text: str) -> tuple[str, str]:
-        """What stands before the first end token of a text, and that token; "" if there is none."""
+        """The text before its first end token, and that token; "" if there is none."""
         ends = [(at, mark) for mark in self._eos_texts.values() if (at := text.find(mark)) >= 0]
         at, mark = min(ends, default=(len(text), ""))
         return text[:at], mark
@@ -118,7 +118,7 @@ class ChatText:
         return ReplyParser(tool_format, tools, tags, is_thinking=bool(tags and prompt.rstrip().endswith(tags.first)))
 
     def forced_prefix(self, prompt: str, tool: str | None) -> str:
-        """What the reply to a prompt must start with to call this tool; reasoning that the prompt begins ends first."""
+        """The start of a reply that calls this tool; reasoning that the prompt begins ends first."""
         tags = self.thinking
         end = f"{tags.last}\n\n" if tags and prompt.rstrip().endswith(tags.first) else ""
         return end + (self.tool_format.forced_prefix(tool) if self.tool_format else "")
@@ -354,8 +354,8 @@ class Sessions:
         if not self._has_ended(choice):  # A reply cut short gets the end token that the template writes.
             sampled = self._text.decode(choice.ids.tolist())
             # Of reasoning that was cut, the template also writes the end.
-            said = next((text for text in (sampled, sampled.rstrip()) if written.startswith(text)), written)
-            return np.array(self._text.encode(full[start + len(said) :]), np.int32)
+            text = next((start for start in (sampled, sampled.rstrip()) if written.startswith(start)), written)
+            return np.array(self._text.encode(full[start + len(text) :]), np.int32)
         last = int(choice.ids[-1])
         # The sampled end token stands for another one that the template writes, but not for the mark of what follows.
         if mark != self._text.end_text(last) and mark != self._text.split_end(render()[start:])[1]:

@@ -38,7 +38,7 @@ class Parsed:
     reasoning: str = ""
 
     def after(self, before: Parsed) -> Parsed:
-        """What it says beyond `before`, which was certain when there was less of the response."""
+        """The part beyond `before`, which was certain when there was less of the response."""
         content, reasoning = self.content[len(before.content) :], self.reasoning[len(before.reasoning) :]
         return replace(self, content=content, reasoning=reasoning)
 
@@ -74,11 +74,11 @@ class ToolFormat(abc.ABC):
 
     @abc.abstractmethod
     def detect(self, template: str) -> bool:
-        """Whether a chat template writes tool calls in this format."""
+        """True if a chat template writes tool calls in this format."""
 
     @abc.abstractmethod
     def forced_prefix(self, tool: str | None) -> str:
-        """What a response must start with to call this tool; None: any tool."""
+        """The text with which a response starts that calls this tool; None: any tool."""
 
     @abc.abstractmethod
     def split(self, text: str) -> tuple[list[str], list[str]]:

@@ -26,7 +26,7 @@ def detect_format(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingTags:
-    """What stands before and after a reply's reasoning."""
+    """The tags before and after a reply's reasoning."""
 
     first: str
     last: str
@@ -62,7 +62,7 @@ class ReplyParser:
     """The prompt ends with the first of the tags."""
 
     def parse(self, text: str, *, is_over: bool = True) -> Parsed:
-        """What a reply says; of one that goes on, what is certain, which more text only adds to.
+        """The message of a reply; of one that goes on, the part that is certain, which more text only adds to.
 
         A possible beginning of a tag or of a call is not certain, nor is space that a call may follow. Calls come at
         the end, since a malformed one makes text of all.
@@ -113,7 +113,7 @@ class ResponseText:
         """Some tokens are decoded twice, since a token's text depends on those before it: from `_start` on."""
 
     def feed(self, ids: Sequence[int]) -> Parsed:
-        """What is certain after these tokens and was not before."""
+        """The part of the message that is certain after these tokens and was not before."""
         self.ids += ids
         piece = self._piece()
         if piece.endswith(_UNFINISHED):

@@ -55,7 +55,7 @@ def test_what_is_certain_only_grows_to_the_whole(reply: tuple) -> None:
 
 
 def deltas(parser: ReplyParser, *pieces: str) -> list[Parsed]:
-    """What each piece adds, and the end."""
+    """The additions of each piece, and of the end."""
     texts = list(accumulate(pieces))
     parsed = [Parsed(""), *(parser.parse(text, is_over=False) for text in texts), parser.parse(texts[-1])]
     return [later.after(before) for before, later in pairwise(parsed)]

@@ -123,13 +123,13 @@ class Watch:
             pause.wait(_INTERVAL)
             try:
                 actors = self._actors.keys() - {name for _, name in _ours()}
-                left = _nodes()
+                remaining = _nodes()
             except Exception as error:  # Ray has several for a head that is away, and ends this process after a minute.
                 _log.warning("Ray's head does not answer: %s", error)
                 continue
             if actors:
                 names = ", ".join(sorted(actors))
-                nodes = sorted(address for node, address in self._nodes.items() if node not in left)
+                nodes = sorted(address for node, address in self._nodes.items() if node not in remaining)
                 if nodes:  # What was on them ended with them.
                     return (
                         f"A node of the Ray cluster was lost ({', '.join(nodes)}), and what ran on it: {names}. Start "

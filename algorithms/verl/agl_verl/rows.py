@@ -111,7 +111,7 @@ def fields_of(
 
 
 def sees_its_own_past_alone(config: Any) -> bool:
-    """Whether what a model makes of a token depends on the tokens before it, and not on how long its row is.
+    """True if a model's output at a token depends on the tokens before it, and not on how long its row is.
 
     `config` is the model's, of transformers. Two kinds of rotary embeddings change with the longest row of a pass.
 

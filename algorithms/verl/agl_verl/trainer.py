@@ -253,7 +253,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return int(max(dispatch["actor"])) + 1
 
     def _can_join_calls(self) -> bool:
-        """Whether calls that continue each other are one row: where that changes nothing."""
+        """True if calls that continue each other may be one row, because that changes nothing."""
         model = self.config.actor_rollout_ref.model
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         # Experts with a capacity (an override of Megatron's) serve the first tokens of a row, whatever comes after.

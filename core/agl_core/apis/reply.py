@@ -381,7 +381,7 @@ class StreamedCompletion:
         return Delta(index, message, logprobs or (), ids or ())
 
     def _add_call(self, piece: Mapping[str, Any], choice: int, place: int) -> Mapping[str, Any] | None:
-        """What the client gets of a piece of a tool call: nothing before its name is known, then all so far."""
+        """The client's piece of a tool call: nothing before its name is known, then all so far."""
         calls = self._calls.setdefault(choice, {})
         number = piece.get("index", place)
         call = calls.setdefault(number, {"id": None, "type": piece.get("type") or "function"})

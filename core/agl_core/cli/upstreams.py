@@ -96,10 +96,10 @@ def _complete(client: httpx.Client, url: str, model: str, listed: Sequence[str])
 
 
 def _streams(client: httpx.Client, url: str, model: str, *, with_ids: bool) -> bool:
-    """Whether the server streams a short chat completion, and all of what it has whole."""
+    """True if the server streams a short chat completion, with all that a whole one has."""
     wanted = {"return_token_ids": True, "logprobs": True, "max_tokens": 8} if with_ids else {}
-    asked = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], **wanted, "stream": True}
-    response = _send(client, "POST", f"{url}/chat/completions", {**asked, "stream_options": {"include_usage": True}})
+    request = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], **wanted, "stream": True}
+    response = _send(client, "POST", f"{url}/chat/completions", {**request, "stream_options": {"include_usage": True}})
     streams = response.is_success and response.headers.get("content-type", "").startswith("text/event-stream")
     return streams and (not with_ids or all(f'"{name}"' in response.text for name in ("prompt_token_ids", "token_ids")))
 

@@ -36,7 +36,7 @@ version rests on the server's word.
 
 
 class Proof(StrEnum):
-    """What is proved of a trained token. Each member but the first says what is missing."""
+    """How much is proved of a trained token. Each member but the first says what is missing."""
 
     EXACT = "exact"
     DIFFERENT = "different"
@@ -65,7 +65,7 @@ class Certificate:
 
 
 def certify(transition: Transition, record: TrainingRecord) -> Certificate | None:
-    """What `record` proves of the transition's tokens. None if they were not trained on, or have been pruned."""
+    """The proof that `record` has of each of the tokens. None if they were not trained on, or have been pruned."""
     ids, sampled_T, recomputed = transition.response_ids, transition.logprobs, record.recomputed
     if record.dropped is not None or ids is None or transition.prompt_ids is None:
         return None

@@ -165,7 +165,7 @@ class _Connection(asyncio.Protocol):
         return HttpReply(self._status, self._headers, b"" if self.is_streaming else await self.read())
 
     async def read(self) -> bytes:
-        """What came of the body since the last time, which is nothing only at its end. OSError if it broke off."""
+        """The part of the body that came since the last time; empty only at its end. OSError if it broke off."""
         while not (self._body or self._is_whole):
             await self._wait()
         parts, self._body = self._body, []

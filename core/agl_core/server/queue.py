@@ -49,7 +49,7 @@ _TAKEN_AWAY = (None, Ending.LOST, Ending.CANCELLED)
 
 @dataclass(slots=True)
 class _Sighting:
-    """What this server saw of a lease, whoever gave it, in looks into the store.
+    """A lease as this server saw it, whoever gave it, in looks into the store.
 
     Looks are counted, not time: clocks of several machines differ, all of them may jump, and a server that stood still
     has not given workers the chance to renew their leases.
@@ -174,8 +174,8 @@ class RolloutQueue:
     async def abandon(self, run: str) -> None:
         """End as lost all that earlier restarts of the run left."""
         states = (RolloutState.QUEUED, RolloutState.RUNNING)
-        left = [rollout.id for state in states for rollout in await self._store.rollouts(run=run, state=state)]
-        await self._stop_early(set(left), Ending.LOST)
+        ids = [rollout.id for state in states for rollout in await self._store.rollouts(run=run, state=state)]
+        await self._stop_early(set(ids), Ending.LOST)
 
     def lend(self, lending: bool) -> None:
         """Lease rollouts from now on, or have leases wait."""

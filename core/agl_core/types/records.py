@@ -276,7 +276,7 @@ class TransitionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recomputed:
-    """What an update saw of a response that it trained on, to be compared with the call as it was recorded."""
+    """The figures that an update saw of a response, to be compared with the call as it was recorded."""
 
     version: int
     """The policy version that was trained: the one before the update."""
