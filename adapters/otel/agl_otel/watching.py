@@ -124,12 +124,6 @@ class WatchingProcessor(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         self.running.end(span)
 
-    def shutdown(self) -> None:
-        """Do nothing: what it kept stays."""
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True
-
 
 @functools.cache
 def watch() -> Callable[[], Identity | None]:

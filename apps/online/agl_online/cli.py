@@ -31,6 +31,7 @@ from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
 from agl_core.worker.client import LightningClient
 from agl_online import learner, policies
+from agl_online.commands import HELP
 from agl_online.config import online_section
 from agl_online.deployed import fixed_upstream
 from agl_online.policies import POLICY_KEY, Version, find_policy
@@ -55,9 +56,9 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on
 
 _BY_HAND = "An operator decided so."
 
-sessions = typer.Typer(help="List and delete sessions of real use, and make keys for them.", no_args_is_help=True)
-versions = typer.Typer(help="List, promote and roll back the versions that answer real use.", no_args_is_help=True)
-policy = typer.Typer(help="Export and serve what runs have trained.", no_args_is_help=True)
+sessions = typer.Typer(help=HELP["sessions"], no_args_is_help=True)
+versions = typer.Typer(help=HELP["versions"], no_args_is_help=True)
+policy = typer.Typer(help=HELP["policy"], no_args_is_help=True)
 
 
 def serve(

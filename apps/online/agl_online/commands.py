@@ -6,7 +6,7 @@ import typer
 
 from agl_core.cli import COMMANDS, Command
 
-_HELP = {
+HELP = {
     "serve": "Stand between deployed applications and their model.",
     "learn": "Serve a run's versions to applications, and learn from their sessions.",
     "sessions": "List and delete sessions of real use, and make keys for them.",
@@ -17,4 +17,4 @@ _HELP = {
 
 def add_commands(cli: typer.Typer) -> None:
     """Add `agl serve`, `learn`, `sessions`, `versions` and `policy`."""
-    COMMANDS.update({name: Command("agl_online.cli", name, "Real use", text) for name, text in _HELP.items()})
+    COMMANDS.update({name: Command("agl_online.cli", name, "Real use", text) for name, text in HELP.items()})
