@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
+from agl_core.learning.evaluations import compare
 from agl_core.learning.health import answer
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
-from agl_core.reading.evaluations import compare
 from agl_core.store.interface import Store
 from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import mean

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -26,14 +25,13 @@ from agl_core.config.models import GatewaySection
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
+from agl_core.reading.explained import AttemptReport, reports_of
 from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
 from agl_core.reading.words import amount, one_line
-from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
-from agl_core.store.interface import Store
-from agl_core.training.server import first_free, new_run_dir, passthrough_key, removed_unless_begun
+from agl_core.training.server import first_free, new_run_dir, recording_server, removed_unless_begun
 from agl_core.training.session import engine_context
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, Run, Task
+from agl_core.types import AttemptKey, Ending, Mode, Rollout, Task
 from agl_core.wire import Lease, LeaseRequest, take_keys
 from agl_core.worker.agent import OTHER_KEY, Ended, attempt_variables, closing
 from agl_core.worker.processes import attempt_folder
@@ -61,7 +59,6 @@ class _Setting:
     """Where a run is recorded, and what answers its calls: an upstream, or the engine of a configuration."""
 
     folder: Path
-    store: Store
     is_new: bool
     """Nothing was recorded there before."""
     described: Mapping[str, Any]
@@ -113,35 +110,36 @@ def _forwarding(
     is_new = name is None or not is_capture(folder)
     if is_new:
         folder = first_free(folder, lambda new: write_capture(new, described))
-    return _Setting(folder, open_store(folder, read_only=False), is_new, described, upstream)
+    return _Setting(folder, is_new, described, upstream)
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
     loaded = load(config, [f"name={name}"] if name else [])
     folder = new_run_dir(loaded)
-    return _Setting(folder, loaded.store.build(folder), True, loaded.config.model_dump(mode="json"), loaded)
+    return _Setting(folder, True, loaded.config.model_dump(mode="json"), loaded)
 
 
 async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
     run_id = setting.folder.name
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(setting.store)
         hook, gateway = Plugins.load().hook, GatewaySection()
         agents: Mapping[str, tuple[str, ...]] = {}
         files: Sequence[Path] = ()
         upstream = setting.answering
         if isinstance(upstream, LoadedConfig):
             loaded, config = upstream, upstream.config
+            store = loaded.store.build(setting.folder)
             hook, gateway, files = loaded.plugins.hook, config.gateway, config.plugin_files
             agents = {policy: section.agents for policy, section in config.policies.items()}
             engine: Engine = loaded.engine.build(engine_context(loaded, setting.folder))
             stack.push_async_callback(engine.stop)
             upstream = await engine.start()
+        else:
+            store = open_store(setting.folder, read_only=False)
         settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=agents)
-        keys = Keys(passthrough=passthrough_key(gateway))
-        server = LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys)
-        await stack.enter_async_context(server)
-        restart, id = len(await store.runs()), f"{run_id}-{uuid.uuid4().hex[:8]}"
+        serving = recording_server(store, (run_id, setting.described), upstream, settings, hook, gateway)
+        server, restart = await stack.enter_async_context(serving)
+        id = f"{run_id}-{uuid.uuid4().hex[:8]}"
         rollout = Rollout(
             id=id,
             run=run_id,
@@ -154,8 +152,6 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
             member=0,
         )
         begun()
-        await store.put(Run(run_id, restart, time.time(), setting.described))
-        await server.queue.abandon(run_id)
         await server.queue.enqueue([rollout])
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
@@ -164,8 +160,8 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
         await server.queue.close_attempt(key, closing(Ended(ending, {"exit_status": status}, error), recording))
-        [attempt] = await store.attempts(rollout.id)
-        _summarise(attempt, await store.calls([key]), recording, setting.folder)
+        [report] = await reports_of(server.store, [rollout])
+        _summarise(report.attempts[0], recording, setting.folder)
     return status
 
 
@@ -203,10 +199,12 @@ async def _launch(
     return status if status >= 0 else 128 - status, bool(signals), recording
 
 
-def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, folder: Path) -> None:
+def _summarise(report: AttemptReport, recording: Recording, folder: Path) -> None:
     for problem in recording.problems:
         _say(f"problem: {problem}")
-    agents = sorted({call.agent for call in calls if call.agent})
+    attempt, episode = report.attempt, report.episode
+    calls = {transition.key.call: transition.agent for transition in (*episode.transitions, *episode.undelivered)}
+    agents = sorted({agent for agent in calls.values() if agent})
     by = f" by {', '.join(agents)}" if agents else ""
     ending = attempt.ending.value if attempt.ending else "running"
     _say(f"{ending}: {amount(len(calls), 'LLM call')}{by}, {amount(len(recording.tool_results), 'tool result')}")

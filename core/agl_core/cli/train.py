@@ -17,14 +17,13 @@ from agl_core.cli.screen import AsJson, ConsoleObserver, Screen, Seed, Set, prin
 from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
+from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compare, passes
 from agl_core.protocols import Engine
-from agl_core.reading.evaluations import Comparison, Estimate, compare, passes
 from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
 from agl_core.reading.runs import find_checkpoint
 from agl_core.reading.words import plain, score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.loop import TaskScore
 from agl_core.training.metrics import METRICS_FILE, Summary, counts
 from agl_core.training.run import evaluate as run_evaluation
 from agl_core.training.run import train as run_training

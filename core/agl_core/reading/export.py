@@ -1,6 +1,6 @@
 """`agl export`: a run's rollouts as tables, as episodes, or as conversations for other trainers.
 
-The store is read a group at a time, so that a run of any size takes the same memory.
+Calls are read a group at a time, so that a run of any size takes about the same memory.
 """
 
 from __future__ import annotations

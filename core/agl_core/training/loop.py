@@ -15,6 +15,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.config.models import EvalSection
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.learning.certificate import recomputed_in
+from agl_core.learning.evaluations import TaskScore
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, TaskSource, UpdateResult
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
@@ -329,20 +330,6 @@ class Trainer:
         """Resident memory of the run: this process and the engine's."""
         peak = peak_rss_bytes() + int(stats.get("peak_rss_bytes", 0))
         self.state.peak_rss_bytes = max(self.state.peak_rss_bytes, peak)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskScore:
-    """The rewards of one held-out task in one mode, one for each of its rollouts."""
-
-    set: str
-    mode: str
-    task: str
-    rewards: tuple[float, ...]
-
-    def solved(self, success: float) -> float:
-        """The share of the rollouts whose reward is at least `success`."""
-        return sum(reward >= success for reward in self.rewards) / len(self.rewards)
 
 
 @dataclass(slots=True)

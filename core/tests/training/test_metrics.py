@@ -15,9 +15,8 @@ import pytest
 
 from agl_core.errors import CheckpointError
 from agl_core.hooks import hookimpl
+from agl_core.learning.evaluations import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.plugins import Plugins
-from agl_core.reading.evaluations import compare, pass_all, pass_at, passes, sign_test, wilson
-from agl_core.training.loop import TaskScore
 from agl_core.training.metrics import (
     MetricsLog,
     Summary,

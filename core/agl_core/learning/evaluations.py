@@ -5,15 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
-
-from agl_core.training.loop import TaskScore
-from agl_core.training.metrics import mean
 
 _Z = 1.959963984540054
 """The 97.5% quantile of the normal distribution: intervals are of 95%."""
 _RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """The rewards of one held-out task in one mode, one for each of its rollouts."""
+
+    set: str
+    mode: str
+    task: str
+    rewards: tuple[float, ...]
+
+    def solved(self, success: float) -> float:
+        """The share of the rollouts whose reward is at least `success`."""
+        return sum(reward >= success for reward in self.rewards) / len(self.rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +124,7 @@ def passes(scores: Sequence[TaskScore], success: float) -> list[Passes]:
         for k in [*(2**power for power in range((tries - 1).bit_length())), tries]:
             estimates = []
             for estimate in (pass_at, pass_all):
-                value = mean(estimate(k, tries, count) for count in solved)
+                value = fmean(estimate(k, tries, count) for count in solved)
                 estimates.append(Estimate(value, *wilson(min(max(value, 0.0), 1.0), len(of_set))))
             rows.append(Passes(held_out, mode, k, len(of_set), tries, *estimates))
     return rows
@@ -129,7 +141,7 @@ def compare(now: Sequence[TaskScore], before: Sequence[TaskScore], success: floa
         changes = [TaskChange(new.task, old.solved(success), new.solved(success)) for new, old in pairs]
         gained = [change for change in changes if change.now > change.before]
         lost = [change for change in changes if change.now < change.before]
-        difference = _bootstrap([mean(new.rewards) - mean(old.rewards) for new, old in pairs])
+        difference = _bootstrap([fmean(new.rewards) - fmean(old.rewards) for new, old in pairs])
         p = sign_test(len(gained), len(lost))
         comparisons.append(Comparison(held_out, mode, len(pairs), difference, gained, lost, p))
     return comparisons
