@@ -153,7 +153,7 @@ async def post(use: Deployed, path: str, key: str, body: Any = CHAT, **headers: 
 async def test_no_key_opens_anothers_door(use: Deployed) -> None:
     shop = (await use.post("sessions", use.keys.of_application("shop"), name="talk")).json()
     mail = (await use.post("sessions", use.keys.of_application("mail"), name="talk")).json()
-    reply = await use.ask("hello", "other")
+    reply, training = await use.ask("hello", "other"), await use.stack.lease()
     keys = {
         "application": use.keys.of_application("shop"),
         "session": shop["key"],
@@ -162,13 +162,15 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
         "operator": use.operator,
         "attempt": use.server.keys.of_attempt(AttemptKey(shop["session"], 0)),
         "lease": use.server.keys.of_lease(AttemptKey(shop["session"], 0)),
+        "agent of training": use.stack.key(training),
         "wrong": "agl-wrong",
         "too short": "agl-",
     }
     calls, own = "/v1/chat/completions", f"{shop['path']}/v1/chat/completions"
     foreign = f"{mail['path']}/v1/chat/completions"
     doors: dict[str, tuple[str, Any, set[str]]] = {
-        "a model call": (calls, CHAT, {"application"}),
+        "a model call": (calls, CHAT, {"application", "agent of training"}),
+        "a call of training": (f"/rollout/{training.rollout}/attempt/0{calls}", CHAT, {"agent of training"}),
         "a call of the session": (own, CHAT, {"session"}),
         "a call of another application's session": (foreign, CHAT, set()),
         "beginning": ("/agl/v1/sessions", {}, {"application"}),
@@ -183,7 +185,7 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
             assert (got.status_code != 401) is (name in whose), (door, name, got.status_code, got.text)
     for name, key in keys.items():
         named = await use.http.get(f"{use.server.base_url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-        assert (named.status_code == 200) is (name == "application"), name
+        assert (named.status_code == 200) is (name in ("application", "agent of training")), name
     assert not [call for call in await use.calls() if call.rollout == mail["session"]]
 
 
@@ -204,18 +206,6 @@ async def test_applications_do_not_end_or_see_each_others_sessions(use: Deployed
     same_name = (await use.post("sessions", mail, name="talk")).json()
     assert same_name["session"].split("-")[1] != begun["session"].split("-")[1]
     assert use.counted("open") == 2
-
-
-async def test_an_agent_of_training_is_no_application(use: Deployed) -> None:
-    attempt = await use.stack.lease()
-    key = use.stack.key(attempt)
-    begun = (await use.post("sessions", use.keys.of_application("shop"))).json()
-    assert (await post(use, f"{begun['path']}/v1/chat/completions", key)).status_code == 401
-    for route in ("sessions", "sessions/end", "feedback", "sessions/delete"):
-        assert (await use.post(route, key)).status_code == 401
-    for mine in (begun["key"], use.keys.of_application("shop"), use.keys.of_feedback("shop")):
-        own = f"/rollout/{attempt.rollout}/attempt/{attempt.attempt}/v1/chat/completions"
-        assert (await post(use, own, mine)).status_code == 401
 
 
 async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_path: Path) -> None:
