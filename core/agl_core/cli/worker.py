@@ -124,7 +124,7 @@ async def _work(
     drain: float,
     console: Screen,
 ) -> bool:
-    """Work for the server that is found; whether it is elsewhere by now."""
+    """Work for the server that `find` names; True if it is elsewhere by now."""
     plugins, server = Plugins.load(config.plugin_files), find()
     if server is None:
         console.print("waiting for `agl train` to start the run")
