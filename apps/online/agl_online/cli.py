@@ -17,6 +17,7 @@ from agl_core import kinds
 from agl_core.cli.screen import AsJson, Run, Screen, Set, print_json, show_in_browser, table
 from agl_core.cli.train import train_and_report
 from agl_core.cli.upstreams import open_upstream
+from agl_core.cli.words import number, one_line
 from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
 from agl_core.errors import ConfigError
@@ -24,7 +25,6 @@ from agl_core.kinds import Kind
 from agl_core.reading.explained import RolloutReport
 from agl_core.reading.rollouts import Query, list_rollouts
 from agl_core.reading.runs import erase, find_run, has_writer, read_settings
-from agl_core.reading.words import number, one_line
 from agl_core.server import Keys, listening
 from agl_core.training.server import local_server, make_run_dir, removed_unless_begun, run_settings
 from agl_core.types import Mode

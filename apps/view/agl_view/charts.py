@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from markupsafe import Markup, escape
 
-from agl_core.reading.words import ROUNDING, harmless, number
+from agl_core.cli.words import ROUNDING, harmless, number
 
 Points: TypeAlias = Sequence[tuple[int, float]]
 """Values, each with its step."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agl_core.reading.explained import RolloutEntry, RolloutReport, Turn
-from agl_core.reading.rollouts import RolloutPage, groups_of
-from agl_core.reading.words import message_text
+from agl_core.reading.rollouts import RolloutPage, groups_of, message_text
 from agl_core.types import Mode, Task, TrainingRecord, are_equal
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from agl_core.cli.words import harmless
 from agl_core.errors import AglError
-from agl_core.reading.words import harmless
 
 if TYPE_CHECKING:
     from typer._click.core import Command as ClickCommand

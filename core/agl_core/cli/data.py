@@ -26,6 +26,7 @@ from agl_core.cli.screen import (
     print_json,
     table,
 )
+from agl_core.cli.words import harmless, number, one_line, said_by, status_text
 from agl_core.config.check import check
 from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
@@ -35,7 +36,6 @@ from agl_core.reading.importing import import_file
 from agl_core.reading.rollouts import Query
 from agl_core.reading.runs import RUNS, find_run
 from agl_core.reading.trying import Change, RolloutChange, Trial, Value, try_rewards
-from agl_core.reading.words import harmless, number, one_line, said_by, status_text
 
 To = Annotated[Format, typer.Option("--to", help="The format; docs/data.md has what each carries.")]
 Out = Annotated[Path, typer.Option(help="What to make: a folder with parquet, else one file, for instance sft.jsonl.")]

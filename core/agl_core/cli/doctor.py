@@ -20,6 +20,7 @@ from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
 from agl_core.cli.screen import AsJson, KeyVariable, Model, Screen, UpstreamUrl, print_json
 from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
+from agl_core.cli.words import harmless
 from agl_core.config.check import check
 from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import AglError, nearest
@@ -27,7 +28,6 @@ from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import explain_waiting, find_run, read_entry
-from agl_core.reading.words import harmless
 from agl_core.training.metrics import Observer
 from agl_core.types import Needs, Workload
 from agl_core.wire import ACTIVITY, OPERATOR_KEY, Activity, Empty, take_keys

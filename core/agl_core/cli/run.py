@@ -20,6 +20,7 @@ from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
+from agl_core.cli.words import amount, one_line
 from agl_core.config.load import LoadedConfig, load
 from agl_core.config.models import GatewaySection
 from agl_core.errors import ConfigError
@@ -27,7 +28,6 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
 from agl_core.reading.explained import AttemptReport, reports_of
 from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
-from agl_core.reading.words import amount, one_line
 from agl_core.server.upstream import RunSettings
 from agl_core.training.server import first_free, new_run_dir, recording_server, removed_unless_begun
 from agl_core.training.session import engine_context

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from agl_core.cli.words import harmless, plain
 from agl_core.config.models import ServerSection
 from agl_core.plugins import Plugins
-from agl_core.reading.words import harmless, plain
 from agl_core.training.metrics import Observer, Phase, numbered
 from agl_core.types import Mode, Verdict
 

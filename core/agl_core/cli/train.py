@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from agl_core.cli.screen import AsJson, ConsoleObserver, Screen, Seed, Set, print_json, show_in_browser, table
+from agl_core.cli.words import plain, score
 from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
@@ -21,7 +22,6 @@ from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compa
 from agl_core.protocols import Engine
 from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
 from agl_core.reading.runs import find_checkpoint
-from agl_core.reading.words import plain, score
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.metrics import METRICS_FILE, Summary, counts

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Literal, TypeAlias, cast
 
 import tomli_w
 
@@ -34,17 +34,6 @@ RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed", "capt
 """running: a process of this machine writes its store; finished: all steps made, though `agl eval` may write to it;
 stopped: can be resumed; failed: it died, by an error or a kill, and can be resumed, or no rollout of it finished;
 capture: by `agl run`."""
-
-
-@runtime_checkable
-class ShrinkingStore(Protocol):
-    """A store that can be made smaller."""
-
-    async def prune(self, up_to: int) -> int:
-        """Remove texts and tokens from the calls of the steps up to `up_to`; returns the number of calls."""
-
-    async def vacuum(self) -> None:
-        """Free unused space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +216,7 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
     """
     before = _size(folder)
     async with open_store(folder, read_only=False) as store:
-        if not isinstance(store, ShrinkingStore):
+        if not isinstance(store, SqliteStore):
             raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
         last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
         calls, up_to = await store.prune(last - keep_steps), max(last - keep_steps, 0)

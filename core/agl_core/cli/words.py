@@ -1,8 +1,7 @@
-"""Recorded values in words and as JSON: numbers, sources, and agents' texts without the characters that steer."""
+"""The words of commands and pages: recorded values as text and JSON, without the characters that steer."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -103,26 +102,6 @@ def size(of: float) -> str:
         of /= 1024
         units.pop()
     return f"{of:.0f} B" if units[-1] == "B" else f"{of:.1f} {units[-1]}"
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """A chat message: its text, and then its tool calls, like calls in code.
-
-    >>> message_text({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]})
-    'add({})'
-    """
-    content = message.get("content")
-    calls = [_tool_call_text(tool_call) for tool_call in message.get("tool_calls") or ()]
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
-    return " ".join([text, *calls]).strip()
-
-
-def _tool_call_text(tool_call: Any) -> str:
-    known = tool_call if isinstance(tool_call, Mapping) else {}
-    function = known.get("function", known.get("custom"))
-    if not isinstance(function, Mapping):
-        return json.dumps(tool_call, ensure_ascii=False)
-    return f"{function.get('name')}({function.get('arguments', function.get('input', ''))})"
 
 
 def plain(value: Any) -> Any:
