@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agl_core.apis.errors import ApiError, stopping
@@ -142,7 +142,7 @@ class RolloutQueue:
         The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
         again does not count. ApiError 404 if it was not leased here and has not ended.
         """
-        active = self.attempts.get(key) or await self._recalled(key)
+        active = await self._known(key)
         if active is None or (active.record.ending is None and key not in self.attempts):
             raise ApiError(
                 404,
@@ -167,15 +167,23 @@ class RolloutQueue:
                 raise stopping()
             await news.wait()
 
-    async def cancel(self, ids: Iterable[str]) -> None:
-        """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
-        await self._stop_early(set(ids), Ending.CANCELLED)
+    async def cancel(self, ids: Collection[str], ending: Ending = Ending.CANCELLED) -> None:
+        """End these rollouts, whether queued or running; those that are done or unknown stay so."""
+        while True:
+            withdrawn, leases = await self._store.withdraw(ids, ending)
+            if withdrawn:
+                self.ended = time.time()
+                self._wake()
+            if not leases:  # One that is tried again is withdrawn, too.
+                return
+            held = [active for key in leases if (active := await self._known(key))]
+            await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))
 
     async def abandon(self, run: str) -> None:
         """End as lost all that earlier restarts of the run left."""
         states = (RolloutState.QUEUED, RolloutState.RUNNING)
         ids = [rollout.id for state in states for rollout in await self._store.rollouts(run=run, state=state)]
-        await self._stop_early(set(ids), Ending.LOST)
+        await self.cancel(ids, Ending.LOST)
 
     def lend(self, lending: bool) -> None:
         """Lease rollouts from now on, or have leases wait."""
@@ -229,17 +237,6 @@ class RolloutQueue:
         if sighting.renewals and sighting.silence * self._pause >= self._expiry:
             return f"sent no heartbeat for {self._expiry:g} seconds"
         return None
-
-    async def _stop_early(self, ids: Collection[str], ending: Ending) -> None:
-        while True:
-            withdrawn, leases = await self._store.withdraw(ids, ending)
-            if withdrawn:
-                self.ended = time.time()
-                self._wake()
-            if not leases:
-                return
-            held = [active for key in leases if (active := await self._known(key))]
-            await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))
 
     async def _claim(self, request: LeaseRequest) -> list[tuple[Rollout, Attempt]]:
         until = asyncio.get_running_loop().time() + request.wait
