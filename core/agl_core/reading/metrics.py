@@ -87,11 +87,6 @@ def held_out(lines: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]
     return {key.removesuffix(_REWARD): series(lines, "eval", key) for key in keys}
 
 
-def keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
-    """The keys of training steps that begin with `prefix`, in their alphabetical order."""
-    return sorted({key for line in lines if line.kind == "train" for key in line.values if key.startswith(prefix)})
-
-
 @dataclass(frozen=True, slots=True)
 class RunHealth:
     """The health of a run by its metrics."""

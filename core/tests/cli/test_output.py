@@ -79,8 +79,9 @@ def test_a_rollout_has_one_line_which_a_terminal_crops_and_a_pipe_does_not(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "s7-eval_templates-sampled-g100-m0"
-    long = replace(run.trained(7, "m0")[0], id=name, mode=Mode.EVAL_SAMPLED)
-    run.put(*with_input([long], LONG), Reward(name, 0, "right", 0.25, "right"))
+    rollout, attempt, *_ = run.trained(7, "m0")
+    records = [replace(rollout, id=name, mode=Mode.EVAL_SAMPLED), replace(attempt, rollout=name)]
+    run.put(*with_input(records, LONG), Reward(name, 0, "right", 0.25, "right"))
 
     lines = on_a_terminal("from agl_core.cli import main; main()", run.folder, "rollouts", "runs/calc")
 

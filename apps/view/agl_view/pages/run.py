@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
-from agl_core.reading.metrics import MetricsLine, held_out, keys_below, series
+from agl_core.reading.metrics import MetricsLine, held_out, series
 from agl_core.reading.rollouts import Query, read_entries
 from agl_core.reading.runs import read_settings, read_start
 from agl_core.types import Mode
@@ -122,9 +122,14 @@ def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
     ]
 
 
+def _keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
+    """The keys of training steps that begin with `prefix`, in their alphabetical order."""
+    return sorted({key for line in lines if line.kind == "train" for key in line.values if key.startswith(prefix)})
+
+
 def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str, Points]:
     """A number of the update; in a run with several policies, of each."""
-    keys = [path for path in keys_below(lines, "update/") if path.split("/")[-1] == key]
+    keys = [path for path in _keys_below(lines, "update/") if path.split("/")[-1] == key]
     return {
         f"{path.split('/')[1]} {name}".strip() if path.count("/") > 1 else name: series(lines, "train", path)
         for path in keys
@@ -132,7 +137,7 @@ def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str
 
 
 def _drops(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    return {key.removeprefix("dropped/"): series(lines, "train", key) for key in keys_below(lines, "dropped/")}
+    return {key.removeprefix("dropped/"): series(lines, "train", key) for key in _keys_below(lines, "dropped/")}
 
 
 def _tokens(lines: Sequence[MetricsLine]) -> dict[str, Points]:
