@@ -21,7 +21,7 @@ from agl_core.errors import ConfigError
 from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compare, passes
 from agl_core.protocols import Engine
 from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
-from agl_core.reading.runs import find_checkpoint
+from agl_core.reading.runs import find_run
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.metrics import METRICS_FILE, Summary, counts
@@ -78,7 +78,7 @@ def train(
     if config is not None and resume is None:
         file = config
     elif resume is not None and config is None:
-        folder, step = find_checkpoint(str(resume))
+        folder, step = _find_checkpoint(str(resume))
         file = folder / CONFIG_FILE
         if step is not None and (checkpoint := Checkpoints(folder / CHECKPOINTS, keep=1).meant_by(step)) is None:
             raise ConfigError(f"{resume}: a run is resumed from a checkpoint. To begin at step 0, start a new run.")
@@ -95,6 +95,20 @@ def train(
     is_new = resume is None
     training = partial(run_training, loaded, run_dir, resume=not is_new, checkpoint=checkpoint, look=is_new)
     train_and_report(loaded, run_dir, training, os.environ.get(OPERATOR_KEY), console)
+
+
+def _find_checkpoint(target: str) -> tuple[Path, str | None]:
+    """A run's folder, and the checkpoint that RUN@STEP or RUN/checkpoints/STEP names; None if it names none.
+
+    ConfigError if there is no such run.
+    """
+    path = Path(target)
+    run, at, step = target.rpartition("@")
+    if at and not path.is_dir():
+        return find_run(Path(run)), step
+    if path.parent.name == CHECKPOINTS:
+        return find_run(path.parent.parent), path.name
+    return find_run(path), None
 
 
 def train_and_report(
@@ -251,7 +265,7 @@ def _resolve(target: str) -> tuple[Path | None, Path | None]:
     """The run's folder and the checkpoint; without a folder it is a configuration, without a checkpoint step 0."""
     if Path(target).is_file():
         return None, None
-    folder, step = find_checkpoint(target)
+    folder, step = _find_checkpoint(target)
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
     return folder, checkpoints.latest() if step is None else checkpoints.meant_by(step)
 

@@ -85,20 +85,6 @@ def find_run(folder: Path | None) -> Path:
     raise ConfigError(f"{folder} is not a run's folder (it has no {CONFIG_FILE}). {runs}")
 
 
-def find_checkpoint(target: str) -> tuple[Path, str | None]:
-    """A run's folder, and the checkpoint that RUN@STEP or RUN/checkpoints/STEP names; None if it names none.
-
-    ConfigError if there is no such run.
-    """
-    path = Path(target)
-    run, at, step = target.rpartition("@")
-    if at and not path.is_dir():
-        return find_run(Path(run)), step
-    if path.parent.name == CHECKPOINTS:
-        return find_run(path.parent.parent), path.name
-    return find_run(path), None
-
-
 def list_runs(runs: Path) -> list[RunEntry]:
     """The runs below a folder, the oldest first."""
     return [read_entry(folder) for folder in _folders_in(runs)]
