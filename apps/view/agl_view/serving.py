@@ -27,11 +27,9 @@ from starlette.staticfiles import StaticFiles
 
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
 from agl_core.server.listening import bind, url_of
-from agl_view.folders import RunFolders
-from agl_view.pages.base import BadQueryError, Pages
+from agl_view.pages.base import BadQueryError, Pages, RunFolders
 from agl_view.pages.compare import compare_page, task_page
-from agl_view.pages.health import health_page
-from agl_view.pages.run import run_page
+from agl_view.pages.run import health_page, run_page
 from agl_view.security import Guard
 from agl_view.templating import page_address
 

@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from agl_core.errors import AglError
+from agl_core.config.load import CONFIG_FILE
+from agl_core.errors import AglError, ConfigError, nearest
 from agl_core.reading.explained import (
     AttemptReport,
     GroupCredit,
@@ -32,7 +33,6 @@ from agl_core.reading.runs import RunEntry, read_entry, state_mark
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_view import charts
-from agl_view.folders import RunFolders
 from agl_view.groups import align, groups_on
 from agl_view.templating import make_environment, page_address
 
@@ -85,6 +85,39 @@ class Said:
     turn: Turn
     earlier: int
     """The number of messages that an earlier turn of the same agent had already."""
+
+
+class RunFolders:
+    """Runs, and folders of runs: what appears in these is shown too."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = [path.resolve() for path in paths]
+
+    def named(self) -> dict[str, Path]:
+        """The runs, the newest first, by their names in addresses; of two folders of one name, the second is `NAME~2`.
+
+        A name stays as long as the order of the folders' paths does.
+        """
+        times: dict[Path, float] = {}
+        for path in self._paths:
+            own = path / CONFIG_FILE
+            for file in [own] if own.is_file() else sorted(path.glob(f"*/{CONFIG_FILE}")):
+                try:
+                    times[file.parent] = file.stat().st_mtime
+                except OSError:  # It was removed meanwhile.
+                    continue
+        names: dict[Path, str] = {}
+        for folder in sorted(times):
+            taken = sum(other.name == folder.name for other in names)
+            names[folder] = folder.name if not taken else f"{folder.name}~{taken + 1}"
+        return {names[folder]: folder for folder in sorted(times, key=lambda folder: (-times[folder], folder))}
+
+    def find(self, name: str) -> Path:
+        """The run of this name. ConfigError if there is none."""
+        runs = self.named()
+        if name not in runs:
+            raise ConfigError(f"There is no run '{name}' here. {nearest(name, runs)}")
+        return runs[name]
 
 
 class Pages:

@@ -1,4 +1,4 @@
-"""The page of one run: its configuration, its curves, and its rewards."""
+"""The pages of one run: its configuration, its curves and its rewards; and its health."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
-from agl_core.reading.metrics import MetricsLine, held_out, series
-from agl_core.reading.rollouts import Query, read_entries
-from agl_core.reading.runs import read_settings, read_start
-from agl_core.types import Mode
+from agl_core.reading.metrics import MetricsLine, held_out, read_health, series
+from agl_core.reading.rollouts import Query, list_rollouts, read_entries
+from agl_core.reading.runs import read_entry, read_settings, read_start
+from agl_core.types import Mode, Verdict
 from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
 from agl_view.pages.base import Pages, read_query, run_line
 from agl_view.templating import page_address
@@ -28,6 +28,10 @@ _COLUMNS = {
     "seconds": "seconds/step",
 }
 """The columns of the table of steps."""
+
+
+_LOOKED_AT, _SHOWN = 400, 20
+"""How many training rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""
 
 
 async def run_page(pages: Pages, request: Request) -> Response:
@@ -175,3 +179,31 @@ def _histogram(name: str, step: int, rewards: Sequence[float], of: str) -> Chart
 def _table(lines: Sequence[MetricsLine]) -> list[tuple[int, list[float | None]]]:
     train = [line for line in lines if line.kind == "train"]
     return [(line.step, [line.values.get(key) for key in _COLUMNS.values()]) for line in reversed(train)]
+
+
+async def health_page(pages: Pages, request: Request) -> Response:
+    """Alarms first, those that hold still at the top."""
+    name, folder = pages.found(request)
+    entry, health = read_entry(folder), read_health(folder)
+    step = health.verdicts[-1][0] if health.verdicts else 1
+    newest = await list_rollouts(folder, Query(step=step, mode=Mode.TRAIN), _LOOKED_AT)
+    sick = []
+    for verdict in (Verdict.UNHEALTHY, Verdict.UNOBSERVED):
+        reports = [report for report in newest if report.health is not None and report.health.verdict is verdict]
+        sick.append((verdict, [(report.entry.rollout, report.health) for report in reports[-_SHOWN:]]))
+    return pages.render(
+        request,
+        "health.html",
+        entry=entry,
+        health=health,
+        alarms=sorted(
+            ((health.holding.get(alarm.name) == step, step, alarm) for step, alarm in health.alarms),
+            key=lambda row: row[:2],
+            reverse=True,
+        ),
+        verdicts=list(reversed(health.verdicts)),
+        columns=list(Verdict),
+        sick=sick,
+        step=step,
+        changed=page_address("runs", name, "changed") if entry.state == "running" else None,
+    )
