@@ -193,7 +193,7 @@ class Health(Body):
     queued: int = Field(description="Rollouts that wait for a worker.")
     running: int = Field(description="Attempts that workers hold.")
     waiting: int = Field(description="Requests for a lease that wait for a rollout.")
-    counters: dict[str, int] = Field(description="What a source of rollouts counted since the server's start.")
+    counters: dict[str, int] = Field({}, description="What a source of rollouts counted since the server's start.")
 
 
 class RunningAttempt(Body):
