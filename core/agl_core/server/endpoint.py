@@ -64,13 +64,15 @@ class Endpoint:
         begins; `parts` raises the same errors, with the time to wait for each of them.
         """
         connection = self._kept() or await self._new()
+        late = asyncio.get_running_loop().call_later(self._timeout, connection.fail, TimeoutError())
         try:
             request = b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, _lines(headers), len(body), body)
-            async with asyncio.timeout(self._timeout):
-                reply = await connection.ask(request, streamed=streamed)
+            reply = await connection.ask(request, streamed=streamed)
         except BaseException:
             connection.close()
             raise
+        finally:
+            late.cancel()
         if connection.is_streaming:
             return replace(reply, parts=self._parts(connection))
         self._keep_for_later(connection)
@@ -191,7 +193,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._break(ConnectionError(f"what it sent is no HTTP: {error}"))
+            self.fail(ConnectionError(f"what it sent is no HTTP: {error}"))
         self._news.set()
 
     def eof_received(self) -> None:
@@ -199,9 +201,10 @@ class _Connection(asyncio.Protocol):
             self.on_message_complete()  # Its body ends with the connection.
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._break(ConnectionError(str(error or "it closed the connection")))
+        self.fail(ConnectionError(str(error or "it closed the connection")))
 
-    def _break(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> None:
+        """End the reply under way with this error."""
         self.close()
         self._broken = self._broken or error
         self._news.set()

@@ -156,8 +156,8 @@ class Gateway:
         reachable = not connection.is_gone
         if live is not None and live.has_begun:
             await send({"type": "http.response.body", "body": last_events, "more_body": False})
-        else:
-            await response(request.scope, request.receive, send)
+        elif reachable:
+            connection.reply(response, send)
         arrived = reachable and await connection.has_left()
         if attempt is not None and exchange is not None:
             await self._delivered(attempt, exchange, arrived)

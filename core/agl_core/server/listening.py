@@ -19,8 +19,9 @@ from typing import Any, TypeVar, cast
 import httptools
 import uvicorn
 from starlette.requests import Request
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.responses import Response
+from starlette.types import ASGIApp, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from agl_core.apis.errors import ApiError, openai_error
@@ -154,6 +155,20 @@ class HttpConnection(HttpToolsProtocol):
     def is_gone(self) -> bool:
         """True if nothing more reaches the client."""
         return self._lost or self.transport.is_closing()
+
+    def reply(self, response: Response, send: Send) -> None:
+        """Send a whole reply, without the two messages, headers and checks that ASGI makes of it."""
+        cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]  # uvicorn's state of the exchange
+        closes = b"" if cycle.keep_alive else b"connection: close\r\n"
+        head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
+        if head.count(b"\n") != len(response.raw_headers):
+            raise ValueError("a header has a line break in it")
+        self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[response.status_code], head, closes, bytes(response.body)))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     async def has_left(self) -> bool:
         """Wait until what is written has left for the client; False if the connection broke before."""
