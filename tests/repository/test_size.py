@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 46180,
-    "files of the product": 246,
-    "lines of the core": 27540,
-    "lines of the core's largest room": 3694,
-    "lines of all Python": 102784,
-    "files that one call passes": 38,
-    "folders that one call passes": 13,
-    "settings": 146,
+    "lines of the product": 44978,
+    "files of the product": 226,
+    "lines of the core": 27098,
+    "lines of the core's largest room": 3614,
+    "lines of all Python": 101011,
+    "files that one call passes": 42,
+    "folders that one call passes": 12,
+    "settings": 145,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
