@@ -97,7 +97,8 @@ class RolloutQueue:
         """When a rollout last ended here, in Unix seconds."""
         self.queued = 0
         """Rollouts that waited for a worker when `watch` looked last."""
-        self._news = asyncio.Event()
+        self._work, self._progress = asyncio.Event(), asyncio.Event()
+        """Set, and replaced, when rollouts may wait for a worker, and when some may be done."""
         self.waiting = 0
         """Leases that wait for a rollout."""
         self._lending, self._closed, self._stopped = True, False, False
@@ -105,7 +106,7 @@ class RolloutQueue:
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Add new rollouts at the end, all or none."""
         await self._store.put(*rollouts)
-        self._wake()
+        self._offer()
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Start attempts of up to `request.capacity` rollouts, oldest first; waits for the first one.
@@ -159,13 +160,13 @@ class RolloutQueue:
         ApiError 503 once the queue is stopped.
         """
         while True:
-            news = self._news
+            progress = self._progress
             done = await self._store.done(ids)
             if done or not ids:
                 return done
             if self._stopped:
                 raise stopping()
-            await news.wait()
+            await progress.wait()
 
     async def cancel(self, ids: Collection[str], ending: Ending = Ending.CANCELLED) -> None:
         """End these rollouts, whether queued or running; those that are done or unknown stay so."""
@@ -188,17 +189,18 @@ class RolloutQueue:
     def lend(self, lending: bool) -> None:
         """Lease rollouts from now on, or have leases wait."""
         self._lending = lending
-        self._wake()
+        self._offer()
 
     def close(self) -> None:
         """The run is over: no more rollouts are leased, and workers end."""
         self._closed = True
-        self._wake()
+        self._offer()
 
     def stop(self) -> None:
         """The server ends, not the run: requests that wait are refused, and may be sent again elsewhere or later."""
         self._stopped = True
         self.lend(False)
+        self._wake()
 
     async def watch(self) -> None:
         """Look into the store until cancelled: end what is overdue as lost, and see what other servers did."""
@@ -212,6 +214,8 @@ class RolloutQueue:
                 sightings, pause = {}, _AFTER_FAILURE
                 logger.error("Attempts cannot be watched: %s", failed, exc_info=not isinstance(failed, StoreError))
             self._wake()
+            if self.queued:
+                self._offer()
             await asyncio.sleep(pause)
 
     async def _look(self, sightings: Mapping[AttemptKey, _Sighting]) -> Mapping[AttemptKey, _Sighting]:
@@ -241,13 +245,13 @@ class RolloutQueue:
     async def _claim(self, request: LeaseRequest) -> list[tuple[Rollout, Attempt]]:
         until = asyncio.get_running_loop().time() + request.wait
         while not self._closed and not self._stopped:
-            news = self._news
+            work = self._work
             renewals = int(request.worker in self._beating)
             if self._lending and (claimed := await self._store.claim(request.worker, request.capacity, renewals)):
                 return claimed
             try:
                 async with asyncio.timeout_at(until):
-                    await news.wait()
+                    await work.wait()
             except TimeoutError:
                 break
         return []
@@ -307,7 +311,8 @@ class RolloutQueue:
             passed_through=active.passed_through or None,
             bypassed=request.bypassed or None,
         )
-        if is_tried_again(active, ending, self._budget):
+        again = is_tried_again(active, ending, self._budget)
+        if again:
             rollout = replace(active.rollout, state=RolloutState.QUEUED)
         else:
             done = RolloutState.DONE
@@ -329,8 +334,15 @@ class RolloutQueue:
             if rollout.ending:
                 self.ended = time.time()
         self._wake()
+        if again:
+            self._offer()
 
     def _wake(self) -> None:
-        """Let all who wait look again."""
-        self._news.set()
-        self._news = asyncio.Event()
+        """Let all who wait for rollouts to be done look again."""
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    def _offer(self) -> None:
+        """Let all who wait for a rollout to run look again. Each look is a write, so there is none without need."""
+        self._work.set()
+        self._work = asyncio.Event()
