@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 44978,
+    "lines of the product": 44990,
     "files of the product": 226,
-    "lines of the core": 27098,
+    "lines of the core": 27110,
     "lines of the core's largest room": 3614,
-    "lines of all Python": 101011,
+    "lines of all Python": 101023,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 145,
