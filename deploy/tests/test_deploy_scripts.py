@@ -18,6 +18,8 @@ from .slurm_stand_ins import BESIDE_PYTHON, NODES, Cluster
 
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 SCRIPTS = [DEPLOY / "train-or-resume", SBATCH]
+ENDED_BY_SLURM = (0, -signal.SIGTERM, -signal.SIGKILL)
+"""A job that was queued again: Slurm ends it, unless it comes to its own end before."""
 RAY_KEYS = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN"]
 
 
@@ -101,7 +103,7 @@ def test_sigterm_has_the_trainer_stop(cluster: Cluster) -> None:
 def test_a_job_whose_time_is_up_queues_itself_again(cluster: Cluster) -> None:
     job = cluster.trains()
     job.send_signal(signal.SIGUSR1)
-    cluster.ended(job, -signal.SIGTERM, -signal.SIGKILL)  # by Slurm, as soon as it is queued again
+    cluster.ended(job, *ENDED_BY_SLURM)
     assert [call[0] for call in cluster.calls("scontrol")] == [["requeue", "7"]]
     cluster.ended(cluster.submit(), 0)
     assert "--resume" in cluster.calls("agl", "train")[1][0]
@@ -110,7 +112,7 @@ def test_a_job_whose_time_is_up_queues_itself_again(cluster: Cluster) -> None:
 def test_a_trainer_that_does_not_end_in_time_is_killed_and_costs_its_checkpoint(cluster: Cluster) -> None:
     job = cluster.trains(TRAINS="stuck", GRACE="1")
     job.send_signal(signal.SIGUSR1)
-    cluster.ended(job, -signal.SIGTERM, -signal.SIGKILL)
+    cluster.ended(job, *ENDED_BY_SLURM)
     assert "did not end within 1 s" in cluster.log()
     assert [call[0] for call in cluster.calls("scontrol")] == [["requeue", "7"]]
 

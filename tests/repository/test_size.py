@@ -18,7 +18,7 @@ BOUNDS = {
     "files of the product": 226,
     "lines of the core": 27110,
     "lines of the core's largest room": 3614,
-    "lines of all Python": 101023,
+    "lines of all Python": 101025,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 145,
