@@ -42,6 +42,7 @@ MAX_REMEMBERED = 10_000
 _HEARTBEATS_PER_LEASE = 4
 """A worker keeps what it holds although three of them are late or lost."""
 _LONGEST_PAUSE, _LOOKS_PER_LEASE = 1.0, 20
+"""Seconds between two looks into the store, and how often a lease is looked at before it runs out, at least."""
 _AFTER_FAILURE = 5.0
 """Seconds until the next look into a store that failed."""
 _TAKEN_AWAY = (None, Ending.LOST, Ending.CANCELLED)
@@ -49,7 +50,7 @@ _TAKEN_AWAY = (None, Ending.LOST, Ending.CANCELLED)
 
 @dataclass(slots=True)
 class _Sighting:
-    """A lease as this server saw it, whoever gave it, in looks into the store.
+    """A lease as this server's looks into the store found it, no matter which server gave it.
 
     Looks are counted, not time: clocks of several machines differ, all of them may jump, and a server that stood still
     has not given workers the chance to renew their leases.

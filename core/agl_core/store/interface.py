@@ -60,7 +60,7 @@ class Store(Protocol):
         """
 
     async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
-        """Lease up to `count` rollouts that wait, those that were recorded first; nobody else gets them.
+        """Lease up to `count` rollouts that wait, the oldest first; no other claim gets them.
 
         They are running then, with a new attempt each, and the lease counts as renewed so many times.
         """

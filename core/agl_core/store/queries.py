@@ -57,7 +57,7 @@ def claim(
     for body, number in waiting:
         rollout = replace(from_json(Rollout, load_json(body)), state=RolloutState.RUNNING)
         claimed.append((rollout, Attempt(rollout.id, number, worker, time.time())))
-    # Their rows are written at the end of the transaction; nobody else that it is for may take them.
+    # Their rows are written at the end of the transaction; until then its other claims must not find them.
     taken = orjson.dumps([rollout.id for rollout, _ in claimed]).decode()
     connection.execute(
         "UPDATE rollouts SET state = ? WHERE id IN (SELECT value FROM json_each(?))",
