@@ -1,99 +1,46 @@
 """The words of agl as types. Imports nothing of agl."""
 
-from agl_core.types.episodes import (
-    Batch,
-    Episode,
-    Needs,
-    RecordedReply,
-    TokenizedReply,
-    Transition,
-    Workload,
-    are_equal,
-    discounted_returns,
-    episode_return,
-    rounding,
-)
-from agl_core.types.names import (
-    AlarmName,
-    CreditKind,
-    DropReason,
-    Ending,
-    Evidence,
-    FinishReason,
-    Mode,
-    PrefixBreak,
-    RolloutState,
-    Source,
-    Symptom,
-    ToolStatus,
-    Verdict,
-)
-from agl_core.types.records import (
-    Annotation,
-    Attempt,
-    AttemptKey,
-    Call,
-    Choice,
-    Identity,
-    Json,
-    Logprobs,
-    Recomputed,
-    RecordedRollout,
-    Reward,
-    Rollout,
-    Run,
-    Sampling,
-    Task,
-    TokenMask,
-    Tokens,
-    ToolResult,
-    TrainingRecord,
-    TransitionKey,
-)
-
-__all__ = [
-    "AlarmName",
-    "Annotation",
-    "Attempt",
-    "AttemptKey",
-    "Batch",
-    "Call",
-    "Choice",
-    "CreditKind",
-    "DropReason",
-    "Ending",
-    "Episode",
-    "Evidence",
-    "FinishReason",
-    "Identity",
-    "Json",
-    "Logprobs",
-    "Mode",
-    "Needs",
-    "PrefixBreak",
-    "Recomputed",
-    "RecordedReply",
-    "RecordedRollout",
-    "Reward",
-    "Rollout",
-    "RolloutState",
-    "Run",
-    "Sampling",
-    "Source",
-    "Symptom",
-    "Task",
-    "TokenMask",
-    "TokenizedReply",
-    "Tokens",
-    "ToolResult",
-    "ToolStatus",
-    "TrainingRecord",
-    "Transition",
-    "TransitionKey",
-    "Verdict",
-    "Workload",
-    "are_equal",
-    "discounted_returns",
-    "episode_return",
-    "rounding",
-]
+from agl_core.types.episodes import Batch as Batch
+from agl_core.types.episodes import Episode as Episode
+from agl_core.types.episodes import Needs as Needs
+from agl_core.types.episodes import RecordedReply as RecordedReply
+from agl_core.types.episodes import TokenizedReply as TokenizedReply
+from agl_core.types.episodes import Transition as Transition
+from agl_core.types.episodes import Workload as Workload
+from agl_core.types.episodes import are_equal as are_equal
+from agl_core.types.episodes import discounted_returns as discounted_returns
+from agl_core.types.episodes import episode_return as episode_return
+from agl_core.types.episodes import rounding as rounding
+from agl_core.types.names import AlarmName as AlarmName
+from agl_core.types.names import CreditKind as CreditKind
+from agl_core.types.names import DropReason as DropReason
+from agl_core.types.names import Ending as Ending
+from agl_core.types.names import Evidence as Evidence
+from agl_core.types.names import FinishReason as FinishReason
+from agl_core.types.names import Mode as Mode
+from agl_core.types.names import PrefixBreak as PrefixBreak
+from agl_core.types.names import RolloutState as RolloutState
+from agl_core.types.names import Source as Source
+from agl_core.types.names import Symptom as Symptom
+from agl_core.types.names import ToolStatus as ToolStatus
+from agl_core.types.names import Verdict as Verdict
+from agl_core.types.records import Annotation as Annotation
+from agl_core.types.records import Attempt as Attempt
+from agl_core.types.records import AttemptKey as AttemptKey
+from agl_core.types.records import Call as Call
+from agl_core.types.records import Choice as Choice
+from agl_core.types.records import Identity as Identity
+from agl_core.types.records import Json as Json
+from agl_core.types.records import Logprobs as Logprobs
+from agl_core.types.records import Recomputed as Recomputed
+from agl_core.types.records import RecordedRollout as RecordedRollout
+from agl_core.types.records import Reward as Reward
+from agl_core.types.records import Rollout as Rollout
+from agl_core.types.records import Run as Run
+from agl_core.types.records import Sampling as Sampling
+from agl_core.types.records import Task as Task
+from agl_core.types.records import TokenMask as TokenMask
+from agl_core.types.records import Tokens as Tokens
+from agl_core.types.records import ToolResult as ToolResult
+from agl_core.types.records import TrainingRecord as TrainingRecord
+from agl_core.types.records import TransitionKey as TransitionKey
