@@ -34,6 +34,7 @@ def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) 
 
     charts = {attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"}
     assert "Reward. training from 1.5 to 1.5; eval, greedy from 0.25 to 0.75" in charts
+    assert "Proof. different from 1 to 1; exact from 3 to 3" in charts
     assert {"Dropped. no_advantage from 4 to 4", "Groups without contrast. from 0.5 to 0.5"} <= charts
     assert STEP in page.links
 
@@ -123,6 +124,7 @@ def test_a_filter_that_cannot_be_read_is_named(runs: Folder, query: str) -> None
                 '<span class="same">It is </span><mark>42</mark>',
             ],
         ),
+        ("/runs/calc/rollouts/s1-g0-m0", 2 * ["2 tokens trained on: 1 exact (50%), 1 different"]),
         ("/runs/calc/rollouts/s1-g1-m0", ["2 earlier messages", "no_advantage</span>"]),
         (
             "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1",

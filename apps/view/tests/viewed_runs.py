@@ -15,6 +15,7 @@ import orjson
 import tomli_w
 from starlette.testclient import TestClient
 
+from agl_core.learning.certificate import digest
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
@@ -23,6 +24,7 @@ from agl_core.types import (
     Call,
     Ending,
     Mode,
+    Recomputed,
     Reward,
     Rollout,
     RolloutState,
@@ -39,6 +41,8 @@ HERE = ("127.0.0.1", 50000)
 HOSTILE = "<script>alert(1)</script>\" onmouseover='x' \x1b[31m\u202etxt.exe {{ 7 * 7 }} \ud800"
 """Tries to be markup, an attribute, a terminal's command, writing from right to left, a template, and UTF-8."""
 
+PROMPT, IDS, LOGPROBS = np.array([1, 2, 3], np.int32), np.array([7, 8], np.int32), np.array([-0.01, -4.5], np.float32)
+"""Of every call."""
 CONFIG: dict[str, Any] = {
     "config_version": 1,
     "name": "calc",
@@ -111,7 +115,7 @@ class Folder:
         metrics = [
             {"step": 0, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.25},
             {"step": 1, "kind": "train", "restart": 0, "reward/mean": 1.5, "update/loss": -0.1}
-            | {"groups/no_contrast": 0.5}
+            | {"groups/no_contrast": 0.5, "proved/exact": 3, "proved/different": 1}
             | {"dropped/no_advantage": 4, "seconds/rollouts": 3.0, "seconds/update": 1.0, "seconds/step": 4.5},
             {"step": 1, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.75},
         ]  # fmt: skip
@@ -158,12 +162,16 @@ def rollout(
     if reward is not None:
         records.append(Reward(id, 0, "right", reward, "right"))
         value = advantage if dropped is None else 0.0
-        records += [TrainingRecord(id, 0, f"{id}-c{n}", 0, 1, 2 * reward, value, 0.125, dropped) for n in (0, 1)]
+        # Training computed the same probability of the first token alone.
+        seen = digest(PROMPT, IDS, LOGPROBS)
+        recomputed = Recomputed(3, seen, "float32", LOGPROBS + np.array([0.0, 0.01], np.float32))
+        records += [
+            TrainingRecord(id, 0, f"{id}-c{n}", 0, 1, 2 * reward, value, 0.125, dropped, recomputed=recomputed)
+            for n in (0, 1)
+        ]
     return records
 
 
 def _call(id: str, sequence: int, reply: dict[str, Any], messages: list[Any], agent: str) -> Call:
-    ids, logprobs = np.array([7, 8], np.int32), np.array([-0.01, -4.5], np.float32)
-    choice = make.choice(message=reply, response_ids=ids, logprobs=logprobs)
-    prompt = np.array([1, 2, 3], np.int32)
-    return make.call(sequence, choice, rollout=id, request={"messages": messages}, agent=agent, prompt_ids=prompt)
+    choice = make.choice(message=reply, response_ids=IDS, logprobs=LOGPROBS)
+    return make.call(sequence, choice, rollout=id, request={"messages": messages}, agent=agent, prompt_ids=PROMPT)

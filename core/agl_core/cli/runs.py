@@ -27,7 +27,6 @@ from agl_core.cli.screen import (
     table,
 )
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
-from agl_core.learning.certificate import certify
 from agl_core.learning.health import has_cut_prompt
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group
@@ -314,12 +313,10 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
 def _print_tokens(screen: Screen, turn: Turn) -> None:
     """The certificate of each step that trained on the turn: a line for each token of its response."""
     transition = turn.transition
-    for record in turn.training_records:
-        if (certificate := certify(transition, record)) is None:
+    for record, certificate in zip(turn.training_records, turn.certificates, strict=True):
+        if certificate is None:
             continue
-        counts = certificate.counts
-        listed = ", ".join(f"{count} {proof}" for proof, count in counts.items()) or "none"
-        screen.print(f"    step {record.step}, {counts.total()} tokens trained on: {listed}", style="magenta")
+        screen.print(f"    step {record.step}, {certificate.text}", style="magenta")
         assert transition.response_ids is not None, "others have no certificate"
         sampled = [math.nan] * len(certificate.proofs_T) if transition.logprobs is None else transition.logprobs
         version = "-" if transition.version is None else f"v{transition.version}"

@@ -63,6 +63,18 @@ class Certificate:
         """The number of trained tokens by what is proved of them."""
         return Counter(proof for proof in self.proofs_T if proof is not None)
 
+    @property
+    def text(self) -> str:
+        """How many tokens were trained on, the share of them that is proved exact, and the others by what is missing.
+
+        >>> Certificate(np.zeros(4, np.float32), [Proof.EXACT, None, Proof.DIFFERENT, Proof.EXACT]).text
+        '3 tokens trained on: 2 exact (66.67%), 1 different'
+        """
+        counts = self.counts
+        total, exact = counts.total(), counts.pop(Proof.EXACT, 0)
+        missing = "".join(f", {count} {proof}" for proof, count in counts.items())
+        return f"{total} tokens trained on: {exact} exact ({100 * exact / max(total, 1):.4g}%){missing}"
+
 
 def certify(transition: Transition, record: TrainingRecord) -> Certificate | None:
     """The proof that `record` has of each of the tokens. None if they were not trained on, or have been pruned."""

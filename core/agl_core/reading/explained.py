@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agl_core.errors import StoreRefusedError
+from agl_core.learning.certificate import Certificate, certify
 from agl_core.learning.health import RolloutHealth, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.transitions import build_episode
@@ -61,6 +62,11 @@ class Turn:
     transition: Transition
     rewards: Sequence[Reward]
     training_records: Sequence[TrainingRecord]
+
+    @property
+    def certificates(self) -> list[Certificate | None]:
+        """What each training record proves of its tokens; None if it did not train on them, or they were pruned."""
+        return [certify(self.transition, record) for record in self.training_records]
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,8 @@ def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
     lengths = {"prompt": series(lines, "train", "length/prompt"), "response": series(lines, "train", "length/response")}
     return [
         line_chart("Groups without contrast", "share of groups whose rewards are all equal", {"": equal}, link),
-        stacked("Dropped", "transitions that were not trained on, by reason", _drops(lines), link),
+        stacked("Dropped", "transitions that were not trained on, by reason", _by_kind(lines, "dropped/"), link),
+        stacked("Proof", "trained tokens, by what is proved of them", _by_kind(lines, "proved/"), link),
         line_chart("Loss", "of the update", _updates(lines, "loss"), link),
         line_chart("KL divergence", "how far the policy has moved", kl, link),
         line_chart("Entropy", "of the policy, nats per token", _updates(lines, "entropy"), link),
@@ -140,8 +141,9 @@ def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str
     }
 
 
-def _drops(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    return {key.removeprefix("dropped/"): series(lines, "train", key) for key in _keys_below(lines, "dropped/")}
+def _by_kind(lines: Sequence[MetricsLine], prefix: str) -> dict[str, Points]:
+    """The numbers below a key, by the rest of theirs."""
+    return {key.removeprefix(prefix): series(lines, "train", key) for key in _keys_below(lines, prefix)}
 
 
 def _tokens(lines: Sequence[MetricsLine]) -> dict[str, Points]:
