@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import orjson
@@ -123,13 +123,27 @@ def find_route(path: str) -> ModelRoute | None:
     return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
 
 
+class CallHeaders(Headers):
+    """Headers of a model call, by name in lower case: a dozen are looked up, and most are absent."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(raw=scope["headers"])
+        self._first = dict(reversed(scope["headers"]))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._first.get(key.encode())
+        return default if value is None else value.decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.encode() in self._first
+
+
 class CallRequest(Request):
-    """The request of a model call, which is asked for a dozen headers, most of them absent."""
+    """The request of a model call."""
 
     def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
         super().__init__({**scope, "path_params": target.parameters}, receive)
-        # Starlette's go through all of them for each name that is looked up.
-        self._headers = cast(Headers, {n.decode("latin-1"): v.decode("latin-1") for n, v in reversed(scope["headers"])})
+        self._headers = CallHeaders(scope)
 
 
 class ModelCalls:
@@ -142,7 +156,6 @@ class ModelCalls:
         response, target = self._app, find_route(scope["path"])
         if target is not None:
             route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
-            scope = {**scope, "path": target.path}
             if method == "POST" and route in DIALECTS:
                 await self._gateway.answer(request, send, DIALECTS[route])
                 return
@@ -151,6 +164,7 @@ class ModelCalls:
             elif method in ("GET", "DELETE") and re.fullmatch(f"{_RESPONSES}[^/]*", route):
                 reply_id = route.removeprefix(_RESPONSES)
                 response = await self._gateway.kept(request, DIALECTS["/v1/responses"], reply_id)
+            scope = {**scope, "path": target.path}
         await response(scope, receive, send)
 
 

@@ -147,7 +147,8 @@ class _Connection(asyncio.Protocol):
         """Why the reply came to no end."""
         self.is_streaming = False
         """True if the reply is an event stream, and was asked for like that."""
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
+        """Done as soon as more of the reply is there, if somebody waits for it."""
 
     @property
     def is_open(self) -> bool:
@@ -180,8 +181,12 @@ class _Connection(asyncio.Protocol):
         """Wait for more of the reply."""
         if self._broken is not None:
             raise self._broken
-        self._news.clear()
-        await self._news.wait()
+        self._news = asyncio.get_running_loop().create_future()
+        await self._news
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def close(self) -> None:
         self._transport.close()
@@ -194,7 +199,7 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.fail(ConnectionError(f"what it sent is no HTTP: {error}"))
-        self._news.set()
+        self._wake()
 
     def eof_received(self) -> None:
         if self._headers and not {"content-length", "transfer-encoding"} & self._headers.keys():
@@ -207,7 +212,7 @@ class _Connection(asyncio.Protocol):
         """End the reply under way with this error."""
         self.close()
         self._broken = self._broken or error
-        self._news.set()
+        self._wake()
 
     def on_message_begin(self) -> None:
         if self._is_whole:

@@ -50,6 +50,8 @@ Rows: TypeAlias = dict[Table, list[Row]]
 BLOCK_BYTES = 256 * 4
 """256 int32 tokens: large enough that a block's row costs little beside its content, small enough that the
 tail, which every call stores for itself, stays short."""
+_SHORT = 256
+"""Characters from which on memory keeps the digest of an item, and not the item."""
 NUMBERS = np.dtype("<i8")
 """Of pieces, in a column of a call."""
 _TOKENS = np.dtype("<i4")
@@ -212,8 +214,8 @@ class Pieces:
     def __init__(self, first: int, limit: int = 50_000) -> None:
         self._next = first
         self._limit = limit
-        self._recent: dict[bytes, int] = {}
-        self._older: dict[bytes, int] = {}
+        self._recent: dict[Data, int] = {}
+        self._older: dict[Data, int] = {}
         self._due: list[tuple[int, Data]] = []
 
     def take(self) -> list[tuple[int, Data]]:
@@ -240,8 +242,7 @@ class Pieces:
                 rest[name] = value
                 continue
             rest[name], lengths[name] = None, len(value)
-            items = map(dump_json, value)
-            numbers += [self._number(blake2b(item.encode(), digest_size=16).digest(), item) for item in items]
+            numbers += [self._number(_key_of(item), item) for item in map(dump_json, value)]
         return numbers, rest, lengths
 
     def split_tokens(self, tokens: bytes) -> tuple[list[int], bytes]:
@@ -251,19 +252,24 @@ class Pieces:
         digests = ((blake2b(block, digest_size=16, person=b"tokens").digest(), block) for block in blocks)
         return [self._number(digest, block) for digest, block in digests], tokens[full:]
 
-    def _number(self, digest: bytes, data: Data) -> int:
-        number = self._recent.get(digest)
+    def _number(self, key: Data, data: Data) -> int:
+        number = self._recent.get(key)
         if number is not None:
             return number
-        number = self._older.get(digest)
+        number = self._older.get(key)
         if number is None:
             number = self._next
             self._next += 1
             self._due.append((number, data))
-        self._recent[digest] = number
+        self._recent[key] = number
         if len(self._recent) >= self._limit:
             self._older, self._recent = self._recent, {}
         return number
+
+
+def _key_of(item: str) -> Data:
+    """The key under which an equal item is recognised: a short one is its own, which is faster than a digest."""
+    return item if len(item) < _SHORT else blake2b(item.encode(), digest_size=16).digest()
 
 
 def numbers_in(column: bytes | None) -> tuple[int, ...]:

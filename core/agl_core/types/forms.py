@@ -76,17 +76,17 @@ def to_json(record: Any, apart: Collection[str] = (), *, brief: bool = False) ->
     {'rollout': 'r', 'attempt': 0, 'name': 'right', 'value': 1.0, 'source': 'rule', 'choice': 0}
     """
     values: dict[str, Json] = {}
-    for name, (dump, _, optional, has_default) in fields_of(type(record)).items():  # type: ignore[arg-type]
+    for name, field in fields_of(type(record)).items():  # type: ignore[arg-type]
         if name in apart:
             continue
         value = getattr(record, name)
-        try:
-            if value is not None or not optional:
-                values[name] = dump(value)
-            elif not (brief and has_default):
-                values[name] = None
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
+        if value is not None or not field.optional:
+            try:
+                values[name] = value if field.dump is _unchanged else field.dump(value)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(f"{name}: {error}") from error
+        elif not (brief and field.has_default):
+            values[name] = None
     return values
 
 
