@@ -33,10 +33,16 @@ x-stainless-read-timeout: 600
 """Headers that OpenAI's client sends with each request."""
 
 
-def cores() -> tuple[list[str], list[str]]:
-    """One core for the server and one for all others; nothing where there is one core, or no pinning."""
+def _cores() -> tuple[list[str], list[str]]:
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return ([], []) if len(available) < 2 else ([str(available[0])], [str(available[1])])
+
+
+SERVER_CORE, OTHER_CORE = _cores()
+"""One core for the server and one for all others; empty where there is one core, or no pinning.
+
+Read once, at the import: a process that is pinned, and its children, see their own core only.
+"""
 
 
 def pin(core: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
-from server_load import TURNS, Connection, Load, Worker, at_once, chat, cores, pin, post, requests_of
+from server_load import OTHER_CORE, SERVER_CORE, TURNS, Connection, Load, Worker, at_once, chat, pin, post, requests_of
 from server_peers import AGENTS
 from tables import machine, table, write
 
@@ -120,11 +120,10 @@ class Server:
 @contextlib.asynccontextmanager
 async def running(checkout: Path = ROOT) -> AsyncIterator[Server]:
     """A server with a new store, on a core of its own."""
-    core, other = cores()
-    with tempfile.TemporaryDirectory() as folder, process(ROOT, "server_peers.py", "upstream", *other) as upstream:
+    with tempfile.TemporaryDirectory() as folder, process(ROOT, "server_peers.py", "upstream", *OTHER_CORE) as upstream:
         assert upstream.stdout is not None
         port = int(upstream.stdout.readline())
-        arguments = [f"{folder}/store.sqlite", f"http://127.0.0.1:{port}/v1", *core]
+        arguments = [f"{folder}/store.sqlite", f"http://127.0.0.1:{port}/v1", *SERVER_CORE]
         with process(checkout, "server_process.py", *arguments) as server:
             assert server.stdout is not None
             ready = json.loads(server.stdout.readline())
@@ -277,7 +276,7 @@ async def agents_table(scale: float) -> str:
             with contextlib.ExitStack() as stack:
                 agents = [
                     stack.enter_context(
-                        process(ROOT, "server_peers.py", "agent", kind, *cores()[1], environment=environment)
+                        process(ROOT, "server_peers.py", "agent", kind, *OTHER_CORE, environment=environment)
                     )
                     for environment in environments
                 ]
@@ -401,7 +400,7 @@ def main() -> None:
     if options.write and (options.only or options.quick or options.against):
         parser.error("--write is for all tables of this checkout, measured in full")
     scale = 0.1 if options.quick else 1.0
-    pin(cores()[1])
+    pin(OTHER_CORE)
     tables = []
     for name in TABLES:
         if options.only and name not in options.only:
