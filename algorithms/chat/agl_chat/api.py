@@ -188,6 +188,7 @@ class ModelServer:
             stop=stop_at(self.text, stops),
             stops=stops,
             grammar=chat.grammar,
+            distortions=chat.distortions,
             model=self.name,
         )
         parser = self.text.parser(prompt.text, chat.shown_tools)

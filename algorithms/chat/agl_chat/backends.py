@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agl_chat.requests import ChatError
+from agl_chat.requests import ChatError, unsupported
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
@@ -60,6 +60,8 @@ class Request:
     """The strings that `stop` looks for, for an engine that detokenises itself."""
     grammar: str | None = None
     """The form that every response must have (`agl_core.learning.transitions.grammar_of`)."""
+    distortions: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that change the distribution tokens are drawn from, as vLLM has them: `top_k`, penalties and the like."""
     watch: Callable[[SampledToken], None] | None = None
     """Told of each token as it comes, on the engine's thread, by an engine that can."""
     model: str = "default"
@@ -140,6 +142,7 @@ class VllmBackend:
             # The sampled token counts as one of them, even where it is not among the likeliest.
             "logprobs": min(request.top + 1, VLLM_MAX_LOGPROBS) if request.top else 0,
             **({"structured_outputs": form} if (form := _form(request)) else {}),
+            **request.distortions,
         }
         body = {
             "request_id": request.id,
@@ -177,6 +180,8 @@ class SglangBackend:
 
     async def generate(self, request: Request) -> Generated:
         """See `Backend`. Cancelling it closes the connection, by which SGLang ends the sampling."""
+        if "allowed_token_ids" in request.distortions:
+            raise unsupported("allowed_token_ids", "SGLang has no such field", "allowed_token_ids")
         sampling = {
             "n": request.n,
             "temperature": request.temperature,
@@ -191,6 +196,7 @@ class SglangBackend:
             "stop_token_ids": self._end_ids,
             "skip_special_tokens": False,
             **_sglang_form(_form(request) or {}),
+            **request.distortions,
         }
         body = {
             "rid": request.id,

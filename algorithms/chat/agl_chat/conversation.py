@@ -382,9 +382,12 @@ class Sessions:
             )
             self._nbytes += choices[-1].nbytes
         self._sessions.move_to_end(key)
-        while len(self._sessions) > self._max_sessions or (self._nbytes > self._max_bytes and len(self._sessions) > 1):
-            _, forgotten = self._sessions.popitem(last=False)
-            self._nbytes -= sum(choice.nbytes for choices in forgotten.values() for choice in choices)
+        while len(self._sessions) > self._max_sessions or self._nbytes > self._max_bytes:
+            key, session = next(iter(self._sessions.items()))
+            forgotten = session.pop(next(iter(session)))
+            self._nbytes -= sum(choice.nbytes for choice in forgotten)
+            if not session:
+                del self._sessions[key]
 
 
 def _echoed(choices: Sequence[RecordedChoice], message: Message) -> list[RecordedChoice]:

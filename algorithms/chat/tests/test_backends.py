@@ -112,7 +112,10 @@ async def test_ids_logprobs_and_reason_are_the_servers(path: str, reason: str) -
 @pytest.mark.parametrize("path", BACKENDS)
 async def test_what_is_asked_reaches_the_server(path: str) -> None:
     server = Server(path, [9])
-    await server.ask(temperature=0.7, top_p=0.9, seed=3, stops=("END",), forced_ids=(8, 8), n=2)
+    distortions = {"top_k": 5, "logit_bias": {"9": 2.0}}
+    await server.ask(
+        temperature=0.7, top_p=0.9, seed=3, stops=("END",), forced_ids=(8, 8), n=2, distortions=distortions
+    )
     (body,) = server.received
     sampling = body["sampling_params"]
     assert body.get("token_ids", body.get("input_ids")) == [5, 6, 7, 8, 8]
@@ -121,6 +124,10 @@ async def test_what_is_asked_reaches_the_server(path: str) -> None:
     assert sampling.get("max_tokens", sampling.get("max_new_tokens")) == 14
     assert sampling["stop_token_ids"] == [0, 1]
     assert not sampling["skip_special_tokens"]
+    assert sampling.items() >= distortions.items()
+    if path == SGLANG:
+        with pytest.raises(ChatError, match="allowed_token_ids"):
+            await server.ask(distortions={"allowed_token_ids": [4]})
 
 
 @pytest.mark.parametrize(

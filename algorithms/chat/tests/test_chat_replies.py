@@ -174,8 +174,12 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
 @pytest.mark.parametrize(
     ("fields", "message", "code"),
     [
-        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"min_p": 1.5}, "min_p", "invalid_value"),
+        ({"bad_words": ["no"]}, "logit_bias", "unsupported_parameter"),
+        ({"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
+        ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "invalid_value"),
         ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
         ({"functions": [{"name": "f"}]}, "Send 'tools'", "unsupported_parameter"),
@@ -197,6 +201,14 @@ def test_what_cannot_be_done_is_refused(chat: ScriptedChat, fields: dict, messag
         chat.served.begin(parsed({"model": "m", "messages": [USER], **fields}), None)
     assert (caught.value.status, caught.value.code) == (400, code)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_what_distorts_a_reply_reaches_the_back_end(chat: ScriptedChat) -> None:
+    neutral = {"top_k": -1, "min_p": 0, "logit_bias": {}, "presence_penalty": 0, "length_penalty": 1, "bad_words": []}
+    asked = {"frequency_penalty": 0.5, "repetition_penalty": 1.1, "allowed_token_ids": [5]}
+    exchange = chat.served.begin(parsed({"model": "m", "messages": [USER], **neutral, **asked}), None)
+    assert exchange.request.distortions == asked
+    assert exchange.ignored == ()
 
 
 def test_the_context_error_has_the_numbers(qwen: ServedModel) -> None:

@@ -336,6 +336,18 @@ def test_sessions_are_bounded(chat: ScriptedChat, bound: dict[str, int]) -> None
     assert not ask("a")
 
 
+def test_one_session_that_never_ends_forgets_its_oldest_calls(chat: ScriptedChat) -> None:
+    """All clients of served policies are one session."""
+    sessions, reply = Sessions(chat.served.text, max_bytes=5000), {"role": "assistant", "content": "42"}
+    asked = [[{"role": "user", "content": f"{number} + 1?"}] for number in range(9)]
+    for messages in asked:
+        prompt = sessions.prompt("all", messages)
+        sessions.record("all", messages, prompt, [(reply, np.arange(8, 208, dtype=np.int32))])
+    known = [207 in sessions.prompt("all", [*messages, reply, HELLO]).ids.tolist() for messages in asked]
+    assert known == sorted(known)
+    assert 2 < sum(known) < 6
+
+
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
 
 

@@ -5,6 +5,7 @@ Log-probabilities are exact. Random numbers depend on the seed, the choice and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,23 +114,60 @@ class Uniforms:
 
 
 def choose(
-    logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor, forced_B: Tensor
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    top_p_B: Tensor,
+    uniform_B: Tensor,
+    forced_B: Tensor,
+    distorted_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next token of each row, its log-probability, and those of all tokens.
 
     `temperature_B` 0 means greedy, with the log-probability under temperature 1. With `top_p_B` below 1 the
-    token is drawn from the smallest set of likeliest tokens that has this probability; the log-probability is
-    that of the full distribution all the same. `uniform_B` (float64) are numbers in [0, 1); `forced_B` (int64)
-    are the tokens to take instead, or -1. Returns ids [B] int64, log-probabilities [B] and [B, V] float32.
+    token is drawn from the smallest set of likeliest tokens that has this probability; with `distorted_BV`, from the
+    distribution that these logits have (`distort`). The log-probability is that of the full distribution all the same.
+    `uniform_B` (float64) are numbers in [0, 1); `forced_B` (int64) are the tokens to take instead, or -1. Returns ids
+    [B] int64, log-probabilities [B] and [B, V] float32.
     """
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, torch.ones_like(temperature_B), temperature_B)
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
-    ids_B = logprobs_BV.argmax(-1)
+    drawn_BV = logprobs_BV if distorted_BV is None else torch.log_softmax(distorted_BV / scale_B[:, None], dim=-1)
+    ids_B = drawn_BV.argmax(-1)
     if not bool(greedy_B.all()):
-        ids_B = torch.where(greedy_B, ids_B, _draw(logprobs_BV, top_p_B, uniform_B))
+        ids_B = torch.where(greedy_B, ids_B, _draw(drawn_BV, top_p_B, uniform_B))
     ids_B = torch.where(forced_B >= 0, forced_B, ids_B)
     return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], logprobs_BV
+
+
+def distort(logits_V: Tensor, row: Row) -> Tensor:
+    """[V] float32 logits to draw a row's next token from, by the fields of its request, in vLLM's order and meaning.
+
+    The repetition penalty is about prompt and response, the other two about the response alone. Where nothing would be
+    left to draw from, as a grammar may have it, nothing is distorted.
+    """
+    request, asked = row.request, row.request.distortions
+    if not asked:
+        return logits_V.float()
+    distorted_V = logits_V.float().clone()
+    if allowed := asked.get("allowed_token_ids"):
+        excluded_V = torch.ones_like(distorted_V, dtype=torch.bool)
+        excluded_V[allowed] = False
+        distorted_V[excluded_V] = -math.inf
+    for token, bias in asked.get("logit_bias", {}).items():
+        distorted_V[int(token)] += bias
+    counts_V = torch.bincount(torch.tensor(row.ids, dtype=torch.int64), minlength=len(distorted_V)).to(logits_V.device)
+    if penalty := asked.get("repetition_penalty"):
+        repeated_V = counts_V > 0
+        repeated_V[request.prompt_ids.tolist()] = True
+        weaker_V = torch.where(distorted_V > 0, distorted_V / penalty, distorted_V * penalty)
+        distorted_V = torch.where(repeated_V, weaker_V, distorted_V)
+    distorted_V -= asked.get("frequency_penalty", 0.0) * counts_V + asked.get("presence_penalty", 0.0) * (counts_V > 0)
+    if min_p := asked.get("min_p"):
+        distorted_V[distorted_V < distorted_V.max() + request.temperature * math.log(min_p)] = -math.inf
+    if (top_k := asked.get("top_k", 0)) > 0:
+        distorted_V[distorted_V < distorted_V.topk(min(top_k, len(distorted_V))).values[-1]] = -math.inf
+    return distorted_V if distorted_V.max() > -math.inf else logits_V.float()
 
 
 def _draw(logprobs_BV: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:

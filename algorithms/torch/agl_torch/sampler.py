@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_chat.backends import Generated, Request, SampledToken
+from agl_chat.requests import ChatError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.grammars import Constraint, Grammars, unpack
 from agl_torch.loading import LoadedModel
-from agl_torch.requests import Job, Row, Uniforms, choose
+from agl_torch.requests import Job, Row, Uniforms, choose, distort
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4
@@ -105,7 +106,8 @@ class Sampler:
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raises EngineError if its prompt leaves no room for a response, ChatError if its grammar cannot be enforced.
+        Raises EngineError if its prompt leaves no room for a response, ChatError if its grammar cannot be enforced, or
+        if it names a token that there is not.
         """
         length = len(request.prompt_ids)
         if not 0 < length < self._context:
@@ -113,6 +115,10 @@ class Sampler:
                 f"Request {request.id}: a prompt of {length} tokens; it must have 1 to {self._context - 1}, "
                 f"since the model's context is {self._context} tokens."
             )
+        asked, vocabulary = request.distortions, self._loaded.vocabulary
+        tokens = [*asked.get("allowed_token_ids", ()), *map(int, asked.get("logit_bias", ()))]
+        if max(tokens, default=0) >= vocabulary:
+            raise ChatError(f"There is no token {max(tokens)}: the model has {vocabulary}.", code="invalid_value")
         job = Job(request)
         limit = min(request.max_tokens, self._context - length)
         job.rows = [Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
@@ -282,6 +288,9 @@ class Sampler:
     def _append(self, slots: NDArray[np.int64], logits_BV: Tensor) -> None:
         rows = [self._active[slot] for slot in slots]
         self._constrain(rows, logits_BV)
+        distorted_BV = None
+        if any(row.request.distortions for row in rows):
+            distorted_BV = torch.stack([distort(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])
         ids_B, logprobs_B, logprobs_BV = choose(
             logits_BV,
             self._tensor([row.request.temperature for row in rows], torch.float32),
@@ -290,6 +299,7 @@ class Sampler:
                 [row.uniforms[len(row.ids)] if row.request.temperature else 0.0 for row in rows], torch.float64
             ),
             self._tensor([row.forced_id for row in rows], torch.int64),
+            distorted_BV,
         )
         for place, row in enumerate(rows):
             if row.request.top:

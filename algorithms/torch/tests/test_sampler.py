@@ -28,11 +28,20 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 from agl_chat.backends import Generated, Request
+from agl_chat.requests import ChatError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_torch.requests import Uniforms, choose
+from agl_torch.requests import Job, Row, Uniforms, choose, distort
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, distributions, drive, random_ids, recomputed
@@ -84,6 +93,49 @@ def test_a_forced_token_is_taken_and_scored() -> None:
     ids, logprobs = pick(LOGITS, [0.5], forced=0)
     assert ids == [0]
     assert logprobs == pytest.approx([float(np.log(0.1))])
+
+
+@given(
+    logits=st.lists(st.floats(-9, 9, width=16), min_size=8, max_size=8),
+    prompt=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    response=st.lists(st.integers(0, 7), max_size=4),
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "logit_bias": st.dictionaries(st.integers(0, 7).map(str), st.floats(-5, 5, width=16), min_size=1),
+            "repetition_penalty": st.floats(0.5, 2),
+            "min_p": st.floats(0.01, 1),
+            "top_k": st.integers(1, 9),
+        },
+    ),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_a_distortion_is_that_of_the_processors_of_transformers(
+    logits: list[float], prompt: list[int], response: list[int], fields: dict[str, Any], temperature: float
+) -> None:
+    """The presence and frequency penalties, which transformers has not, are compared with vLLM (`live_chat.py`)."""
+    processors = LogitsProcessorList()
+    if bias := fields.get("logit_bias"):
+        processors.append(SequenceBiasLogitsProcessor({(int(token),): value for token, value in bias.items()}))
+    if penalty := fields.get("repetition_penalty"):
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+    processors.append(TemperatureLogitsWarper(temperature))
+    if "min_p" in fields:
+        processors.append(MinPLogitsWarper(fields["min_p"]))
+    if "top_k" in fields:
+        processors.append(TopKLogitsWarper(fields["top_k"]))
+    expected = processors(torch.tensor([prompt + response]), torch.tensor([logits]))[0]
+    request = Request("r", np.array(prompt, np.int32), 9, temperature=temperature, distortions=fields)
+    row = Row(Job(request), Uniforms(0, 0), 9, ids=response)
+    torch.testing.assert_close(distort(torch.tensor(logits), row) / temperature, expected)
+
+
+def test_a_distortion_that_leaves_nothing_is_none() -> None:
+    request = Request("r", np.array([0], np.int32), 9, distortions={"allowed_token_ids": [2]})
+    logits = torch.tensor([1.0, 2.0, -np.inf])
+    assert torch.equal(distort(logits, Row(Job(request), Uniforms(0, 0), 9)), logits)
+    logits[2] = -5.0
+    assert distort(logits, Row(Job(request), Uniforms(0, 0), 9)).tolist() == [-np.inf, -np.inf, -5]
 
 
 def test_uniforms_depend_on_seed_choice_and_position_only() -> None:
@@ -168,6 +220,39 @@ def test_greedy_is_what_generate_does(loaded: Loaded) -> None:
             pad_token_id=0,
         )[0, prompt.shape[1] :]
         assert done[request.id].responses[0].ids.tolist() == expected.tolist()
+
+
+def test_distorted_responses_are_scored_by_the_models_own_distribution(qwen: Loaded) -> None:
+    prompt = random_ids(qwen, 20, 0)
+    asked = [
+        Request("plain", prompt, max_tokens=12, seed=1),
+        Request("penalty", prompt, max_tokens=12, temperature=0.0, distortions={"repetition_penalty": 1.7}),
+        Request("likeliest", prompt, max_tokens=12, distortions={"top_k": 1}),
+        Request("greedy", prompt, max_tokens=12, temperature=0.0),
+        Request("few", prompt, max_tokens=12, distortions={"allowed_token_ids": [5, 7]}),
+        Request("biased", prompt, max_tokens=12, distortions={"logit_bias": {"9": 100.0}}),
+        Request("always new", prompt, max_tokens=12, temperature=0.0, distortions={"presence_penalty": 2.0}),
+    ]
+    done = drive(Sampler(qwen), asked)
+    assert_exact(qwen, done)
+    ids = {name: generated.responses[0].ids.tolist() for name, generated in done.items()}
+    expected = qwen.model.generate(
+        torch.tensor(prompt, dtype=torch.long)[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=12,
+        do_sample=False,
+        repetition_penalty=1.7,
+        eos_token_id=sorted(qwen.eos_ids),
+        pad_token_id=0,
+    )
+    assert ids["penalty"] == expected[0, len(prompt) :].tolist()
+    assert ids["likeliest"] == ids["greedy"]
+    assert set(ids["few"]) == {5, 7}
+    assert set(ids["biased"]) == {9}
+    alone = drive(Sampler(qwen), asked[:1])
+    assert ids["plain"] == alone["plain"].responses[0].ids.tolist(), "its neighbours change nothing"
+    with pytest.raises(ChatError, match="no token 100000"):
+        Sampler(qwen).submit(Request("r", prompt, max_tokens=2, distortions={"logit_bias": {"100000": 1.0}}))
 
 
 def in_bfloat16(model: Any) -> Any:

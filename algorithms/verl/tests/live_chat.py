@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -22,9 +23,12 @@ from agl_chat.backends import Request, VllmBackend
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.requests import ChatError
 from agl_core.errors import EngineError
+from agl_core.learning.transitions import grammar_of
 from agl_core.protocols import PolicySpec
 from agl_core.types import PrefixBreak
+from agl_torch.grammars import unpack
 from agl_torch.loading import LoadedModel, load_model
+from agl_torch.requests import Job, Row, Uniforms, distort
 from agl_verl.environment import variables
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
@@ -56,10 +60,13 @@ class Served:
 
     def distributions(self, reply: dict[str, Any], temperature: float, choice: int = 0) -> torch.Tensor:
         """[T, V] the log-probabilities by one forward pass of the torch engine's model."""
+        return (self.logits(reply, choice) / temperature).log_softmax(-1)
+
+    def logits(self, reply: dict[str, Any], choice: int = 0) -> torch.Tensor:
+        """[T, V]"""
         prompt, ids = reply["prompt_token_ids"], reply["choices"][choice]["token_ids"]
         with torch.no_grad():
-            logits = self.model.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
-        return (logits / temperature).log_softmax(-1)
+            return self.model.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
 
     def logprobs(self, reply: dict[str, Any], temperature: float = 1.0, choice: int = 0) -> list[float]:
         """[T] of the sampled tokens."""
@@ -77,6 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         *("--served-model-name", "m", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs"),
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     ]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("w") as output:
@@ -157,6 +165,54 @@ async def test_choices_seeds_and_the_likeliest_tokens(served: Served) -> None:
             assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(values, abs=1e-3)
     assert reported(greedy) == pytest.approx(served.logprobs(greedy), abs=1e-4)
     assert served.distributions(greedy, 1.0).argmax(-1).tolist() == greedy["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.5, "frequency_penalty": -1.0},
+        {"repetition_penalty": 1.4, "logit_bias": {"40": 3.0, "41": -2.0}, "min_p": 0.02},
+        {"top_k": 3, "frequency_penalty": 0.5, "repetition_penalty": 0.8},
+        {"allowed_token_ids": [*range(30, 60)], "min_p": 0.1, "top_k": 9},
+    ],
+)
+async def test_a_distorted_distribution_is_the_torch_engines(served: Served, fields: dict[str, Any]) -> None:
+    """vLLM reports log-probabilities of what it draws from; agl's engine those of the model's own distribution."""
+    async with served.chat() as client:
+        reply = await ask(client, [USER], **fields, temperature=0.7, top_logprobs=19, max_tokens=12)
+    prompt, (choice,) = np.array(reply["prompt_token_ids"], np.int32), reply["choices"]
+    request = Request("r", prompt, 12, temperature=0.7, distortions=fields)
+    own = served.logits(reply)
+    for position, entry in enumerate(choice["logprobs"]["content"]):
+        row = Row(Job(request), Uniforms(0, 0), 12, ids=choice["token_ids"][:position])
+        drawn = (distort(own[position], row) / 0.7).log_softmax(-1)
+        assert entry["logprob"] == pytest.approx(drawn[choice["token_ids"][position]].item(), abs=1e-3)
+        expected = [value for value in drawn.topk(19).values.tolist() if value > -np.inf]
+        shown = [top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > -1000]
+        assert shown == pytest.approx(expected, abs=1e-3)
+
+
+async def test_a_reply_has_the_form_that_is_asked_for(served: Served) -> None:
+    """Its log-probabilities are those over the tokens that the form allows, as in agl's own engine."""
+    schema = {"type": "object", "properties": {"sum": {"enum": [15, 16]}}, "required": ["sum"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "Sum", "schema": schema}}
+    choices = {"choice": ["It is fifteen.", "15", "16"]}
+    async with served.chat() as client:
+        written = await ask(client, [USER], response_format=wanted)
+        reply = await ask(client, [USER], structured_outputs=choices, temperature=0.9)
+        both = {"model": "m", "messages": [USER], "response_format": wanted, "tools": [CALCULATOR]}
+        refused = await client.post("/v1/chat/completions", json=both)
+    assert json.loads(written["choices"][0]["message"]["content"])["sum"] in (15, 16)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    (choice,), grammars = reply["choices"], served.model.grammars
+    assert choice["message"]["content"] in choices["choice"]
+    prompt, ids = (np.array(ids, np.int32) for ids in (reply["prompt_token_ids"], choice["token_ids"]))
+    masks = grammars.masks(grammar_of({"structured_outputs": choices}), prompt, ids)
+    allowed = unpack(torch.from_numpy(masks), served.model.vocabulary)
+    drawn = (served.logits(reply).masked_fill(~allowed, -torch.inf) / 0.9).log_softmax(-1)
+    expected = drawn.gather(1, torch.from_numpy(ids).long()[:, None])[:, 0]
+    assert reported(reply) == pytest.approx(expected.tolist(), abs=1e-3)
+    assert expected.sum() > sum(served.logprobs(reply, 0.9)) + 1
 
 
 async def test_a_stop_string_ends_the_text_and_the_ids_are_those_sampled(served: Served) -> None:
