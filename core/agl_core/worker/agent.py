@@ -81,9 +81,20 @@ class Agent:
     wants_context: bool
     is_async: bool
 
-    def call(self, task_input: Json, context: AgentContext) -> Any:
-        """Call it; an async agent gives an awaitable."""
-        return self.function(task_input, context=context) if self.wants_context else self.function(task_input)
+    def call(self, assignment: Assignment, base_url: str) -> Any:
+        """Call it on an attempt's task; an async agent gives an awaitable."""
+        if not self.wants_context:
+            return self.function(assignment.task_input)
+        context = AgentContext(
+            task_id=assignment.task_id,
+            split=assignment.task_split,
+            rollout=assignment.rollout,
+            attempt=assignment.attempt,
+            mode=assignment.mode,
+            base_url=f"{base_url}{assignment.path}/v1",
+            api_key=assignment.key,
+        )
+        return self.function(assignment.task_input, context=context)
 
 
 def load_agent(entry: str, folder: Path | None = None) -> Agent:
@@ -135,18 +146,6 @@ def _wants_context(entry: str, function: Callable[..., Any]) -> bool:
 def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> AttemptContext:
     """The attempt that the context of its code carries."""
     return AttemptContext(assignment.rollout, assignment.attempt, base_url, assignment.key, recording)
-
-
-def agent_context(assignment: Assignment, base_url: str) -> AgentContext:
-    return AgentContext(
-        task_id=assignment.task_id,
-        split=assignment.task_split,
-        rollout=assignment.rollout,
-        attempt=assignment.attempt,
-        mode=assignment.mode,
-        base_url=f"{base_url}{assignment.path}/v1",
-        api_key=assignment.key,
-    )
 
 
 def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str]:
@@ -222,7 +221,7 @@ class TaskPerAttempt:
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         async def call() -> Any:
-            return await self._agent.call(assignment.task_input, agent_context(assignment, base_url))
+            return await self._agent.call(assignment, base_url)
 
         with running(active_attempt(assignment, base_url, recording)):
             task = asyncio.create_task(call())

@@ -10,19 +10,14 @@ All requests may be repeated: the same request counts once.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
 import re
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import httpx
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, ServerError
@@ -38,12 +33,7 @@ from agl_core.wire import (
     problem_of_key,
 )
 
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
 _TIMEOUT = httpx.Timeout(30, read=90)
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0
 _URL = re.compile(r"https?://[^\s/]+")
 
 
@@ -53,10 +43,6 @@ class UnreachableError(ServerError):
 
 class RefusedError(ServerError):
     """The server refused: a key, a body or an id is wrong."""
-
-    def __init__(self, message: str, status: int, reason: str) -> None:
-        super().__init__(message)
-        self.status, self.reason = status, reason
 
 
 class LightningClient:
@@ -75,21 +61,40 @@ class LightningClient:
         )
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
-        """Send one request, which may be about the attempt of a lease, and return the reply."""
-        try:
-            response = await self._http.request(**_request(self.base_url, operation, body, lease))
-        except httpx.HTTPError as error:
-            raise _unreachable(self.base_url, error) from error
-        return _answer(response, operation.reply)
+        """Send one request, which may be about the attempt of a lease, and return the reply.
 
-    async def close(self) -> None:
-        await self._http.aclose()
+        What is larger than the server reads is refused here: the server would hang up meanwhile.
+        """
+        content = body.model_dump_json().encode() if operation.has_body else b""
+        if len(content) > operation.largest:
+            raise RefusedError(
+                f"{self.base_url}{operation.path}: the request body has {len(content)} bytes; "
+                f"{operation.largest >> 20} MiB are the limit."
+            )
+        path, headers = operation.path, None
+        if lease is not None:
+            path, headers = path.format(rollout=lease.rollout, attempt=lease.attempt), _headers(lease.secret)
+        try:
+            response = await self._http.request(operation.method, path, content=content, headers=headers)
+        except httpx.HTTPError as error:
+            raise UnreachableError(
+                f"The Lightning Server at {self.base_url} cannot be reached ({type(error).__name__}: {error}). "
+                f"Is it running, and is the address right?"
+            ) from error
+        if response.is_error:
+            kind = UnreachableError if response.is_server_error else RefusedError
+            raise kind(f"{response.url} answered {response.status_code}: {_reason(response)}")
+        try:
+            return operation.reply.model_validate_json(response.content)
+        except ValidationError as error:
+            text = f"{response.url} answered, but not as a Lightning Server of this version does."
+            raise ServerError(text) from error
 
     async def __aenter__(self) -> LightningClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await self._http.aclose()
 
 
 def _headers(key: str) -> dict[str, str]:
@@ -98,68 +103,11 @@ def _headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 
-def _request(
-    base_url: str, operation: Operation[Any, Any], body: BaseModel, lease: Lease | None = None
-) -> dict[str, Any]:
-    """The request as httpx takes it. RefusedError if it is larger than the server reads: it would hang up meanwhile."""
-    content = body.model_dump_json().encode() if operation.has_body else b""
-    if len(content) > operation.largest:
-        reason = f"The request body has {len(content)} bytes; {operation.largest >> 20} MiB are the limit."
-        raise RefusedError(f"{base_url}{operation.path}: {reason}", 413, reason)
-    path = operation.path if lease is None else operation.path.format(rollout=lease.rollout, attempt=lease.attempt)
-    headers = None if lease is None else _headers(lease.secret)
-    return {"method": operation.method, "url": path, "content": content, "headers": headers}
-
-
-def _unreachable(base_url: str, error: httpx.HTTPError) -> UnreachableError:
-    return UnreachableError(
-        f"The Lightning Server at {base_url} cannot be reached ({type(error).__name__}: {error}). "
-        f"Is it running, and is the address right?"
-    )
-
-
-def _answer(response: httpx.Response, reply: type[Answer]) -> Answer:
-    if response.is_server_error:
-        raise UnreachableError(f"{response.url} answered {response.status_code}: {_reason(response)}")
-    if response.is_error:
-        reason = _reason(response)
-        raise RefusedError(f"{response.url} answered {response.status_code}: {reason}", response.status_code, reason)
-    try:
-        return reply.model_validate_json(response.content)
-    except ValidationError as error:
-        raise ServerError(f"{response.url} answered, but not as a Lightning Server of this version does.") from error
-
-
 def _reason(response: httpx.Response) -> str:
     try:
         return str(orjson.loads(response.content)["error"]["message"])
     except (orjson.JSONDecodeError, TypeError, KeyError):
         return response.text[:500]
-
-
-async def persistently(
-    ask: Callable[[], Coroutine[Any, Any, Result]], gives_up: Callable[[], bool] = lambda: False
-) -> Result:
-    """The server's answer, however long the server is away; UnreachableError once `gives_up` is true.
-
-    The delays between tries double, up to ten seconds, with some randomness.
-    """
-    delay, since = _FIRST_DELAY, 0.0
-    while True:
-        try:
-            answer = await ask()
-        except UnreachableError as error:
-            if not since:
-                since = time.monotonic()
-                logger.warning("%s Trying again until it answers.", error)
-            if gives_up():
-                raise
-            await asyncio.sleep(delay * random.uniform(0.75, 1.25))
-            delay = min(2 * delay, _LONGEST_DELAY)
-        else:
-            if since:
-                logger.warning("The Lightning Server is back after %.0f seconds.", time.monotonic() - since)
-            return answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from agl_core.capture import Recording, attach, installed_adapters, running
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
 from agl_core.wire import Assignment
-from agl_core.worker.agent import Agent, active_attempt, agent_context, attempt_variables, crashed, finished, load_agent
+from agl_core.worker.agent import Agent, active_attempt, attempt_variables, crashed, finished, load_agent
 from agl_core.worker.processes import ProcessSetup
 
 _TERM_GRACE = 2.0
@@ -235,7 +235,7 @@ def _run_agent(setup: ProcessSetup, agent: Agent | None, job: dict[str, Any], ch
     try:
         with running(active_attempt(assignment, base_url, recording)):
             agent = agent or _load(setup)
-            result = agent.call(assignment.task_input, agent_context(assignment, base_url))
+            result = agent.call(assignment, base_url)
             ended = finished(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except BaseException as error:
         ended = crashed(error)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import os
+import random
 import shlex
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -36,7 +37,7 @@ from agl_core.wire import (
     LeaseRequest,
 )
 from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
-from agl_core.worker.client import LightningClient, UnreachableError, persistently
+from agl_core.worker.client import LightningClient, UnreachableError
 from agl_core.worker.commands import CommandPerAttempt
 from agl_core.worker.processes import ProcessPerAttempt
 
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LEASE_WAIT = 5.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0
 _HEARTBEAT_TIMEOUT = 10.0
 _BEFORE_FIRST_LEASE = 5.0
 """Seconds between heartbeats until the first lease says how often the server wants them."""
@@ -253,18 +255,30 @@ class Worker:
             logger.log(level, "How %s/%s ended could not be reported: %s", lease.rollout, lease.attempt, error)
 
     async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
-        """The server's answer, however long the server is away."""
-        failures = itertools.count(1)
+        """The server's answer, however long the server is away; UnreachableError after `tries`, or if it has moved.
 
-        def gives_up() -> bool:
-            if next(failures) == tries:
-                return True
-            if self._moved():
-                self._stopped.set()
-                return True
-            return False
-
-        return await persistently(ask, gives_up)
+        The delays between tries double, up to ten seconds, with some randomness.
+        """
+        delay, since, failures = _FIRST_DELAY, 0.0, 0
+        while True:
+            try:
+                answer = await ask()
+            except UnreachableError as error:
+                if not since:
+                    since = time.monotonic()
+                    logger.warning("%s Trying again until it answers.", error)
+                failures += 1
+                if failures == tries:
+                    raise
+                if self._moved():
+                    self._stopped.set()
+                    raise
+                await asyncio.sleep(delay * random.uniform(0.75, 1.25))
+                delay = min(2 * delay, _LONGEST_DELAY)
+            else:
+                if since:
+                    logger.warning("The Lightning Server is back after %.0f seconds.", time.monotonic() - since)
+                return answer
 
     async def _unless_stopped(self, question: Coroutine[Any, Any, T]) -> T | None:
         """The answer, or None if the worker is to stop before it comes."""

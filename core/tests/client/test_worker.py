@@ -302,9 +302,8 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
         secret="s", timeout=9, heartbeat=1,
     )  # fmt: skip
     async with LightningClient("http://127.0.0.1:9", "key") as client:
-        with pytest.raises(RefusedError, match=r"are the limit") as refused:
+        with pytest.raises(RefusedError, match=r"are the limit"):
             await client.ask(CLOSE, CloseRequest(ending=Ending.LOST, error="x" * MAX_BODY), lease)
-    assert refused.value.status == 413
 
 
 @pytest.mark.parametrize(
