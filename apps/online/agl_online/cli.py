@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-import signal
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from agl_core.training.server import local_server, make_run_dir, removed_unless_
 from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
 from agl_core.worker.client import LightningClient
+from agl_core.worker.worker import on_signals
 from agl_online import learner, policies
 from agl_online.commands import HELP
 from agl_online.config import online_section
@@ -108,13 +108,9 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
 
 async def _signalled() -> None:
     """Return on Ctrl-C or SIGTERM; a second one gets the default treatment."""
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number_ in signals:
-        loop.add_signal_handler(number_, stopped.set)
-    await stopped.wait()
-    for number_ in signals:
-        loop.remove_signal_handler(number_)
+    stopped = asyncio.Event()
+    with on_signals(lambda _: stopped.set()):
+        await stopped.wait()
 
 
 def learn(

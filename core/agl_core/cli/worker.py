@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +23,7 @@ from agl_core.types import Ending
 from agl_core.wire import take_keys
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.client import LightningClient, ServerAddress, find_server, is_over
-from agl_core.worker.worker import Worker, choose_runner
+from agl_core.worker.worker import Worker, choose_runner, on_signals
 
 Target = Annotated[
     Path | None,
@@ -138,13 +137,17 @@ async def _work(
         elsewhere, over = find() not in (None, server), has_ended(server)
         return elsewhere or over
 
+    def drained(_: signal.Signals) -> None:
+        console.print(f"ending: {worker.running} rollouts get {drain:g} s to end; a second signal ends them now")
+        worker.drain(drain)
+
     with agent_environment(client_variables(server.base_url)):
         runner = choose_runner(config, plugins, server.base_url)
         async with LightningClient(server.base_url, server.key) as client:
             worker = Worker(client, runner, concurrency=concurrency, moved=gone)
             console.print(f"working for {server.base_url}")
             showing = asyncio.create_task(_show(worker, console))
-            with _draining(worker, drain, console):
+            with on_signals(drained):
                 try:
                     await worker.run()
                 finally:
@@ -153,25 +156,6 @@ async def _work(
                 console.print("the run is over")
             console.print(_counts(worker))
     return elsewhere
-
-
-@contextmanager
-def _draining(worker: Worker, seconds: float, console: Screen) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM the worker is drained, immediately on a second one."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def drain() -> None:
-        console.print(f"ending: {worker.running} rollouts get {seconds:g} s to end; a second signal ends them now")
-        worker.drain(seconds)
-
-    for number in signals:
-        loop.add_signal_handler(number, drain)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
 
 
 async def _show(worker: Worker, console: Screen) -> None:

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 from agl_core import kinds
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import OpenSection, PluginChoice, PolicySection
-from agl_core.errors import ConfigError, nearest
+from agl_core.errors import AglError, ConfigError, PluginError, last_frames, nearest
 from agl_core.kinds import Capability, Component, Kind
 from agl_core.plugins import Plugins
 from agl_core.types import CreditKind
@@ -41,8 +41,16 @@ class Chosen:
     """The same as the file would have them: paths as they are written, and no secrets."""
 
     def build(self, *context: Any) -> Any:
-        """Make it; `context` is what its kind's hook says beyond the options."""
-        return self.component.build(self.options, *context)
+        """Make it; `context` is what its kind's hook says beyond the options. PluginError if that fails."""
+        try:
+            return self.component.build(self.options, *context)
+        except (AglError, ModuleNotFoundError):  # The command line says what to install.
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{self.label} cannot be made ({type(error).__name__}: {error}). Fix it, or leave it out.\n"
+                f"{last_frames(error)}"
+            ) from error
 
     @property
     def label(self) -> str:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from agl_core import private
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
-from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, TrainingError, last_frames
-from agl_core.protocols import Tracker
+from agl_core.errors import CheckpointError, EngineError, TrainingError
 from agl_core.server.keys import SourceFactory
 from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
@@ -24,6 +22,7 @@ from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Ob
 from agl_core.training.server import is_new, local_server, removed_unless_begun
 from agl_core.training.session import Session, first_look, open_session
 from agl_core.wire import SERVER_FILE
+from agl_core.worker.worker import on_signals
 
 
 async def train(
@@ -66,7 +65,7 @@ async def train(
             observer.say(f"all {steps} steps are made; to train on, raise train.steps: --set train.steps={2 * steps}")
         for caution in cautions(loaded):
             observer.say(caution)
-        trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
+        trackers = {name: chosen.build(run_dir) for name, chosen in loaded.trackers.items()}
         log = MetricsLog(run_dir / METRICS_FILE, trackers)
         stack.callback(log.close)
         server = await stack.enter_async_context(local_server(loaded, run_dir, source))
@@ -160,24 +159,17 @@ async def _look(session: Session, observer: Observer) -> None:
         )
 
 
-def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
-    """A tracker. PluginError if it does not start, because the configuration asks for it."""
-    try:
-        tracker: Tracker = chosen.build(run_dir)
-    except AglError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"[trackers.{name}]: it does not start ({type(error).__name__}: {error}). Fix it, or leave it out: "
-            f"--set trackers.{name}=false.\n{last_frames(error)}"
-        ) from error
-    return tracker
-
-
 async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:
     """Train; on Ctrl-C or SIGTERM stop at once, save what was learned, and return the signal."""
-    task = asyncio.ensure_future(trainer.train())
-    with _on_signal(task) as received:
+    task, received = asyncio.ensure_future(trainer.train()), list[signal.Signals]()
+    with ExitStack() as handling:
+
+        def stop(number: signal.Signals) -> None:
+            handling.close()  # A second one gets the default treatment.
+            received.append(number)
+            task.cancel()
+
+        handling.enter_context(on_signals(stop))
         try:
             await task
         except asyncio.CancelledError:
@@ -188,27 +180,3 @@ async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | 
         finally:
             trainer.count_time()
     return None
-
-
-@contextmanager
-def _on_signal(task: asyncio.Task[None]) -> Iterator[list[signal.Signals]]:
-    """The first Ctrl-C or SIGTERM is recorded and cancels `task`; a second one gets the default treatment."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    received: list[signal.Signals] = []
-
-    def ignore() -> None:
-        for which in signals:
-            loop.remove_signal_handler(which)
-
-    def stop(which: signal.Signals) -> None:
-        ignore()
-        received.append(which)
-        task.cancel()
-
-    for which in signals:
-        loop.add_signal_handler(which, stop, which)
-    try:
-        yield received
-    finally:
-        ignore()

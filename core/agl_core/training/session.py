@@ -193,10 +193,8 @@ async def open_session(
     """
     config = loaded.config
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
-    tasks = {name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()}
-    rules = scoring_rules(loaded)
+    tasks, rules = task_sources(loaded), scoring_rules(loaded)
     source = tasks["train"]
-    check_agent(config, source)
     runner = None
     if config.workers.embedded and config.agent is not None:
         with agent_environment(client_variables(server.base_url)):
@@ -291,13 +289,10 @@ TEMPLATE_TOKENS = 32
 def workload(loaded: LoadedConfig) -> Workload:
     """In rollouts of one call each: its prompt is the first task's input, its response as long as it may be.
 
-    ConfigError if a source of tasks cannot make its first task.
+    ConfigError as of `task_sources`.
     """
     config, train, held_out = loaded.config, loaded.config.train, loaded.config.eval
-    sources = {
-        name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()
-    }
-    check_agent(config, sources["train"])
+    sources = task_sources(loaded)
     # Each held-out set is evaluated before training, every so many steps, and at the end.
     evaluations = 0 if held_out.every == 0 else 1 + -(-train.steps // held_out.every)
     tasks = sum(
@@ -313,19 +308,27 @@ def workload(loaded: LoadedConfig) -> Workload:
     )
 
 
-def first_made(name: str, source: TaskSource) -> TaskSource:
-    """The source of tasks, once its first task was made. ConfigError if that fails, or if it has none."""
-    try:
-        if source.size == 0:
-            raise ValueError("it has no tasks")
-        orjson.dumps(source.task(0).input)
-    except AglError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n{last_frames(error)}"
-        ) from error
-    return source
+def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
+    """Where the tasks of each set come from, once the first task of each was made.
+
+    ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`).
+    """
+    sources: dict[str, TaskSource] = {}
+    for name, chosen in loaded.tasks.items():
+        source = sources[name] = chosen.build(loaded.folder, loaded.config.seed)
+        try:
+            if source.size == 0:
+                raise ValueError("it has no tasks")
+            orjson.dumps(source.task(0).input)
+        except AglError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n"
+                f"{last_frames(error)}"
+            ) from error
+    check_agent(loaded.config, sources["train"])
+    return sources
 
 
 def check_agent(config: RunConfig, source: TaskSource) -> None:

@@ -8,12 +8,13 @@ import logging
 import os
 import random
 import shlex
+import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -293,6 +294,19 @@ class Worker:
         finally:
             asking.cancel()
             stopping.cancel()
+
+
+@contextmanager
+def on_signals(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM are handled by `handle`, in the running event loop; outside as usual."""
+    loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 class Heartbeats:
