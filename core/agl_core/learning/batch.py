@@ -121,12 +121,14 @@ class StepBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class _CreditedTransition:
+class CreditedTransition:
+    """A transition with its credited value, the places of its group and rollout, and the factor on its share."""
+
     transition: Transition
     value: float
     group: int
     rollout: int
-    weight: float
+    weight: float = 1.0
 
 
 def make_batches(
@@ -140,7 +142,7 @@ def make_batches(
     the rewards of other calls go to the policy's trained transitions before them (`propagate_rewards`), and so stay in
     the return. `weights` has the weight of each group in the loss; empty: all 1.
     """
-    rows: dict[str, list[_CreditedTransition]] = {}
+    rows: dict[str, list[CreditedTransition]] = {}
     dropped: list[TrainingRecord] = []
     episodes_dropped: Counter[DropReason] = Counter()
     rollouts = 0
@@ -173,12 +175,12 @@ def make_batches(
                     transition = episode.transitions[i]
                     share = 0.0 if plan.cuts(transition) else weight
                     rows.setdefault(policy, []).append(
-                        _CreditedTransition(transition, values[i], group_index, rollouts, share)
+                        CreditedTransition(transition, values[i], group_index, rollouts, share)
                     )
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        usable = filter_trainable(_batch(of_policy, plan.credit[policy].kind, step))
+        usable = filter_trainable(lay_out(of_policy, plan.credit[policy].kind, step))
         if len(usable.batch):
             batches[policy] = usable.batch
         for row, fault in zip(of_policy, usable.dropped, strict=True):
@@ -211,7 +213,8 @@ def _dropped(transition: Transition, step: int, credit: float | None, reason: Dr
     return TrainingRecord(*transition.key, step=step, credit=credit, advantage=None, weight=0.0, dropped=reason)
 
 
-def _batch(rows: Sequence[_CreditedTransition], kind: CreditKind, step: int) -> Batch:
+def lay_out(rows: Sequence[CreditedTransition], kind: CreditKind, step: int) -> Batch:
+    """Transitions of one policy, all with token ids, as a batch."""
     transitions = [row.transition for row in rows]
     prompts = [np.asarray(t.prompt_ids, np.int32) for t in transitions]
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]

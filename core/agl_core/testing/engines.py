@@ -35,9 +35,11 @@ import numpy as np
 
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import AglError, EngineError
+from agl_core.learning.batch import CreditedTransition, lay_out
 from agl_core.learning.certificate import TOLERANCES
 from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, Upstream
-from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
+from agl_core.testing import episodes as make
+from agl_core.types import Batch, CreditKind, DropReason
 
 ALGORITHM = "conformance"
 LEASH = 0.5
@@ -164,27 +166,20 @@ class Row:
 
 
 def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0) -> Batch:
-    """One group of rollouts, each with one transition."""
-    count = len(rows)
-    return Batch(
-        tokens_T=np.array([token for row in rows for token in (*row.prompt, *row.response)], dtype=np.int32),
-        offsets=np.cumsum([0, *(len(row.prompt) + len(row.response) for row in rows)]),
-        prompt_lengths_N=np.array([len(row.prompt) for row in rows]),
-        response_offsets=np.cumsum([0, *(len(row.response) for row in rows)]),
-        behaviour_logprobs_R=np.array([logprob for row in rows for logprob in row.logprobs], dtype=np.float32),
-        mask_R=np.array([row.trained for row in rows for _ in row.response], dtype=bool),
-        temperature_N=np.full(count, temperature, dtype=np.float32),
-        values_N=np.array([row.value for row in rows], dtype=np.float64),
-        kind=CreditKind.RETURN,
-        group_N=np.zeros(count, dtype=np.int64),
-        rollout_N=np.arange(count),
-        turn_N=np.zeros(count, dtype=np.int64),
-        version_N=np.full(count, version, dtype=np.int64),
-        keys=tuple(TransitionKey(f"rollout-{i}", 0, f"call-{i}", 0) for i in range(count)),
-        weight_N=np.ones(count),
-        sampled_N=np.ones(count, np.bool_),
-        grammar_N=np.full(count, None),
-    )
+    """One group of rollouts, each with one transition, as the core lays them out."""
+    credited = []
+    for i, row in enumerate(rows):
+        transition = make.transition(
+            rollout=f"rollout-{i}",
+            version=version,
+            temperature=temperature,
+            prompt_ids=row.prompt,
+            response_ids=row.response,
+            logprobs=row.logprobs,
+            mask=np.full(len(row.response), row.trained),
+        )
+        credited.append(CreditedTransition(transition, row.value, group=0, rollout=i))
+    return lay_out(credited, CreditKind.RETURN, step=0)
 
 
 def engine_context(folder: Path, model: str, **changes: Any) -> EngineContext:
