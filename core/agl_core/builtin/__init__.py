@@ -5,7 +5,7 @@ from __future__ import annotations
 from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.hooks import hookimpl
-from agl_core.kinds import Register
+from agl_core.kinds import Capability, Register
 
 __all__ = ["discounted", "identical", "immediate", "register_components", "stepwise"]
 # Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
@@ -14,25 +14,20 @@ __all__ = ["discounted", "identical", "immediate", "register_components", "stepw
 @hookimpl
 def register_components(register: Register) -> None:
     """Buffers, the store that needs no server, tasks of files and of other runs, and trackers that are extras."""
-    from agl_core.builtin.buffers import PRIORITISED_NEEDS, Fifo, Prioritised, PrioritisedOptions
-    from agl_core.builtin.recorded import RecordedOptions, recorded, recorded_needs
-    from agl_core.builtin.tasks import (
-        DatasetOptions,
-        FileOptions,
-        csv_tasks,
-        dataset_tasks,
-        jsonl_tasks,
-    )
-    from agl_core.builtin.trackers import MlflowOptions, MlflowTracker, WandbTracker
+    from agl_core.builtin import buffers, tasks, trackers
     from agl_core.store.sqlite import build
 
-    register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
-    register(kinds.BUFFER, "prioritised", Prioritised, options=PrioritisedOptions, needs=PRIORITISED_NEEDS)
+    def recorded_needs(options: tasks.RecordedOptions) -> set[Capability]:
+        return {Capability.RECORDED_TEXTS} if options.without_logprobs else set()
+
+    replay_options, replay_needs = buffers.PrioritisedOptions, buffers.PRIORITISED_NEEDS
+    register(kinds.BUFFER, "fifo", lambda options: buffers.Fifo(), doc=buffers.Fifo.__doc__)
+    register(kinds.BUFFER, "prioritised", buffers.Prioritised, options=replay_options, needs=replay_needs)
     register(kinds.STORE, "sqlite", build)
-    register(kinds.TASK_SOURCE, "jsonl", jsonl_tasks, options=FileOptions)
-    register(kinds.TASK_SOURCE, "csv", csv_tasks, options=FileOptions)
-    register(kinds.TASK_SOURCE, "hf", dataset_tasks, options=DatasetOptions)
-    register(kinds.TASK_SOURCE, "recorded", recorded, options=RecordedOptions, needs=recorded_needs)
+    register(kinds.TASK_SOURCE, "jsonl", tasks.jsonl_tasks, options=tasks.FileOptions)
+    register(kinds.TASK_SOURCE, "csv", tasks.csv_tasks, options=tasks.FileOptions)
+    register(kinds.TASK_SOURCE, "hf", tasks.dataset_tasks, options=tasks.DatasetOptions)
+    register(kinds.TASK_SOURCE, "recorded", tasks.Recorded, options=tasks.RecordedOptions, needs=recorded_needs)
     wandb, mlflow = "Weights & Biases: pip install 'agl-core[wandb]'.", "MLflow: pip install 'agl-core[mlflow]'."
-    register(kinds.TRACKER, "wandb", WandbTracker, doc=wandb)
-    register(kinds.TRACKER, "mlflow", MlflowTracker, options=MlflowOptions, doc=mlflow)
+    register(kinds.TRACKER, "wandb", trackers.WandbTracker, doc=wandb)
+    register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, options=trackers.MlflowOptions, doc=mlflow)

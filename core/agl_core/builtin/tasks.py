@@ -1,21 +1,25 @@
-"""Tasks from files and data sets: the task sources "jsonl", "csv" and "hf" (Parquet files and Hugging Face datasets).
+"""Tasks from files, data sets and other runs: the task sources "jsonl", "csv", "hf" and "recorded".
 
-What a row has beside the task's input and id is the task's metadata, which rewards see and the agent does not.
+"hf" reads Parquet files and Hugging Face datasets. What a row has beside the task's input and id is the task's
+metadata, which rewards see and the agent does not.
 """
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import ConfigError, nearest
-from agl_core.types import Task
+from agl_core.types import RecordedRollout, Task
 from agl_core.types.forms import dump_json, load_json
 
 
@@ -199,3 +203,72 @@ def _read_utf8(path: Path) -> str:
             f"0x{data[error.start]:02x}, which is not UTF-8. Save the file as UTF-8, for instance: "
             f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
         ) from None
+
+
+class RecordedOptions(BaseModel):
+    """The run, and which of its rollouts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: Path = Field(
+        description="The folder of the run, as `agl import`, `agl run` or `agl train` made it, relative "
+        "to the configuration file."
+    )
+    split: str | None = Field(
+        None,
+        description="Only tasks of this split; absent: those of training if the run trained, otherwise all.",
+    )
+    without_logprobs: bool = Field(
+        False,
+        description="Train also on calls whose log-probabilities are not known, as if the policy itself had "
+        "sampled them: there are no importance weights. Calls without token ids, or with those of another model, are "
+        "tokenised by the policy's own chat template. Otherwise they are dropped and counted.",
+    )
+
+
+class Recorded:
+    """Rollouts that another run recorded, to train on instead of running the agent.
+
+    They are the same for every seed; see `agl_core.protocols.RecordedTasks`.
+    """
+
+    def __init__(self, options: RecordedOptions, folder: Path, seed: int) -> None:
+        """Read which rollouts there are. ConfigError if there is no such run, or it has none."""
+        self._run = folder / options.run.expanduser()
+        if not (self._run / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{self._run} is not a run's folder (it has no {CONFIG_FILE}). Make one of a file with `agl import`; "
+                f"paths are relative to the configuration file, or to its `folder`."
+            )
+        self.without_logprobs = options.without_logprobs
+        # Agents' processes register components too, and need nothing that reads runs.
+        from agl_core.reading.rollouts import recorded_groups
+
+        with ThreadPoolExecutor(1) as thread:  # In this thread an event loop may be running.
+            groups = thread.submit(asyncio.run, recorded_groups(self._run)).result()
+        if options.split is not None:
+            groups = [group for group in groups if group[0].task.split == options.split]
+        elif any(group[0].mode.trains for group in groups):
+            groups = [group for group in groups if group[0].mode.trains]
+        self._groups = groups
+        if not self._groups:
+            which = "that is done" if options.split is None else f"of the split '{options.split}' that is done"
+            raise ConfigError(f"The run {self._run} has no rollout {which}, so there is nothing to train on.")
+
+    @property
+    def size(self) -> int:
+        return len(self._groups)
+
+    def task(self, index: int) -> Task:
+        """The task at this index, in the order in which their first rollouts were recorded."""
+        return self._groups[index][0].task
+
+    def members(self, index: int) -> int:
+        """How many rollouts there are of the task at this index."""
+        return len(self._groups[index])
+
+    async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
+        """These rollouts, each by the index of its task and its number there."""
+        from agl_core.reading.rollouts import read_recorded
+
+        return await read_recorded(self._run, [self._groups[index][number] for index, number in wanted])

@@ -13,7 +13,7 @@ import pytest
 from memory_store import MemoryStore
 
 from agl_core.builtin.credit import identical
-from agl_core.builtin.recorded import RecordedOptions, recorded
+from agl_core.builtin.tasks import Recorded, RecordedOptions
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
@@ -115,7 +115,7 @@ class Taken:
     """The first group that training takes of a recorded run."""
 
     def __init__(self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, **options: Any) -> None:
-        source = recorded(RecordedOptions(run=folder, **options), Path(), 0)
+        source = Recorded(RecordedOptions(run=folder, **options), Path(), 0)
         self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
         queue = RecordedQueue(source, chosen or config(), self.store, engine or Tokenizing())
         rules = [ScoringRule("recorded", queue.reward)]
@@ -211,11 +211,11 @@ def test_the_ids_of_another_model_are_refused_or_made_anew(tmp_path: Path) -> No
 
 def test_a_run_that_trained_leaves_its_evaluations_out(tmp_path: Path) -> None:
     record_run(tmp_path / "old", mode=Mode.EVAL_GREEDY, split="eval", members=1)
-    evaluations = recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
+    evaluations = Recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
     record_run(tmp_path / "old")
 
-    source = recorded(RecordedOptions(run=Path("old")), tmp_path, 0)
-    of_split = recorded(RecordedOptions(run=Path("old"), split="eval"), tmp_path, 0)
+    source = Recorded(RecordedOptions(run=Path("old")), tmp_path, 0)
+    of_split = Recorded(RecordedOptions(run=Path("old"), split="eval"), tmp_path, 0)
 
     assert (evaluations.size, evaluations.members(0)) == (1, 1)
     assert (source.size, source.members(0), source.task(0).split) == (1, 2, "train")
@@ -236,11 +236,11 @@ def test_calls_go_to_the_policy_of_their_agent(tmp_path: Path) -> None:
 
 def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere is not a run's folder .*`agl import`"):
-        recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
+        Recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
     record_run(tmp_path / "old", members=1)
     with pytest.raises(ConfigError, match="has no rollout of the split 'test' that is done"):
-        recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
-    source = recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
+        Recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
+    source = Recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
     with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
         check_agent(config(), source)
     alone = {"train": {"group_size": 1}}
