@@ -216,6 +216,8 @@ class Upstream:
     context_length: int | None = None
     streams: bool = False
     """Its servers answer `stream: true` as tokens are sampled; with ids, each chunk has those of its tokens."""
+    continues_ids: bool = True
+    """Its servers put the ids of a reply into the prompt of what echoes it."""
 
 
 @dataclass(frozen=True)

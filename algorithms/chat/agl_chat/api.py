@@ -35,7 +35,7 @@ from agl_core.errors import AglError, nearest
 from agl_core.types import FinishReason
 
 Result = TypeVar("Result")
-CHAT_COMPLETIONS = "/v1/chat/completions"
+CHAT_COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
 _LONGEST_NOTE = 1000
 """Characters."""
 _FOR_TEMPLATES = ("reasoning_effort",)
@@ -43,13 +43,13 @@ _FOR_TEMPLATES = ("reasoning_effort",)
 
 
 def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: str) -> Starlette:
-    """`POST /v1/chat/completions` for these models, by the name that clients ask for.
+    """`POST /v1/chat/completions` for these models, by the name that clients ask for, and `GET /v1/models`.
 
     Every request needs `Authorization: Bearer <api_key>`. The header `x-agl-rollout` names the session whose earlier
     replies are recognised when they are echoed.
     """
 
-    async def chat_completions(request: HttpRequest) -> HttpResponse:
+    def check_key(request: HttpRequest) -> None:
         sent = request.headers.get("authorization", "")
         if not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
             raise ChatError(
@@ -57,6 +57,15 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
                 code="invalid_api_key",
                 status=401,
             )
+
+    async def list_models(request: HttpRequest) -> HttpResponse:
+        check_key(request)
+        return _json(
+            {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "agl"} for name in models]}
+        )
+
+    async def chat_completions(request: HttpRequest) -> HttpResponse:
+        check_key(request)
         chat = parse_request(await request.body())
         model = models.get(chat.model)
         if model is None:
@@ -87,7 +96,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
         error = _chat_error(error)
         return _json(error.body, status=error.status)
 
-    routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"])]
+    routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"]), Route(MODELS, list_models)]
     return Starlette(routes=routes, exception_handlers={AglError: refuse})
 
 

@@ -21,6 +21,7 @@ import torch
 from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, VllmBackend
 from agl_chat.conversation import ChatText, load_text
+from agl_chat.front import make_front
 from agl_chat.requests import ChatError
 from agl_core.errors import EngineError
 from agl_core.learning.transitions import grammar_of
@@ -139,6 +140,19 @@ async def test_prompts_of_five_turns_extend_the_recorded_ids(served: Served) -> 
         edited = [*messages[:1], {"role": "assistant", "content": "It is 15."}, *messages[2:]]
         broken = await ask(client, edited, tools=[CALCULATOR])
     assert broken["agl"]["prefix_broken"] == PrefixBreak.MOVED
+
+
+async def test_it_stands_before_a_server_that_runs_already(served: Served) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=300, trust_env=False) as client:
+        app = await make_front(client, POLICY, "key")
+        headers = {"authorization": "Bearer key", "x-agl-rollout": "r/0"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://c", headers=headers) as chat:
+            reply = await ask(chat, [USER], temperature=1.3)
+            messages = [USER, reply["choices"][0]["message"], USER]
+            following = await ask(chat, messages)
+    recorded = [*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]]
+    assert following["prompt_token_ids"][: len(recorded)] == recorded
+    assert reported(reply) == pytest.approx(served.logprobs(reply, 1.3), abs=1e-4)
 
 
 async def test_a_first_prompt_is_what_vllm_renders_itself(served: Served) -> None:

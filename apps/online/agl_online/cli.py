@@ -15,7 +15,7 @@ import typer
 from agl_core import kinds
 from agl_core.cli.screen import AsJson, Run, Screen, Set, print_json, show_in_browser, table
 from agl_core.cli.train import train_and_report
-from agl_core.cli.upstreams import open_upstream
+from agl_core.cli.upstreams import ANEW, open_upstream
 from agl_core.cli.words import number, one_line
 from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
@@ -95,6 +95,8 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
     upstream, missing = open_upstream(online.upstream.rstrip("/"), key or "none", online.model)
     if missing:
         console.print(f"note: no token ids are recorded, for {missing}. Sessions can be read, not trained on.")
+    elif not upstream.continues_ids:
+        console.print(ANEW)
     answering = fixed_upstream(upstream, run_settings(loaded.config))
     recorded = sessions_of(loaded, run_dir, answering, console.print)
     stopping = asyncio.ensure_future(_signalled())  # A signal that comes early stops it as cleanly.

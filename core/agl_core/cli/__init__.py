@@ -145,7 +145,7 @@ def main() -> None:
 
 def add_installed(cli: typer.Typer) -> None:
     """Let installed packages add their commands; one that fails is named, and the others stay."""
-    for entry in importlib.metadata.entry_points(group=COMMANDS_GROUP):
+    for entry in sorted(importlib.metadata.entry_points(group=COMMANDS_GROUP), key=lambda entry: entry.name):
         try:
             entry.load()(cli)
         except Exception as error:

@@ -19,7 +19,7 @@ from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
-from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
+from agl_core.cli.upstreams import ANEW, choose_key, choose_url, open_upstream
 from agl_core.cli.words import amount, one_line
 from agl_core.config.load import LoadedConfig, load
 from agl_core.config.models import GatewaySection
@@ -105,6 +105,8 @@ def _forwarding(
             f"note: exact token ids are not recorded, for {missing}. The episode is text: it can be read and scored, "
             f"not trained on. Servers like vLLM return ids (return_token_ids)."
         )
+    elif not upstream.continues_ids:
+        _say(ANEW)
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
     folder = RUNS / check_name(name or "capture")
     is_new = name is None or not is_capture(folder)

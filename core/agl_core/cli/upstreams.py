@@ -12,6 +12,7 @@ from agl_core.errors import ConfigError, EngineError, nearest
 from agl_core.protocols import Upstream
 
 _HOSTED = "https://api.openai.com/v1"
+ANEW = "note: the model server tokenises each turn anew. `agl chat` before a vLLM or SGLang server keeps the ids."
 _TIMEOUT = httpx.Timeout(120, connect=10)
 
 
@@ -57,7 +58,9 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]
         else:
             models, missing = {"default": names[0]}, missing_ids(_complete(client, url, names[0], listed))
         streams = len(names) == 1 and _streams(client, url, names[0], with_ids=not missing)
-    return Upstream((url,), models, key, returns_ids=not missing, streams=streams), missing
+    continues = bool(listed) and all(model.get("owned_by") == "agl" for model in response.json()["data"])
+    upstream = Upstream((url,), models, key, returns_ids=not missing, streams=streams, continues_ids=continues)
+    return upstream, missing
 
 
 def missing_ids(completion: Mapping[str, Any]) -> str:

@@ -94,6 +94,7 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     assert [forwarded.body.get(name) for name in names] == [0.25, 0.5, None, None, "served"]
     assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
     assert "crashed: 1 LLM call by seeker, 1 tool result\n" in result.stderr
+    assert "the model server tokenises each turn anew" in result.stderr
     message = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
     assert message in result.stderr.replace("localhost", "127.0.0.1")
 
