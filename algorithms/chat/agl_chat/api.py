@@ -30,7 +30,7 @@ from agl_chat.conversation import ChatText, Prompt, Sessions
 from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatError, ChatRequest, normalise, parse_request, unsupported
-from agl_core.capture.requests import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
+from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.types import FinishReason
 
@@ -46,7 +46,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
     """`POST /v1/chat/completions` for these models, by the name that clients ask for, and `GET /v1/models`.
 
     Every request needs `Authorization: Bearer <api_key>`. The header `x-agl-rollout` names the session whose earlier
-    replies are recognised when they are echoed.
+    replies are recognised when they are echoed, and `x-agl-moved` says that other servers gave some of them.
     """
 
     def check_key(request: HttpRequest) -> None:
@@ -75,7 +75,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
                 code="model_not_found",
                 status=404,
             )
-        exchange = model.begin(chat, request.headers.get(HEADER_ROLLOUT))
+        exchange = model.begin(chat, request.headers.get(HEADER_ROLLOUT), moved=HEADER_MOVED in request.headers)
         headers = {}
         if exchange.ignored:
             # A name may be anything, and a header may not.
@@ -167,13 +167,16 @@ class ModelServer:
         self._context_length = context_length
         self._sessions = Sessions(self.text)
 
-    def begin(self, chat: ChatRequest, session: str | None) -> Exchange:
-        """Make a sampling request of a chat request. Raises ChatError if it cannot be answered."""
+    def begin(self, chat: ChatRequest, session: str | None, *, moved: bool = False) -> Exchange:
+        """Make a sampling request of a chat request. Raises ChatError if it cannot be answered.
+
+        `moved`: other servers answered earlier calls of the session.
+        """
         tool_format = self._tool_format(chat)
         messages, ignored = normalise(chat.messages), chat.unknown
         known = {name: ignored.pop(name) for name in _FOR_TEMPLATES if name in ignored and name in self.text.template}
         options = known | (chat.chat_template_kwargs or {})
-        prompt = self._sessions.prompt(session, messages, tools=chat.shown_tools, options=options)
+        prompt = self._sessions.prompt(session, messages, tools=chat.shown_tools, options=options, moved=moved)
         length, context = len(prompt.ids), self._context_length
         if length + 1 > context:
             raise ChatError(

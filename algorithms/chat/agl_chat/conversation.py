@@ -284,14 +284,18 @@ class Sessions:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
+        moved: bool = False,
     ) -> Prompt:
-        """Render and encode a conversation, with the recorded ids of replies that it echoes."""
+        """Render and encode a conversation, with the recorded ids of replies that it echoes.
+
+        `moved`: replies that are not known here may be other servers'.
+        """
 
         def render(count: int, prompt: bool) -> str:
             return self._text.render(messages[:count], tools=tools, prompt=prompt, options=options)
 
         session = self._sessions.get(key, {}) if key is not None else {}
-        before = digests(messages) if session else []
+        before = digests(messages) if session or moved else []
         messages = [
             _with_reasoning(message, session.get(digest, ())) for message, digest in zip(messages, before, strict=False)
         ] or messages
@@ -306,6 +310,7 @@ class Sessions:
                 if tail is not None:
                     return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, cause)
             cause = cause or self._cause(messages[at], echoed, choices, session)
+            cause = cause or (PrefixBreak.SERVER if moved else None)
         return Prompt(np.array(self._text.encode(full), np.int32), full, cause)
 
     def _cause(

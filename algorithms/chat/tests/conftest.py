@@ -58,9 +58,9 @@ class ScriptedChat:
 
     def ask(self, messages: list[dict[str, Any]], *replies: str | Sequence[int], **fields: Any) -> dict[str, Any]:
         """Answer by `replies`: texts (the end token is added) or token ids; they follow what is forced."""
-        session = fields.pop("session", "r/0")
+        session, moved = fields.pop("session", "r/0"), fields.pop("moved", False)
         body = {"model": "m", "messages": messages, "return_token_ids": True, "n": len(replies), **fields}
-        exchange = self.served.begin(parsed(body), session)
+        exchange = self.served.begin(parsed(body), session, moved=moved)
         responses = []
         for reply in replies:
             sampled = [*self.encode(reply), self.model.tokenizer.eos_token_id] if isinstance(reply, str) else reply

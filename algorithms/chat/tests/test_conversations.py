@@ -300,6 +300,19 @@ def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -
     assert not broken(chat, [{"role": "user", "content": "new"}, {"role": "assistant", "content": "example"}, HELLO])
 
 
+def test_a_rollout_that_moved_is_tokenised_anew_once(qwen: ServedModel) -> None:
+    old, new = ScriptedChat(qwen), ScriptedChat(qwen)
+    first = old.ask([USER], [*letters(old, "The answer is 42."), old.model.tokenizer.eos_token_id])
+    messages = [USER, echo(first), HELLO]
+    second = new.ask(messages, "And now?", moved=True)
+    assert second["agl"]["prefix_broken"] == PrefixBreak.SERVER
+    assert not broken(new, [HELLO], moved=True), "a conversation that begins"
+    third = new.ask([*messages, echo(second), HELLO], "x", moved=True)
+    assert not third["agl"]["prefix_broken"]
+    recorded = [*second["prompt_token_ids"], *second["choices"][0]["token_ids"]]
+    assert third["prompt_token_ids"][: len(recorded)] == recorded
+
+
 def test_a_template_that_rewrites_history_breaks(qwen: ServedModel) -> None:
     tokenizer = type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML.replace("(message.content or '')", "(message.content or '') | upper")

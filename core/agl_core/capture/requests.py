@@ -39,6 +39,8 @@ HEADER_CALL = "x-agl-call"
 """On the server's reply: the id of the call that it answers."""
 HEADER_IGNORED = "x-agl-ignored"
 """On the server's reply: the fields of the request that only tune a hosted service, and were ignored."""
+HEADER_MOVED = "x-agl-moved"
+"""On a request to an upstream: its rollout was with another server before."""
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
 

@@ -19,7 +19,7 @@ import orjson
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
 from agl_core.apis.reply import not_a_completion
-from agl_core.capture.requests import HEADER_ROLLOUT
+from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server.endpoint import Endpoint
@@ -74,8 +74,8 @@ class UpstreamClient:
             for url in upstream.urls
         }
         self._timeout, self._clock = timeout, clock
-        self._home: OrderedDict[str, str] = OrderedDict()
-        """Each rollout's server."""
+        self._home: OrderedDict[str, tuple[str, bool]] = OrderedDict()
+        """Each rollout's server, and whether it was with another one before."""
 
     def close(self) -> None:
         """Keep no connections any more; what is in flight goes on."""
@@ -97,7 +97,8 @@ class UpstreamClient:
             url = self.server_of(rollout, tried)
             try:
                 with self._asking(url) as server:
-                    reply = await server.post(stamp, sent, streamed=streamed)
+                    moved = {HEADER_MOVED: "1"} if self._home.get(rollout, ("", False))[1] else {}
+                    reply = await server.post(stamp | moved, sent, streamed=streamed)
                     server.away_since = self._clock() if reply.status in _PROXYS_OWN else float("-inf")
                     if reply.status != 200:
                         raise _refused(reply.status, reply.body, url)
@@ -117,11 +118,11 @@ class UpstreamClient:
         untried = self._servers.keys() - {*tried} or self._servers.keys()
         there = untried & self._there() or untried
         least = min(there, key=lambda url: (self._servers[url].under_way, random.random()))
-        home = self._home.pop(rollout, least)
+        home, has_moved = self._home.pop(rollout, (least, False))
         if home not in there or self._servers[home].under_way > OVERLOADED * self._servers[least].under_way + SLACK:
-            home = least
+            home, has_moved = least, True
         if rollout:
-            self._home[rollout] = home
+            self._home[rollout] = home, has_moved
             if len(self._home) > MAX_ROLLOUTS:
                 self._home.popitem(last=False)
         return home

@@ -173,6 +173,8 @@ class PrefixBreak(StrEnum):
     """The chat template writes the reply, or what stands before it, otherwise in a longer conversation."""
     CUT = "cut"
     """The reply was cut short, and the chat template does not write it as it was sampled."""
+    SERVER = "server"
+    """The rollout has moved from another model server, which has the reply's ids."""
     OTHER = "other"
     """The model server does not say."""
 

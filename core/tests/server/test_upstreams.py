@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.protocols import Upstream
 from agl_core.server.endpoint import MAX_UNREAD, Endpoint, HttpReply
 from agl_core.server.upstream import REST, SLACK, UpstreamClient
@@ -360,6 +361,23 @@ async def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
         assert {len(first.received), len(second.received)} == {SLACK + 1, 1}
         release.set()
         await asyncio.gather(*asking)
+        client.close()
+
+
+async def test_a_model_server_hears_that_a_rollout_was_with_another_one_before() -> None:
+    async with two_servers() as (_, first, second):
+        client, key = client_of(first.url, second.url), AttemptKey("mine", 0)
+        await client.complete(REQUEST, key)
+        home, other = (first, second) if first.received else (second, first)
+        await client.complete(REQUEST, key)
+        home.script(Drop())
+        await client.complete(REQUEST, key)
+        await client.complete(REQUEST, key)
+        await client.complete(REQUEST, AttemptKey("another", 0))
+        assert not any(HEADER_MOVED in received.headers for received in home.received)
+        mine = [received for received in other.received if received.headers[HEADER_ROLLOUT] == "mine/0"]
+        assert [HEADER_MOVED in received.headers for received in mine] == [True, True]
+        assert not any(HEADER_MOVED in r.headers for r in other.received if r not in mine)
         client.close()
 
 
