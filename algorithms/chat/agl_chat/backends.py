@@ -1,17 +1,19 @@
 """Back ends, which sample for the chat layer: what one is asked and answers, and those over HTTP, vLLM and SGLang.
 
-The client of these two has the server's base URL and key, or is that of an app in this process (`client_of`). Both
-servers give log-probabilities at the sampling temperature if they are started so: vLLM with `--enable-scale-out
---logprobs-mode processed_logprobs`, as veRL's servers are, and SGLang by default.
+The client of these two has the server's base URL and key, or is that of an app in this process (`client_of`). They ask
+for a stream if somebody watches. Both servers give log-probabilities at the sampling temperature if they are started
+so: vLLM with `--enable-scale-out --logprobs-mode processed_logprobs`, as veRL's servers are, and SGLang by default.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import httpx
 import numpy as np
@@ -19,6 +21,8 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_chat.requests import ChatError, unsupported
+from agl_core.apis.errors import read_error
+from agl_core.apis.streams import STREAM_TYPE
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
@@ -80,12 +84,12 @@ class Response:
     """[T] bool, False where a token was forced, or the only one that the grammar allows; None: all sampled."""
     finish_reason: FinishReason
     """STOP, LENGTH, or ABORTED by an engine of its own accord."""
-    likeliest: tuple[dict[int, float], ...] = ()
+    likeliest: tuple[Mapping[int, float], ...] = ()
     """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
 
     def tokens(self, choice: int) -> list[SampledToken]:
         """Its tokens, as those of this choice."""
-        likeliest = self.likeliest or [dict[int, float]()] * len(self.ids)
+        likeliest = self.likeliest or ({},) * len(self.ids)
         columns = zip(self.ids.tolist(), self.logprobs.tolist(), likeliest, strict=True)
         return [SampledToken(choice, token, logprob, others) for token, logprob, others in columns]
 
@@ -114,21 +118,41 @@ VLLM_MAX_LOGPROBS = 20
 """Of each position, by vLLM's default."""
 
 
-class VllmBackend:
-    """vLLM's route for tokens, `POST /inference/v1/generate`.
+class _HttpBackend(ABC):
+    """A server's own route for tokens.
 
-    A reply is of the version that the header `x-agl-policy` names, else of version 0. A response also ends at one of
-    `end_ids`, whatever the server takes for the model's end tokens.
+    A response also ends at one of `end_ids`, whatever the server takes for the model's end tokens.
     """
+
+    path: ClassVar[str]
 
     def __init__(self, client: httpx.AsyncClient, end_ids: Collection[int] = ()) -> None:
         self._client, self._end_ids = client, sorted(end_ids)
 
     async def generate(self, request: Request) -> Generated:
-        """See `Backend`. Cancelling it closes the connection, by which vLLM ends the sampling.
+        """See `Backend`. Cancelling it closes the connection, by which the server ends the sampling."""
+        responses = _Responses(request)
+        body = {**self._body(request), "stream": request.watch is not None}
+        async with aclosing(_answers(self._client, self.path, body)) as answers:
+            async for headers, answer in answers:
+                self._read(headers, answer, responses)
+        return responses.generated()
 
-        vLLM detokenises only to find stop strings; markers of tool calls can be special tokens, which it would skip.
-        """
+    @abstractmethod
+    def _body(self, request: Request) -> dict[str, Any]:
+        """The request as the server takes it."""
+
+    @abstractmethod
+    def _read(self, headers: Mapping[str, str], answer: Any, responses: _Responses) -> None:
+        """Take the server's answer, or an event of its stream."""
+
+
+class VllmBackend(_HttpBackend):
+    """vLLM's route. A reply is of the version that the header `x-agl-policy` names, else of version 0."""
+
+    path = "/inference/v1/generate"
+
+    def _body(self, request: Request) -> dict[str, Any]:
         sampling = {
             "n": request.n,
             "temperature": request.temperature,
@@ -137,6 +161,7 @@ class VllmBackend:
             "max_tokens": _sampled(request),
             "stop": list(request.stops),
             "stop_token_ids": self._end_ids,
+            # It detokenises only to find stop strings; markers of tool calls can be special tokens.
             "skip_special_tokens": False,
             "detokenize": bool(request.stops),
             # The sampled token counts as one of them, even where it is not among the likeliest.
@@ -144,42 +169,33 @@ class VllmBackend:
             **({"structured_outputs": form} if (form := _form(request)) else {}),
             **request.distortions,
         }
-        body = {
+        return {
             "request_id": request.id,
             "model": request.model,
             "token_ids": _prompt(request),
             "sampling_params": sampling,
+            "stream_options": {"include_usage": True},
         }
-        reply = await _post(self._client, "/inference/v1/generate", body)
-        answer = orjson.loads(reply.content)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        responses = [
-            _response(
-                request,
-                choice["token_ids"],
-                [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                [_vllm_likeliest(entry, request.top) for entry in choice["logprobs"]["content"]],
-                choice["finish_reason"],
-            )
-            for choice in choices
-        ]
+
+    def _read(self, headers: Mapping[str, str], answer: Any, responses: _Responses) -> None:
+        responses.version = int(headers.get(HEADER_POLICY, 0))
+        for choice in answer["choices"]:
+            pairs, top = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True), responses.request.top
+            tokens = [(token, entry["logprob"], _vllm_likeliest(entry, top)) for token, entry in pairs]
+            responses.add(choice["index"], tokens, choice["finish_reason"])
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        version = int(reply.headers.get(HEADER_POLICY, 0))
-        return _generated(request, responses, version, details.get("cached_tokens") or 0)
+        responses.reused[0] = details.get("cached_tokens") or 0
 
 
-class SglangBackend:
-    """SGLang's own route, `POST /generate`.
+class SglangBackend(_HttpBackend):
+    """SGLang's own route. A reply is of the version that `weight_version` names, if it is a number, else of version 0.
 
-    A reply is of the version that `weight_version` names, if it is a number, else of version 0. SGLang goes by the seed
-    only where it was started with `--enable-deterministic-inference`.
+    SGLang goes by the seed only where it was started with `--enable-deterministic-inference`.
     """
 
-    def __init__(self, client: httpx.AsyncClient, end_ids: Collection[int] = ()) -> None:
-        self._client, self._end_ids = client, sorted(end_ids)
+    path = "/generate"
 
-    async def generate(self, request: Request) -> Generated:
-        """See `Backend`. Cancelling it closes the connection, by which SGLang ends the sampling."""
+    def _body(self, request: Request) -> dict[str, Any]:
         if "allowed_token_ids" in request.distortions:
             raise unsupported("allowed_token_ids", "SGLang has no such field", "allowed_token_ids")
         sampling = {
@@ -198,60 +214,130 @@ class SglangBackend:
             **_sglang_form(_form(request) or {}),
             **request.distortions,
         }
-        body = {
+        return {
             "rid": request.id,
             "input_ids": _prompt(request),
             "sampling_params": sampling,
             "return_logprob": True,
             "top_logprobs_num": request.top,
         }
-        answer = orjson.loads((await _post(self._client, "/generate", body)).content)
-        infos = [choice["meta_info"] for choice in (answer if isinstance(answer, list) else [answer])]
+
+    def _read(self, headers: Mapping[str, str], answer: Any, responses: _Responses) -> None:
+        for position, choice in enumerate(answer if isinstance(answer, list) else [answer]):
+            info, index = choice["meta_info"], choice.get("index", position)
+            # An event has all tokens so far, or those since the event before, as the server was started.
+            entries = info["output_token_logprobs"]
+            new = info.get("output_token_logprobs_length", len(entries)) - responses.count(index)
+            top = [{token: logprob for logprob, token, *_ in of or ()} for of in info.get("output_top_logprobs") or ()]
+            columns = zip(entries, top or [{}] * len(entries), strict=True)
+            tokens = [(token, logprob, likeliest) for (logprob, token, *_), likeliest in columns]
+            responses.add(index, tokens[len(tokens) - new :], (info["finish_reason"] or {}).get("type"))
+            version = str(info.get("weight_version", ""))
+            responses.version = int(version) if version.isdecimal() else 0
+            responses.reused[index] = info.get("cached_tokens") or 0
+
+
+class _Responses:
+    """The responses to a request, as they come."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.version = request, 0
+        self.reused = [0] * request.n
+        """Prompt tokens that each has from the cache."""
+        self._tokens = [list[SampledToken]() for _ in range(request.n)]
+        self._reasons: list[str | None] = [None] * request.n
+
+    def count(self, choice: int) -> int:
+        """Tokens of a response that the server has sampled."""
+        return max(0, len(self._tokens[choice]) - len(self.request.forced_ids))
+
+    def add(self, choice: int, sampled: Sequence[tuple[int, float, Mapping[int, float]]], reason: str | None) -> None:
+        """More of a response (ids, log-probabilities, the likeliest), and the server's word for its end if it ends."""
+        known, limit = self._tokens[choice], self.request.max_tokens
+        forced = () if known else self.request.forced_ids  # They had no choice: log-probability 0.
+        tokens = [SampledToken(choice, *columns) for columns in (*((token, 0.0, {}) for token in forced), *sampled)]
+        self._reasons[choice] = "length" if len(known) + len(tokens) > limit else reason
+        for token in tokens[: limit - len(known)]:
+            known.append(token)
+            if self.request.watch:
+                self.request.watch(token)
+
+    def generated(self) -> Generated:
+        """All of them, once nothing more comes."""
+        request, forced = self.request, len(self.request.forced_ids)
         responses = [
-            _response(
-                request,
-                [token for _, token, *_ in info["output_token_logprobs"]],
-                [logprob for logprob, *_ in info["output_token_logprobs"]],
-                [
-                    {token: logprob for logprob, token, *_ in position or ()}
-                    for position in info.get("output_top_logprobs") or ()
-                ],
-                (info["finish_reason"] or {}).get("type"),
+            Response(
+                ids=np.array([token.id for token in tokens], np.int32),
+                logprobs=np.array([token.logprob for token in tokens], np.float32),
+                mask=np.arange(len(tokens)) >= forced if forced else None,
+                # vLLM's streams do not say that a response was aborted.
+                finish_reason=FinishReason.read(reason or "abort", calls_tools=False),
+                likeliest=tuple(token.likeliest for token in tokens) if request.top else (),
             )
-            for info in infos
+            for tokens, reason in zip(self._tokens, self._reasons, strict=True)
         ]
-        version = str(infos[0].get("weight_version", ""))
-        cached = sum(info.get("cached_tokens") or 0 for info in infos)
-        return _generated(request, responses, int(version) if version.isdecimal() else 0, cached)
+        # The prompt is computed once, and found in the cache for the other responses.
+        length = len(request.prompt_ids) + forced
+        computed = max(0, length - sum(self.reused))
+        return Generated(request, tuple(responses), self.version, computed, length * request.n - computed)
 
 
 def client_of(app: ASGIApp, key: str) -> httpx.AsyncClient:
-    """A client of an app in this process, which hears of requests that are given up, as it would over a connection."""
+    """A client of an app in this process."""
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.AsyncClient(transport=_AppTransport(app), base_url="http://engine", headers=headers, timeout=None)
 
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        is_whole, gone = False, asyncio.Event()
+
+class _AppTransport(httpx.AsyncBaseTransport):
+    """Brings requests to an app. httpx's own transport waits for the whole of a reply."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        reply = _AppReply(self._app)
+        head = await httpx.ASGITransport(reply.begin, raise_app_exceptions=False).handle_async_request(request)
+        return httpx.Response(head.status_code, headers=head.headers, stream=reply)
+
+
+class _AppReply(httpx.AsyncByteStream):
+    """A reply as the app sends it. If it is closed the app hears of it, as it would over a connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._is_closed = app, asyncio.Event()
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    async def begin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the app answer; send its reply's head."""
+        is_whole = False
 
         async def receive_or_hear() -> Message:
             nonlocal is_whole
             if is_whole:
-                await gone.wait()
+                await self._is_closed.wait()
                 return {"type": "http.disconnect"}
             message = await receive()
             is_whole = not message.get("more_body", False)
             return message
 
-        answering = asyncio.ensure_future(app(scope, receive_or_hear, send))
+        self._answering = asyncio.ensure_future(self._app(scope, receive_or_hear, self._messages.put))
+        self._answering.add_done_callback(lambda _: self._messages.put_nowait(None))
         try:
-            await asyncio.shield(answering)
-        finally:
-            gone.set()
+            head = await self._messages.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if head is None:
+            raise RuntimeError("the app gave no answer")
+        await send(head)
+        await send({"type": "http.response.body"})
 
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(call, raise_app_exceptions=False),
-        base_url="http://engine",
-        headers={"authorization": f"Bearer {key}"},
-        timeout=None,
-    )
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while message := await self._messages.get():
+            yield message.get("body", b"")
+
+    async def aclose(self) -> None:
+        self._is_closed.set()
 
 
 def _prompt(request: Request) -> list[int]:
@@ -302,49 +388,41 @@ def _vllm_likeliest(entry: Mapping[str, Any], top: int) -> dict[int, float]:
     return {token: shown[token] for token in best}
 
 
-def _response(
-    request: Request,
-    ids: Sequence[int],
-    logprobs: Sequence[float],
-    likeliest: Sequence[dict[int, float]],
-    word: str | None,
-) -> Response:
-    """A response of what was sampled, behind the tokens that were forced, which had no choice: log-probability 0."""
-    if len(logprobs) != len(ids):
-        raise EngineError(f"The model server gave {len(logprobs)} log-probabilities of {len(ids)} tokens.")
-    forced, end = len(request.forced_ids), request.max_tokens
-    reason = FinishReason.read(word, calls_tools=False)
-    is_cut = forced + len(ids) > end
-    return Response(
-        ids=np.array([*request.forced_ids, *ids][:end], np.int32),
-        logprobs=np.array([*[0.0] * forced, *logprobs][:end], np.float32),
-        mask=np.arange(min(forced + len(ids), end)) >= forced if forced else None,
-        finish_reason=FinishReason.LENGTH if is_cut else reason,
-        likeliest=tuple([*[{}] * forced, *likeliest][:end]) if request.top else (),
-    )
+async def _answers(
+    client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
+) -> AsyncGenerator[tuple[Mapping[str, str], Any], None]:
+    """The headers of a model server's reply and its JSON: all of it, or each event of a stream.
 
-
-def _generated(request: Request, responses: Sequence[Response], version: int, reused: int) -> Generated:
-    """The prompt is computed once, and found in the cache for the other responses."""
-    length = len(request.prompt_ids) + len(request.forced_ids)
-    computed = max(0, length - reused)
-    return Generated(request, tuple(responses), version, computed, length * request.n - computed)
-
-
-async def _post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> httpx.Response:
-    """A model server's answer. ChatError in its own words if it refuses, EngineError if it does not answer."""
+    ChatError in its own words if it refuses, EngineError if it does not answer, or breaks off.
+    """
+    headers = {"content-type": "application/json"}
     try:
-        reply = await client.post(path, content=orjson.dumps(body), headers={"content-type": "application/json"})
+        async with client.stream("POST", path, content=orjson.dumps(body), headers=headers) as reply:
+            if not reply.headers.get("content-type", "").startswith(STREAM_TYPE):
+                content = await reply.aread()
+                if not reply.is_success:
+                    raise _failure(reply.status_code, content)
+                yield reply.headers, orjson.loads(content)
+                return
+            async for line in reply.aiter_lines():
+                event = line.removeprefix("data:").strip()
+                if event == "[DONE]":
+                    return
+                if event:
+                    answer = orjson.loads(event)
+                    if "error" in answer:
+                        raise _failure(reply.status_code, event.encode())
+                    yield reply.headers, answer
     except httpx.HTTPError as error:
         raise EngineError(f"The model server does not answer ({type(error).__name__}: {error}).") from error
-    if reply.is_success:
-        return reply
-    try:
-        problem = orjson.loads(reply.content)
-    except orjson.JSONDecodeError:
-        problem = None
-    problem = problem.get("error", problem) if isinstance(problem, dict) else {"message": reply.text}
-    message = problem.get("message", problem) if isinstance(problem, dict) else problem
-    if reply.status_code >= 500:
-        raise EngineError(f"The model server failed ({reply.status_code}): {message}")
-    raise ChatError(f"The model server refuses this: {message}", code="model_server", status=reply.status_code)
+    raise EngineError("The model server broke off its reply.")
+
+
+def _failure(status: int, content: bytes) -> Exception:
+    """The error that a model server answers with, or tells of in a stream that began with status 200."""
+    problem = read_error(content)
+    message, code = problem.get("message") or content.decode("utf-8", "replace"), problem.get("code")
+    status = status if status != 200 else code if isinstance(code, int) else 500
+    if status >= 500:
+        return EngineError(f"The model server failed ({status}): {message}")
+    return ChatError(f"The model server refuses this: {message}", code="model_server", status=status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agl_chat.api import create_app
-from agl_chat.backends import Backend, Generated, Request, SglangBackend, VllmBackend, client_of
+from agl_chat.backends import Backend, Generated, Request, SampledToken, SglangBackend, VllmBackend, client_of
 from agl_chat.requests import ChatError
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
@@ -33,20 +33,38 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 class Server:
     """Answers every request for tokens by `ids`; the log-probability of a token is minus its id."""
 
-    def __init__(self, path: str, ids: list[int], reason: str = "stop") -> None:
+    def __init__(self, path: str, ids: list[int], reason: str = "stop", *, disjoint: bool = False) -> None:
         self.received: list[dict[str, Any]] = []
-        self.ids, self.reason = ids, reason
+        self.ids, self.reason, self.disjoint = ids, reason, disjoint
         self.failure: Response | None = None
-        answer = self.vllm if path == VLLM else self.sglang
+        self.go_on = asyncio.Event()
+        """A stream waits for it after its first token."""
+        self.go_on.set()
+        self.last_events = ["[DONE]"]
+        answer, events = (self.vllm, self.vllm_events) if path == VLLM else (self.sglang, self.sglang_events)
+
+        async def stream(body: dict[str, Any]) -> AsyncIterator[str]:
+            for number, event in enumerate(events(answer(body))):
+                yield f"data: {json.dumps(event)}\n\n"
+                if not number:
+                    await self.go_on.wait()
+            for last in self.last_events:
+                yield f"data: {last}\n\n"
 
         async def generate(request: HttpRequest) -> Response:
-            self.received.append(await request.json())
-            return self.failure or answer(self.received[-1])
+            body = await request.json()
+            self.received.append(body)
+            if self.failure:
+                return self.failure
+            headers = {HEADER_POLICY: "7"} if path == VLLM else {}
+            if body["stream"]:
+                return StreamingResponse(stream(body), headers=headers, media_type="text/event-stream")
+            return JSONResponse(answer(body), headers=headers)
 
         self.app = Starlette(routes=[Route(path, generate, methods=["POST"])])
         self.backend: Backend = BACKENDS[path](client_of(self.app, "key"), {1, 0})
 
-    def vllm(self, body: dict[str, Any]) -> Response:
+    def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
         count = body["sampling_params"]["logprobs"]
 
         def entry(token: int) -> dict[str, Any]:
@@ -64,10 +82,17 @@ class Server:
             for index in range(body["sampling_params"]["n"])
         ]
         usage = {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2}}
-        body = {"request_id": body["request_id"], "choices": choices[::-1], "usage": usage}
-        return JSONResponse(body, headers={HEADER_POLICY: "7"})
+        return {"request_id": body["request_id"], "choices": choices[::-1], "usage": usage}
 
-    def sglang(self, body: dict[str, Any]) -> Response:
+    def vllm_events(self, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for number, token in enumerate(self.ids):
+            for choice in answer["choices"]:
+                logprobs = {"content": choice["logprobs"]["content"][number : number + 1]}
+                ended = self.reason if number == len(self.ids) - 1 else None
+                yield {"choices": [{**choice, "token_ids": [token], "logprobs": logprobs, "finish_reason": ended}]}
+        yield {"choices": [], "usage": answer["usage"]}
+
+    def sglang(self, body: dict[str, Any]) -> Any:
         top = [[[-float(other), other, None] for other in range(2, 2 + body["top_logprobs_num"])] for _ in self.ids]
         answers = [
             {
@@ -81,12 +106,24 @@ class Server:
                     "cached_tokens": 2,
                     "weight_version": "7",
                     "output_token_logprobs": [[-float(token), token, None] for token in self.ids],
+                    "output_token_logprobs_length": len(self.ids),
                     **({"output_top_logprobs": top} if body["top_logprobs_num"] else {}),
                 },
             }
             for _ in range(body["sampling_params"]["n"])
         ]
-        return JSONResponse(answers if len(answers) > 1 else answers[0])
+        return answers if len(answers) > 1 else answers[0]
+
+    def sglang_events(self, answer: Any) -> Iterator[dict[str, Any]]:
+        for end in range(1, len(self.ids) + 1):
+            for index, choice in enumerate(answer if isinstance(answer, list) else [answer]):
+                info = dict(choice["meta_info"])
+                for name in ("output_token_logprobs", "output_top_logprobs"):
+                    if name in info:
+                        info[name] = info[name][end - 1 if self.disjoint else 0 : end]
+                info["output_token_logprobs_length"] = end
+                info["finish_reason"] = info["finish_reason"] if end == len(self.ids) else None
+                yield {"index": index, "meta_info": info}
 
     async def ask(self, **fields: Any) -> Generated:
         request = Request("r", np.array([5, 6, 7], np.int32), **{"max_tokens": 16, "model": "m", **fields})
@@ -107,6 +144,60 @@ async def test_ids_logprobs_and_reason_are_the_servers(path: str, reason: str) -
         assert response.finish_reason is REASONS[reason]
         assert response.likeliest == ()
     assert generated.prefilled + generated.reused == 2 * 3
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 3, "top": 2}, {"forced_ids": (8, 3)}, {"forced_ids": (8, 3), "max_tokens": 2}]
+)
+@pytest.mark.parametrize(("path", "disjoint"), [(VLLM, False), (SGLANG, False), (SGLANG, True)])
+async def test_tokens_that_are_watched_are_those_of_the_whole_reply(
+    path: str, disjoint: bool, fields: dict[str, Any]
+) -> None:
+    server, watched = Server(path, [9, 4, 1], "length", disjoint=disjoint), list[SampledToken]()
+    whole = await server.ask(**fields)
+    streamed = await server.ask(**fields, watch=watched.append)
+    assert [body["stream"] for body in server.received] == [False, True]
+    for index, (expected, response) in enumerate(zip(whole.responses, streamed.responses, strict=True)):
+        assert response.tokens(index) == expected.tokens(index)
+        assert [token for token in watched if token.choice == index] == expected.tokens(index)
+        assert response.finish_reason is expected.finish_reason
+        assert (response.mask is None) is (expected.mask is None)
+    assert (streamed.version, streamed.reused) == (7, whole.reused)
+
+
+@pytest.mark.parametrize(
+    ("last", "error", "words"),
+    [
+        ([], EngineError, "broke off"),
+        (['{"error": {"message": "the engine died"}}'], EngineError, "the engine died"),
+        (['{"error": {"message": "too long", "code": 400}}', "[DONE]"], ChatError, "too long"),
+    ],
+)
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_a_stream_without_an_end_is_an_error(
+    path: str, last: list[str], error: type[Exception], words: str
+) -> None:
+    server, watched = Server(path, [9, 4, 1]), list[SampledToken]()
+    server.last_events = last
+    with pytest.raises(error, match=words):
+        await server.ask(watch=watched.append)
+    assert [token.id for token in watched] == [9, 4, 1]
+
+
+@pytest.mark.parametrize("path", BACKENDS)
+async def test_a_chunk_goes_out_before_the_server_has_ended(path: str, qwen: ServedModel) -> None:
+    ids = qwen.tokenizer("The answer is 42.", add_special_tokens=False)["input_ids"]
+    server = Server(path, [*ids, qwen.tokenizer.eos_token_id])
+    server.go_on.clear()
+    chat = client_of(create_app({"m": qwen.server()}, server.backend, api_key="key"), "key")
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    text = ""
+    async with chat.stream("POST", "/v1/chat/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                server.go_on.set()
+                text += "".join(choice["delta"].get("content", "") for choice in json.loads(line[6:])["choices"])
+    assert text == "The answer is 42."
 
 
 @pytest.mark.parametrize("path", BACKENDS)
@@ -193,11 +284,12 @@ async def test_a_refusal_comes_in_the_servers_words(
         await server.ask()
 
 
-async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: ServedModel) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: ServedModel, stream: bool) -> None:
     began, heard = asyncio.Event(), asyncio.Event()
 
     async def generate(request: HttpRequest) -> Response:
-        await request.json()
+        assert (await request.json())["stream"] is stream
         began.set()
         assert (await request.receive())["type"] == "http.disconnect"
         heard.set()
@@ -206,7 +298,7 @@ async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: 
     engine = Starlette(routes=[Route(VLLM, generate, methods=["POST"])])
     backend = VllmBackend(client_of(engine, "key"))
     chat = client_of(create_app({"m": qwen.server()}, backend, api_key="key"), "key")
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": stream}
     answer = asyncio.ensure_future(chat.post("/v1/chat/completions", json=body))
     await began.wait()
     answer.cancel()

@@ -81,7 +81,7 @@ class VerlEngine(ProcessEngine[VerlOptions]):
     await engine.stop()
     """
 
-    module = "agl_verl.process"
+    module, streams = "agl_verl.process", True
     seconds_to_end = 30.0  # Ray ends with it.
 
     def __init__(self, options: VerlOptions, context: EngineContext) -> None:

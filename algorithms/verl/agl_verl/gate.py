@@ -1,7 +1,9 @@
 """Replies of one policy version from their first token to their last, whatever veRL does with the weights meanwhile.
 
-While weights are exchanged no request is let through, and a reply that was begun before is thrown away and sampled
-anew afterwards. Its caller notices nothing but the time. A header names the version; agl's gateway records it.
+While weights are exchanged no request is let through. A reply that was begun before is thrown away and sampled anew
+afterwards: its caller notices nothing but the time. A stream that has begun cannot be taken back. The exchange waits
+for its end, but not for long; one that takes longer ends with an error. A header names the version; agl's gateway
+records it.
 
 Nothing here imports vLLM: the gate is pure ASGI, and servers' counters are read over HTTP.
 """
@@ -22,8 +24,12 @@ from agl_core.errors import EngineError
 
 OPEN = frozenset({"/health", "/metrics"})
 """Routes that everyone may read: they say nothing of prompts and replies."""
+SECONDS_TO_END = 30.0
+"""For streams that have begun when weights are to be exchanged: clients do not ask again for one that is cut off, so it
+often costs the attempt. Where nothing streams, an exchange does not wait."""
 _REFUSED = 1008
 """A WebSocket's code for it: what goes over one could not be taken back, so none is opened."""
+_CUT_OFF = b'data: {"error": {"message": "The weights changed before the end of this reply. Ask again."}}\n\n'
 
 
 class Gate:
@@ -33,13 +39,21 @@ class Gate:
         self.version = 0
         """Of the weights behind it."""
         self.closings = 0
-        """How often it was shut."""
+        """How often what was under way was disturbed."""
+        self.streams = set[asyncio.Future[None]]()
+        """The ends of replies of which clients have a part."""
         self._open = asyncio.Event()
 
-    def close(self) -> None:
-        """Let nothing in; whatever is under way is disturbed."""
-        self.closings += 1
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def close(self, seconds: float = SECONDS_TO_END) -> None:
+        """Let nothing in. When the streams have ended, or after so many seconds, what is under way is disturbed."""
         self._open.clear()
+        if self.streams:
+            await asyncio.wait(self.streams, timeout=seconds)
+        self.closings += 1
 
     def open(self) -> None:
         """Let requests in."""
@@ -47,7 +61,8 @@ class Gate:
 
     async def enter(self) -> tuple[int, int]:
         """Wait until it is open. The version behind it, and how often it was shut."""
-        await self._open.wait()
+        while not self.is_open:
+            await self._open.wait()
         return self.version, self.closings
 
 
@@ -93,20 +108,57 @@ class GatedApp:
             body = await Request(scope, receive).body()
         except ClientDisconnect:
             return
-        closings, messages = -1, list[Message]()
-        while closings != gate.closings:  # Held back until it is known to be of one version.
-            version, closings = await gate.enter()
-            messages = []
+        while True:
+            reply = _Reply(gate, *await gate.enter(), send)
+            try:
+                await self._app(dict(scope), _again(body, receive), reply.take)
+            finally:
+                reply.ended.set_result(None)
+                gate.streams.discard(reply.ended)
+            if reply.has_begun or not reply.is_disturbed:
+                await reply.send_held()
+                return
 
-            async def hold(message: Message, messages: list[Message] = messages) -> None:
-                messages.append(message)
 
-            await self._app(dict(scope), _again(body, receive), hold)
-        for message in messages:
-            if message["type"] == "http.response.start":
-                header = (HEADER_POLICY.encode(), str(version).encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
+class _Reply:
+    """One try at a reply: held back until it is whole and known to be of one version; a stream goes out as it comes."""
+
+    def __init__(self, gate: Gate, version: int, closings: int, send: Send) -> None:
+        self.has_begun = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._gate, self._version, self._closings, self._send = gate, version, closings, send
+        self._held = list[Message]()
+
+    @property
+    def is_disturbed(self) -> bool:
+        """True if weights were exchanged meanwhile."""
+        return self._gate.closings != self._closings
+
+    async def take(self, message: Message) -> None:
+        """What the app sends."""
+        body = message.get("body", b"")
+        if message["type"] == "http.response.start":
+            header = (HEADER_POLICY.encode(), str(self._version).encode())
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        elif self.has_begun and self.is_disturbed and body:
+            await self._send({"type": "http.response.body", "body": _CUT_OFF})
+            self._send = _drop
+        elif body.startswith(b"data:") and self._gate.is_open and not self.is_disturbed:
+            # Not one that would begin at a closing gate: it need not hurry, since it can be sampled anew.
+            self.has_begun = True
+            self._gate.streams.add(self.ended)
+        self._held.append(message)
+        if self.has_begun:
+            await self.send_held()
+
+    async def send_held(self) -> None:
+        """Send what was held back."""
+        while self._held:
+            await self._send(self._held.pop(0))
+
+
+async def _drop(message: Message) -> None:
+    """Send nothing."""
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -65,7 +65,7 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
         await super().run_server(args)
 
     async def abort_all_requests(self, *arguments: Any, **settings: Any) -> Any:
-        self._gate.close()
+        await self._gate.close()
         return await super().abort_all_requests(*arguments, **settings)
 
     async def set_global_steps(self, global_steps: int) -> None:

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from agl_chat.api import ModelServer, create_app
-from agl_chat.backends import Request, VllmBackend
+from agl_chat.backends import Request, VllmBackend, client_of
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.front import make_front
 from agl_chat.requests import ChatError
+from agl_core.apis.reply import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.learning.transitions import grammar_of
 from agl_core.protocols import PolicySpec
@@ -241,6 +242,38 @@ async def test_a_stop_string_ends_the_text_and_the_ids_are_those_sampled(served:
     assert stop in served.text.decode(cut["token_ids"])
     assert (limited["finish_reason"], limited["token_ids"]) == ("length", whole["token_ids"][:2])
     assert whole["token_ids"][-1] in served.text.eos_ids
+
+
+async def test_a_stream_adds_up_to_the_whole_reply(served: Served) -> None:
+    fields = {
+        "tools": [CALCULATOR],
+        "temperature": 1.1,
+        "seed": 5,
+        "n": 2,
+        "top_logprobs": 2,
+        "tool_choice": "required",
+    }
+    body = {"model": "m", "messages": [USER], "logprobs": True, "return_token_ids": True, "max_tokens": 24, **fields}
+    body["stream"] = True
+    app = create_app({"m": ModelServer("m", served.text, CONTEXT)}, served.backend(), api_key="key")
+    completion, sizes = StreamedCompletion("reply"), list[int]()
+    async with client_of(app, "key") as client:
+        client.headers["x-agl-rollout"] = "r/0"
+        whole = await ask(client, [USER], **fields)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    sizes += [len(delta.token_ids) for delta in completion.add(json.loads(line[6:]))]
+    added = json.loads(completion.whole(cut=False))
+    for one, other in zip(added["choices"], whole["choices"], strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert one["message"]["content"] == other["message"]["content"]
+        assert one["message"].get("tool_calls") == other["message"].get("tool_calls")
+        assert one["finish_reason"] == other["finish_reason"]
+    assert [reported(added, i) for i in range(2)] == [pytest.approx(reported(whole, i), abs=1e-5) for i in range(2)]
+    assert added["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert added["agl"]["choices"] == whole["agl"]["choices"]
+    assert sum(map(bool, sizes)) > 8, "token by token"
 
 
 async def test_the_context_is_filled_to_its_end(served: Served) -> None:

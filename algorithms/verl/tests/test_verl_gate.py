@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from agl_chat.backends import client_of
 from agl_core.capture.requests import HEADER_POLICY
 from agl_verl.gate import Gate, GatedApp
 
@@ -27,6 +31,8 @@ class Server:
         self.entered = asyncio.Event()
         self.permits = asyncio.Semaphore(0)
         """One for each call that may finish."""
+        self.turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(0))
+        """By the number of its call, one for each event of a stream."""
         self.calls: list[object] = []
 
         async def chat(request: Request) -> JSONResponse:
@@ -35,15 +41,32 @@ class Server:
             await self.permits.acquire()
             return JSONResponse({"call": len(self.calls)})
 
+        async def stream(request: Request) -> StreamingResponse:
+            call = len(self.calls) + 1
+
+            async def events() -> AsyncIterator[str]:
+                for number in range(3):
+                    await self.turns[call].acquire()
+                    yield f"data: {call} {number}\n\n"
+                yield "data: [DONE]\n\n"
+
+            self.calls.append(await request.json())
+            self.entered.set()
+            return StreamingResponse(events(), media_type="text/event-stream")
+
         async def read(request: Request) -> JSONResponse:
             return JSONResponse({})
 
         posts = [Route(path, chat, methods=["POST"]) for path in SAMPLING]
+        posts.append(Route("/stream", stream, methods=["POST"]))
         reads = [Route(path, read, methods=["GET"]) for path in ("/metrics", "/health", "/v1/models", "/version")]
         app = Starlette(routes=[*posts, *reads])
-        transport = httpx.ASGITransport(GatedApp(app, lambda scope: self.gate, KEY))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        gated = GatedApp(app, lambda scope: self.gate, KEY)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(gated), base_url="http://server")
         self.key = {"authorization": f"Bearer {KEY}"}
+        self.streaming = client_of(gated, KEY)
+        self.came = asyncio.Event()
+        """An event of a stream has come."""
 
     def open(self, version: int) -> None:
         """New weights are there."""
@@ -52,6 +75,21 @@ class Server:
 
     def ask(self, path: str = "/v1/chat/completions") -> asyncio.Task[httpx.Response]:
         return asyncio.create_task(self.client.post(path, json={"text": "x" * 100_000}, headers=self.key))
+
+    async def follow(self) -> tuple[str, list[str]]:
+        """The version and the events of a stream."""
+        events = []
+        async with self.streaming.stream("POST", "/stream", json={}) as reply:
+            async for line in reply.aiter_lines():
+                if line:
+                    events.append(line.removeprefix("data: "))
+                    self.came.set()
+        return reply.headers[HEADER_POLICY], events
+
+    def send(self, call: int, events: int = 1) -> None:
+        """Send so many events of a stream, as soon as it is asked for."""
+        for _ in range(events):
+            self.turns[call].release()
 
 
 @pytest.fixture
@@ -74,7 +112,7 @@ async def test_a_reply_that_was_begun_before_an_exchange_is_sampled_anew_after_i
     server.open(4)
     question = server.ask()
     await server.entered.wait()
-    server.gate.close()
+    await server.gate.close()
     server.permits.release()  # The old weights finish it, or it is aborted: it counts for nothing.
     await asyncio.sleep(0.05)
     assert not question.done()
@@ -92,12 +130,84 @@ async def test_a_second_exchange_during_the_second_try_is_noticed_too(server: Se
     await server.entered.wait()
     for version in (2, 3):
         server.entered.clear()
-        server.gate.close()
+        await server.gate.close()
         server.open(version)
         server.permits.release()
         await server.entered.wait()
     server.permits.release()
     assert (await question).headers[HEADER_POLICY] == "3"
+
+
+def whole(call: int) -> list[str]:
+    """The events of a stream."""
+    return [*(f"{call} {number}" for number in range(3)), "[DONE]"]
+
+
+async def test_a_stream_goes_out_as_it_comes_and_an_exchange_waits_for_its_end(server: Server) -> None:
+    server.open(1)
+    stream = asyncio.create_task(server.follow())
+    server.send(1)
+    await server.came.wait()
+    closing = asyncio.create_task(server.gate.close(60))
+    await asyncio.sleep(0.01)
+    late = server.ask()
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    server.send(1, 2)
+    assert await stream == ("1", whole(1))
+    await closing
+    assert len(server.calls) == 1
+    server.open(2)
+    server.permits.release()
+    assert (await late).headers[HEADER_POLICY] == "2"
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error(server: Server) -> None:
+    server.open(1)
+    stream = asyncio.create_task(server.follow())
+    server.send(1)
+    await server.came.wait()
+    await server.gate.close(0.01)
+    server.open(2)
+    server.send(1, 2)
+    version, (first, error) = await stream
+    assert (version, first) == ("1", "1 0")
+    assert "weights changed" in json.loads(error)["error"]["message"]
+    assert len(server.calls) == 1
+    server.send(2, 3)
+    assert await server.follow() == ("2", whole(2))
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3])
+async def test_a_stream_that_begins_at_a_closing_gate_is_of_one_version(server: Server, sent: int) -> None:
+    """Another one holds the exchange up."""
+    server.open(1)
+    other = asyncio.create_task(server.follow())
+    server.send(1)
+    await server.came.wait()
+    server.entered.clear()
+    stream = asyncio.create_task(server.follow())
+    await server.entered.wait()
+    closing = asyncio.create_task(server.gate.close(60))
+    await asyncio.sleep(0.01)
+    server.send(2, sent)
+    await asyncio.sleep(0.01)
+    server.send(1, 2)
+    assert await other == ("1", whole(1))
+    await closing
+    server.send(2, 3 - sent)
+    server.open(2)
+    server.send(3, 3)
+    assert await stream == (("1", whole(2)) if sent == 3 else ("2", whole(3)))
+
+
+async def test_a_client_that_leaves_its_stream_holds_no_exchange_up(server: Server) -> None:
+    server.open(1)
+    stream = asyncio.create_task(server.follow())
+    server.send(1)
+    await server.came.wait()
+    stream.cancel()
+    await asyncio.wait_for(server.gate.close(60), 10)
 
 
 @pytest.mark.parametrize("path", SAMPLING)

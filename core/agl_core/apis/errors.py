@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from agl_core.errors import AglError, ServerError, StoreRefusedError
+from agl_core.types import Json
+from agl_core.types.forms import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +114,15 @@ def openai_problem(error: ApiError) -> dict[str, Any]:
 def openai_error(error: ApiError) -> Response:
     """The answer in that shape."""
     return Response(orjson.dumps(openai_problem(error)), error.status, error.headers, "application/json")
+
+
+def read_error(payload: bytes) -> Mapping[str, Json]:
+    """A model server's error, in OpenAI's shape, older vLLM's (fields at the top) or FastAPI's (`detail`)."""
+    try:
+        body = parse_json(payload)
+        error = body.get("error", body)
+        if isinstance(error, str):
+            return {"message": error}
+        return {"message": orjson.dumps(error["detail"]).decode(), **error} if "detail" in error else {**error}
+    except (orjson.JSONDecodeError, AttributeError, TypeError):
+        return {}

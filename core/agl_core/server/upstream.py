@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import orjson
 
-from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
+from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import SamplingSection
@@ -260,7 +260,7 @@ def _failed(status: int, message: str, code: str) -> ApiError:
 
 def _refused(status: int, payload: bytes, url: str) -> ApiError:
     """A status other than 200. 4xx is the agent's affair and is passed on; the rest is not."""
-    error = _error_object(payload)
+    error = read_error(payload)
     message = str(error.get("message") or payload[:500].decode("utf-8", "replace"))
     if status in (401, 403):
         return _failed(502, f"The model server at {url} refuses agl's own API key: {message}", "upstream_key")
@@ -271,15 +271,3 @@ def _refused(status: int, payload: bytes, url: str) -> ApiError:
     if any(phrase in f"{code} {message}" for phrase in _OVERFLOW_PHRASES):
         code = CONTEXT_OVERFLOW
     return ApiError(status, message, type=kind or "invalid_request_error", param=param, code=code)
-
-
-def _error_object(payload: bytes) -> Mapping[str, Json]:
-    """The error in OpenAI's shape, in older vLLM's (fields at the top) or in FastAPI's (`detail`)."""
-    try:
-        body = parse_json(payload)
-        error = body.get("error", body)
-        if isinstance(error, str):
-            return {"message": error}
-        return {"message": orjson.dumps(error["detail"]).decode(), **error} if "detail" in error else {**error}
-    except (orjson.JSONDecodeError, AttributeError, TypeError):
-        return {}
