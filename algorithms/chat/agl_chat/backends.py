@@ -335,6 +335,8 @@ class _AppReply(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while message := await self._messages.get():
             yield message.get("body", b"")
+            if not message.get("more_body"):
+                return
 
     async def aclose(self) -> None:
         self._is_closed.set()

@@ -24,7 +24,6 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     """
 
     module = "agl_torch.process"
-    streams = True
     environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
 

@@ -81,7 +81,7 @@ class VerlEngine(ProcessEngine[VerlOptions]):
     await engine.stop()
     """
 
-    module, streams = "agl_verl.process", True
+    module = "agl_verl.process"
     seconds_to_end = 30.0  # Ray ends with it.
 
     def __init__(self, options: VerlOptions, context: EngineContext) -> None:

@@ -81,7 +81,10 @@ async def test_a_stream_begins_with_the_first_token(contract: EngineCase) -> Non
     of_vllm = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
     of_agent = {"model": "default", "messages": QUESTION, "max_tokens": 40, "stream": True}
     seconds: dict[str, list[float]] = {"vLLM": [], "agl": []}
-    async with running_stack(upstream=upstream, timeout=600) as stack, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+    async with (
+        running_stack(upstream=upstream, timeout=600) as stack,
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
+    ):
         key = await stack.lease()
         asked = {
             "vLLM": (f"{upstream.urls[0].removesuffix('/v1')}/inference/v1/generate", upstream.api_key, of_vllm),

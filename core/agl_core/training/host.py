@@ -45,8 +45,6 @@ class ProcessEngine(Engine, Generic[Options]):
     """The module that the process runs."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of the process, where the run's own environment does not set them."""
-    streams: ClassVar[bool] = False
-    """True if its server streams replies as they are sampled."""
     seconds_to_end: ClassVar[float] = 5.0
     """How long the process may take to end by itself before its process group is killed."""
 
@@ -120,7 +118,7 @@ class ProcessEngine(Engine, Generic[Options]):
             models={name: name for name in self._context.policies},
             api_key=self._context.api_key,
             context_length=context_length or None,
-            streams=self.streams,
+            streams=True,
         )
 
     def check(self) -> None:
