@@ -64,7 +64,7 @@ class Server:
         self.app = Starlette(routes=[Route(path, generate, methods=["POST"])])
         self.backend: Backend = BACKENDS[path](client_of(self.app, "key"), {1, 0})
 
-    def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
+    def vllm(self, body: dict[str, Any]) -> Any:
         count = body["sampling_params"]["logprobs"]
 
         def entry(token: int) -> dict[str, Any]:

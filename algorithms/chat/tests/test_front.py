@@ -17,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agl_chat.backends import client_of
@@ -47,20 +47,19 @@ class WholeServer(Server):
         self.raw = raw
         self.app.routes.append(Route("/v1/models", lambda request: JSONResponse({"data": [card]})))
 
-    def vllm(self, body: dict[str, Any]) -> Response:
+    def vllm(self, body: dict[str, Any]) -> Any:
         return self._at_temperature(body, super().vllm(body))
 
-    def sglang(self, body: dict[str, Any]) -> Response:
+    def sglang(self, body: dict[str, Any]) -> Any:
         return self._at_temperature(body, super().sglang(body))
 
-    def _at_temperature(self, body: dict[str, Any], response: Response) -> Response:
-        answer: Any = json.loads(response.body)
+    def _at_temperature(self, body: dict[str, Any], answer: Any) -> Any:
         if body["sampling_params"]["temperature"] == 2.0 and not self.raw:
             text = json.dumps(answer)
             for token in range(2, 9):
                 text = text.replace(f"-{token}.0", f"-{token / 2}")
             answer = json.loads(text)
-        return JSONResponse(answer)
+        return answer
 
 
 @pytest.fixture
