@@ -65,6 +65,12 @@ class ToolFormat(abc.ABC):
     """One way of writing tool calls. Has no state."""
 
     name: str
+    signs: tuple[str, ...] = ()
+    """Texts in the chat templates that write tool calls in this format …"""
+    no_signs: tuple[str, ...] = ()
+    """… and texts that are in no such template."""
+    start: tuple[str, str]
+    """How a response begins that calls a tool, and how it goes on with the tool's name, which is NAME here."""
     markers: tuple[str, ...] = ()
     """Texts around and in calls; they stay in a response even where a tokenizer calls them special."""
     call_end: str | None = None
@@ -72,13 +78,13 @@ class ToolFormat(abc.ABC):
     id_length: int | None = None
     """Characters of a call's id, of which the last ones are shown; templates of this format refuse another length."""
 
-    @abc.abstractmethod
     def detect(self, template: str) -> bool:
         """True if a chat template writes tool calls in this format."""
+        return all(sign in template for sign in self.signs) and not any(sign in template for sign in self.no_signs)
 
-    @abc.abstractmethod
     def forced_prefix(self, tool: str | None) -> str:
         """The text with which a response starts that calls this tool; None: any tool."""
+        return self.start[0] + ("" if tool is None else self.start[1].replace("NAME", tool))
 
     @abc.abstractmethod
     def split(self, text: str) -> tuple[list[str], list[str]]:
@@ -123,31 +129,25 @@ class Hermes(Tagged):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several for parallel calls (Hermes, Qwen 2.5 and 3)."""
 
     name = "hermes"
+    signs, no_signs = ("<tool_call>",), ("<function=", "<arg_key>")  # Later families put XML between the same tags.
+    start = ('<tool_call>\n{"name": "', 'NAME", "arguments":')
     markers = ("<tool_call>", "</tool_call>")
     call_end = "</tool_call>"
 
-    def detect(self, template: str) -> bool:
-        # Later families put XML between the same tags.
-        return "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
-
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [json_call(one_json(body.strip()))]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return self.markers[0] + '\n{"name": "' + ("" if tool is None else f'{tool}", "arguments":')
 
 
 class QwenXml(Tagged):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
 
     name = "qwen3_coder"
+    signs = ("<tool_call>", "<function=")
+    start = ("<tool_call>\n<function=", "NAME>\n")
     markers = ("<tool_call>", "</tool_call>")
     call_end = "</tool_call>"
     _FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
     _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-
-    def detect(self, template: str) -> bool:
-        return "<tool_call>" in template and "<function=" in template
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         function = self._FUNCTION.fullmatch(body.strip())
@@ -155,33 +155,29 @@ class QwenXml(Tagged):
             raise MalformedError("the tool call is no <function=NAME>…</function>")
         return [_call_of_texts(function[1], _pairs(self._PARAMETER, function[2]), tools)]
 
-    def forced_prefix(self, tool: str | None) -> str:
-        return "<tool_call>\n<function=" + ("" if tool is None else f"{tool}>\n")
-
 
 class Glm(Tagged):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>` (GLM 4.5 and later)."""
 
     name = "glm45"
+    signs = ("<tool_call>", "<arg_key>")
+    start = ("<tool_call>", "NAME\n")
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     call_end = "</tool_call>"
     _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
-    def detect(self, template: str) -> bool:
-        return "<tool_call>" in template and "<arg_key>" in template
-
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         name, tag, arguments = body.partition("<arg_key>")
         return [_call_of_texts(name, _pairs(self._ARGUMENT, tag + arguments), tools)]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return "<tool_call>" + ("" if tool is None else f"{tool}\n")
 
 
 class DeepSeek(Tagged):
     """`NAME<｜tool▁sep｜>{…}` between tokens of its own, and all calls between two more (DeepSeek V3.1)."""
 
     name = "deepseek_v31"
+    signs: tuple[str, ...] = ("<｜tool▁call▁begin｜>",)
+    no_signs: tuple[str, ...] = ("```json",)
+    start = ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "NAME<｜tool▁sep｜>{")
     markers = (
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
@@ -191,10 +187,6 @@ class DeepSeek(Tagged):
     )
     call_end = "<｜tool▁call▁end｜>"
     _CALL = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>(.*)", re.DOTALL)
-    _PREFIX = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
-
-    def detect(self, template: str) -> bool:
-        return self.markers[0] in template and "```json" not in template
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         outside, bodies = super().split(text)
@@ -204,38 +196,27 @@ class DeepSeek(Tagged):
         return without, bodies
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        call = self._CALL.fullmatch(body)
-        if call is None:
-            raise MalformedError(f"the tool call has no name and arguments at {self.markers[2]}")
-        return [json_call({"name": call[1], "arguments": one_json(call[2].strip())})]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return self._PREFIX + ("" if tool is None else f"{tool}{self.markers[2]}{{")
+        return [_named_call(self._CALL.fullmatch(body), self.markers[2])]
 
 
 class DeepSeekFenced(DeepSeek):
     """The same with `function<｜tool▁sep｜>NAME`, and the arguments as a block of Markdown (DeepSeek V3, R1)."""
 
     name = "deepseek_v3"
+    signs, no_signs = ("<｜tool▁call▁begin｜>", "```json"), ()
+    start = ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "NAME\n```json\n{")
     _CALL = re.compile(r"\s*function<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
-    _PREFIX = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-
-    def detect(self, template: str) -> bool:
-        return self.markers[0] in template and "```json" in template
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return self._PREFIX + ("" if tool is None else f"{tool}\n```json\n{{")
 
 
 class Mistral(ToolFormat):
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` at the end of a response (Mistral, before its tokenizer 11)."""
 
     name = "mistral"
+    signs: tuple[str, ...] = ("[TOOL_CALLS]",)
+    no_signs: tuple[str, ...] = ("[ARGS]",)
+    start = ('[TOOL_CALLS][{"name": "', 'NAME", "arguments":')
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
     id_length = 9
-
-    def detect(self, template: str) -> bool:
-        return "[TOOL_CALLS]" in template and "[ARGS]" not in template
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         content, *bodies = text.split("[TOOL_CALLS]")
@@ -247,28 +228,18 @@ class Mistral(ToolFormat):
             raise MalformedError("the tool calls are no JSON array of calls")
         return map(json_call, values)
 
-    def forced_prefix(self, tool: str | None) -> str:
-        return '[TOOL_CALLS][{"name": "' + ("" if tool is None else f'{tool}", "arguments":')
-
 
 class MistralNamed(Mistral):
     """`[TOOL_CALLS]NAME[ARGS]{…}` for each call (Mistral's tokenizers 11 and 13; 11 also has `[CALL_ID]`)."""
 
     name = "mistral_named"
+    signs, no_signs = ("[TOOL_CALLS]", "[ARGS]"), ()
+    start = ("[TOOL_CALLS]", "NAME[ARGS]{")
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     _CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
-    def detect(self, template: str) -> bool:
-        return "[TOOL_CALLS]" in template and "[ARGS]" in template
-
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        call = self._CALL.fullmatch(body)
-        if call is None:
-            raise MalformedError("the tool call is no NAME[ARGS]{…}")
-        return [json_call({"name": call[1], "arguments": one_json(call[2].strip())})]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return "[TOOL_CALLS]" + ("" if tool is None else f"{tool}[ARGS]{{")
+        return [_named_call(self._CALL.fullmatch(body), self.markers[2])]
 
 
 class LlamaJson(ToolFormat):
@@ -278,6 +249,7 @@ class LlamaJson(ToolFormat):
     """
 
     name = "llama3_json"
+    start = ('{"name": "', 'NAME", "parameters":')
     markers = ("<|python_tag|>",)
     _BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"function"')
     _OBJECT = re.compile(r'\{\s*"(name|type|parameters|function)"')
@@ -301,9 +273,6 @@ class LlamaJson(ToolFormat):
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [json_call(value, "parameters", "arguments") for value in _json_values(body)]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return '{"name": "' + ("" if tool is None else f'{tool}", "parameters":')
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -349,6 +318,13 @@ def json_call(value: Any, *keys: str) -> ToolCall:
     if not isinstance(arguments, dict):
         raise MalformedError(f"the tool call has no object {(keys or ('arguments',))[0]!r}")
     return ToolCall(value["name"], arguments)
+
+
+def _named_call(call: re.Match[str] | None, mark: str) -> ToolCall:
+    """A call whose name and arguments were found at a mark. Raises MalformedError if they were not."""
+    if call is None:
+        raise MalformedError(f"the tool call has no name and arguments at {mark}")
+    return json_call({"name": call[1], "arguments": one_json(call[2].strip())})
 
 
 def _pairs(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:

@@ -86,10 +86,9 @@ class PlainText(ToolFormat):
     """
 
     name = "plain_text"
+    no_signs = ("tool",)
+    start = (f"{ACTION} ", "NAME {")
     _LINE = re.compile(f"^{ACTION}(.*)$", re.MULTILINE)
-
-    def detect(self, template: str) -> bool:
-        return "tool" not in template
 
     def find_call(self, text: str) -> int:
         if line := self._LINE.search(text):
@@ -106,6 +105,3 @@ class PlainText(ToolFormat):
         if not re.fullmatch(r"[\w.-]+", name):
             raise MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
         return [json_call({"name": name, "arguments": one_json(arguments.strip())})]
-
-    def forced_prefix(self, tool: str | None) -> str:
-        return f"{ACTION} " + ("" if tool is None else f"{tool} {{")
