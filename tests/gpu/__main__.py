@@ -314,7 +314,7 @@ async def speed_of(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[
 
 
 async def verl_steps(setup: Setup) -> Table:
-    """Three steps of the veRL engine with vLLM on one GPU: a merged LoRA adapter, offloading, a restart."""
+    """Three steps of the veRL engine with vLLM on one GPU: a LoRA adapter, offloading, a restart."""
     from agl_verl.engine import VerlEngine
     from agl_verl.plugin import VerlOptions
 

@@ -47,10 +47,16 @@ class ChosenAlgorithm:
         return cls(name, orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS), plugin_files)
 
     @classmethod
+    def of_policies(cls, context: EngineContext) -> dict[str, ChosenAlgorithm]:
+        """By policy, what trains it."""
+        files = context.plugin_files
+        return {name: cls.of(spec.algorithm, spec.algorithm_options, files) for name, spec in context.policies.items()}
+
+    @classmethod
     def of_run(cls, context: EngineContext) -> ChosenAlgorithm:
-        """The algorithm of the run's one policy."""
-        (spec,) = context.policies.values()
-        return cls.of(spec.algorithm, spec.algorithm_options, context.plugin_files)
+        """The algorithm that veRL is started for: that of the first policy with a critic, else of the first policy."""
+        chosen = list(cls.of_policies(context).values())
+        return max(chosen, key=lambda one: one.build().needs_critic)
 
     def build(self) -> PolicyGradient:
         """The algorithm; made once in each process."""
@@ -70,6 +76,7 @@ SHARED, SEPARATE = "agl", "agl_separate"
 
 ENGINE = "model_engine"
 ACTOR, REFERENCE, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "model", "rollout"))
+CRITIC = "critic"
 
 DECIDED = {
     "[tasks] and [train]": ("data",),
@@ -169,7 +176,7 @@ def packs(options: VerlOptions, *, cpu: bool) -> bool:
 
 def _check_engine(options: VerlOptions, context: EngineContext, algorithm: PolicyGradient, cpu: bool) -> None:
     """ConfigError for settings that the model engine does not go with."""
-    (spec,) = context.policies.values()
+    spec = next(iter(context.policies.values()))
     engine = model_engine(options)
     if engine == "dp":
         if options.sequence_parallel > 1 and not packs(options, cpu=cpu):
@@ -192,8 +199,8 @@ def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Polic
 
 def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradient, cpu: bool) -> dict[str, Any]:
     """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
-    [(policy, spec)] = context.policies.items()
     _check_engine(options, context, algorithm, cpu)
+    spec = next(iter(context.policies.values()))
     dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
     settings: dict[str, Any] = {
         f"{ACTOR}.use_torch_compile": not cpu,
@@ -218,7 +225,8 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
         f"{ROLLOUT}.disable_log_stats": False,
         f"{ROLLOUT}.seed": context.seed,
         f"{ROLLOUT}.calculate_log_probs": True,
-        f"{ROLLOUT}.engine_kwargs.vllm.served_model_name": policy,
+        f"{ROLLOUT}.engine_kwargs.vllm.served_model_name": list(context.policies),
+        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": f"agl_verl.servers.{'Cpu' * cpu}WorkerExtension",
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
@@ -240,11 +248,13 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
             settings[f"{model}.override_config.attn_implementation"] = attention
     if model_engine(options) == "dp":
         settings |= _fsdp(options, context, dtype, cpu)
-    settings |= _algorithm(algorithm) | _optimizers(options, spec, algorithm)
+    settings |= _algorithm(algorithm)
+    for role, optimizer in optimizers(options, spec, algorithm).items():
+        settings |= {f"{role}.optim.{name}": value for name, value in optimizer.items()}
     if context.deterministic:
         settings |= _deterministic(cpu)
     if spec.lora is not None:
-        settings |= _lora(LoraSection.model_validate(dict(spec.lora)))
+        settings |= _lora(LoraSection.model_validate(dict(spec.lora)), len(context.policies))
     if options.serving_gpus:
         settings |= _separate(options)
     if cpu:
@@ -253,7 +263,6 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
             f"{ROLLOUT}.free_cache_engine": False,
             f"{ROLLOUT}.enable_sleep_mode": False,
             f"{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
-            f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": "agl_verl.servers.CpuWorkerExtension",
             f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 64,
         }
     return settings
@@ -286,8 +295,8 @@ def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -
     }
 
 
-def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradient) -> dict[str, Any]:
-    """The policy's and, if there is one, the critic's, but for the critic's learning rate."""
+def optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradient) -> dict[str, dict[str, Any]]:
+    """veRL's settings of a policy's optimizer and, if there is one, its critic's."""
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
     fsdp = model_engine(options) == "dp"  # Counts optimizer steps (`agl_verl.verl_plugin`); the others updates.
@@ -298,9 +307,10 @@ def _optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradien
         "weight_decay": optimizer.weight_decay,
         "clip_grad": optimizer.max_grad_norm,
     }
-    roles = (ACTOR, "critic") if algorithm.needs_critic else (ACTOR,)
-    rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
-    return {f"{ACTOR}.optim.lr": rate} | {f"{role}.optim.{name}": shared[name] for role in roles for name in shared}
+    rates = {ACTOR: optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)}
+    if algorithm.needs_critic:
+        rates[CRITIC] = cast("Ppo", algorithm).critic_learning_rate
+    return {role: {"lr": rate, **shared} for role, rate in rates.items()}
 
 
 def _algorithm(algorithm: PolicyGradient) -> dict[str, Any]:
@@ -312,8 +322,7 @@ def _algorithm(algorithm: PolicyGradient) -> dict[str, Any]:
         f"{ACTOR}.use_kl_loss": algorithm.needs_reference,
     }
     if algorithm.needs_critic:
-        critic = cast("Ppo", algorithm)
-        settings |= {"critic.ppo_epochs": critic.critic_epochs, "critic.optim.lr": critic.critic_learning_rate}
+        settings["critic.ppo_epochs"] = cast("Ppo", algorithm).critic_epochs
     return settings
 
 
@@ -326,14 +335,14 @@ def _deterministic(cpu: bool) -> dict[str, Any]:
     return {f"{ROLLOUT}.full_determinism": True}
 
 
-def _lora(lora: LoraSection) -> dict[str, Any]:
-    """Weights are served with the adapter merged into them: veRL applies a served adapter to its own requests alone."""
+def _lora(lora: LoraSection, policies: int) -> dict[str, Any]:
+    """So many adapters, which vLLM puts on requests that name them (`agl_verl.servers`)."""
     if not lora.alpha.is_integer():
         raise ConfigError(
             f"veRL's LoRA adapters have a whole number as alpha, not {lora.alpha:g}: change [policies.NAME.model.lora] "
             f"alpha."
         )
-    settings: dict[str, Any] = {f"{MODEL}.lora.merge": True}
+    settings: dict[str, Any] = {f"{ROLLOUT}.engine_kwargs.vllm.max_cpu_loras": policies}
     for model, targets in ((MODEL, lora.targets), ("critic.model", (*lora.targets, VALUE_LAYER))):
         settings[f"{model}.lora_rank"] = lora.rank
         settings[f"{model}.lora_alpha"] = int(lora.alpha)

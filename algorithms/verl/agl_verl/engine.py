@@ -72,6 +72,20 @@ def remedy_of(*texts: str) -> str | None:
     return None
 
 
+def check_policies(context: EngineContext) -> None:
+    """ConfigError unless there is one policy, or all are LoRA adapters of one shape on one base."""
+    (first, spec), *others = context.policies.items()
+    for name, other in others:
+        shared = ("model", "dtype", "trust_remote_code", "lora")
+        differing = [part for part in shared if getattr(other, part) != getattr(spec, part)]
+        if spec.lora is None or differing:
+            reason = f"'{first}' and '{name}' differ in {', '.join(differing)}" if differing else f"'{first}' is none"
+            raise ConfigError(
+                f"The veRL engine trains several policies as LoRA adapters of the same rank, alpha and targets on one "
+                f"base ([policies.NAME.model.lora]), and {reason}. Make them alike, or use the torch engine."
+            )
+
+
 class VerlEngine(ProcessEngine[VerlOptions]):
     """veRL on Ray; see `agl_core.protocols.Engine`.
 
@@ -86,11 +100,7 @@ class VerlEngine(ProcessEngine[VerlOptions]):
 
     def __init__(self, options: VerlOptions, context: EngineContext) -> None:
         super().__init__(options, context)
-        if len(context.policies) != 1:
-            raise ConfigError(
-                f"The veRL engine trains one policy, and the run has {len(context.policies)} "
-                f"({', '.join(context.policies)}). Use the torch engine for several, or leave one."
-            )
+        check_policies(context)
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """Advice about the errors of veRL, Ray and vLLM that people meet."""

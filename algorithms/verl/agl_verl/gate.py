@@ -11,10 +11,12 @@ Nothing here imports vLLM: the gate is pure ASGI, and servers' counters are read
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable, Iterable, Iterator
 
 import httpx
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,8 +38,8 @@ class Gate:
     """Shut until the first weights are there."""
 
     def __init__(self) -> None:
-        self.version = 0
-        """Of the weights behind it."""
+        self.versions: dict[str, int] = {}
+        """By policy, of the weights behind it."""
         self.closings = 0
         """How often what was under way was disturbed."""
         self.streams = set[asyncio.Future[None]]()
@@ -59,11 +61,18 @@ class Gate:
         """Let requests in."""
         self._open.set()
 
-    async def enter(self) -> tuple[int, int]:
-        """Wait until it is open. The version behind it, and how often it was shut."""
+    async def enter(self, body: bytes) -> tuple[int, int]:
+        """Wait until it is open. The version of the policy that a request names, and how often the gate was shut."""
         while not self.is_open:
             await self._open.wait()
-        return self.version, self.closings
+        return self.versions.get(self._policy(body), 0), self.closings
+
+    def _policy(self, body: bytes) -> str:
+        """The policy that answers a request."""
+        if len(self.versions) > 1:
+            with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
+                return str(orjson.loads(body).get("model"))
+        return next(iter(self.versions), "")
 
 
 class GatedApp:
@@ -109,7 +118,7 @@ class GatedApp:
         except ClientDisconnect:
             return
         while True:
-            reply = _Reply(gate, *await gate.enter(), send)
+            reply = _Reply(gate, *await gate.enter(body), send)
             try:
                 await self._app(dict(scope), _again(body, receive), reply.take)
             finally:

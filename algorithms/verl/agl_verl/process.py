@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agl_core.errors import AglError, EngineError
+from agl_core.errors import AglError, EngineError, nearest
 from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.training.child import Host, in_one_line
 from agl_core.types import Batch
 from agl_verl import checkpoint
-from agl_verl.config import ChosenAlgorithm, compose
+from agl_verl.config import ChosenAlgorithm, compose, optimizers
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
 from agl_verl.gate import read_counters
 from agl_verl.plugin import VerlOptions
@@ -50,13 +50,12 @@ class Driver:
 
     def __init__(self, options: VerlOptions, context: EngineContext, stage: Callable[[str], None]) -> None:
         stage("checking versions and settings")
-        [(self._policy, self._spec)] = context.policies.items()
+        self._specs = context.policies
         self._workers = options.nodes * options.gpus_per_node
         self._failed: str | None = None
         cpu = runs_on_cpu(options.device, options.address)
         check_versions(cpu=cpu)
-        chosen = ChosenAlgorithm.of_run(context)
-        algorithm = chosen.build()
+        algorithm = ChosenAlgorithm.of_run(context).build()
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
         if not cpu and composed.model_engine != "megatron":  # Which brings attention of its own.
             check_flash_attention(options.attention, critic=algorithm.needs_critic)
@@ -73,7 +72,7 @@ class Driver:
 
         from agl_verl.cluster import Watch, connect
         from agl_verl.servers import register_servers
-        from agl_verl.trainer import SeparateTrainer, SharedTrainer
+        from agl_verl.trainer import Policy, SeparateTrainer, SharedTrainer
 
         stage("starting Ray" if options.address is None else f"joining the Ray cluster at {options.address}")
         connect(options, cpu=cpu, variables=environment, verl_environment=get_ppo_ray_runtime_env(composed))
@@ -81,7 +80,12 @@ class Driver:
         transfer_queue.init(composed.transfer_queue)
         trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
         self._trainer: AglTrainer = trainer_class(config=composed)
-        self._trainer.start(chosen, context.seed, options.sequence_parallel, stage)
+        chosen = ChosenAlgorithm.of_policies(context)
+        policies = [
+            Policy(name, chosen[name], optimizers(options, spec, chosen[name].build()))
+            for name, spec in context.policies.items()
+        ]
+        self._trainer.start(policies, context.seed, options.sequence_parallel, stage)
         self.urls = tuple(f"http://{address}/v1" for address in self._trainer.servers.get_addresses())
         self.context_length = self._trainer.context_length
         self.watch = Watch()
@@ -90,36 +94,38 @@ class Driver:
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
     ) -> UpdateResult:
         """Train on a batch and serve the new version."""
-        if policy != self._policy:
-            raise EngineError(f"There is no policy '{policy}', only '{self._policy}'.")
-        if (algorithm, dict(options)) != (self._spec.algorithm, dict(self._spec.algorithm_options)):
+        spec = self._specs.get(policy)
+        if spec is None:
+            raise EngineError(f"There is no policy '{policy}'. {nearest(policy, self._specs)}")
+        if (algorithm, dict(options)) != (spec.algorithm, dict(spec.algorithm_options)):
             raise EngineError(
-                f"The veRL engine was started for the algorithm '{self._spec.algorithm}' and its options; it cannot "
+                f"The veRL engine was started for the algorithm '{spec.algorithm}' and its options; it cannot "
                 f"make an update with '{algorithm}' or other options."
             )
         with self._usable():
-            result = self._trainer.update(batch, progress)
+            result = self._trainer.update(policy, batch, progress)
         progress(1.0)
         return result
 
     def save(self, folder: Path) -> None:
-        """Write the policy below `folder`, which every node of the cluster has to see."""
-        folder = folder / self._policy
+        """Write the policies below `folder`, which every node of the cluster has to see."""
         with self._usable():
-            self._trainer.save(checkpoint.shards(folder))
-            described = checkpoint.Described(self._trainer.version, self._workers, self._trainer.use_critic)
-            checkpoint.finish(folder, described, self._spec)
+            for name, spec in self._specs.items():
+                self._trainer.save(name, checkpoint.shards(folder / name))
+                described = checkpoint.Described(self._trainer.version, self._workers, self._trainer.use_critic)
+                checkpoint.finish(folder / name, described, spec)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        folder = folder / self._policy
         with self._usable():
-            described = checkpoint.read(folder, workers=self._workers, critic=self._trainer.use_critic)
-            self._trainer.load(checkpoint.shards(folder), described.version)
+            for name, policy in self._trainer.policies.items():
+                critic = policy.chosen.build().needs_critic
+                described = checkpoint.read(folder / name, workers=self._workers, critic=critic)
+                self._trainer.load(name, checkpoint.shards(folder / name), described.version)
 
     def versions(self) -> Mapping[str, int]:
-        """The version being served."""
-        return {self._policy: self._trainer.version}
+        """The versions being served."""
+        return {name: policy.version for name, policy in self._trainer.policies.items()}
 
     def stats(self) -> Mapping[str, float]:
         """See `agl_verl.gate`."""

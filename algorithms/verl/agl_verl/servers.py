@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
+from verl.utils.vllm import TensorLoRARequest
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -35,32 +37,57 @@ class ChatServer:
         self._chat: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != CHAT_COMPLETIONS:
-            await self._gated(scope, receive, send)
-            return
-        if self._chat is None:
+        if scope["type"] == "http" and self._chat is None:
             self._chat = self._make_chat(scope["app"])
-        await self._chat({**scope}, receive, send)
+        if self._chat is not None and scope["path"] == CHAT_COMPLETIONS:
+            await self._chat({**scope}, receive, send)
+        else:
+            await self._gated(scope, receive, send)
 
     def _make_chat(self, vllm: Any) -> ASGIApp:
+        from vllm.lora.request import LoRARequest
+
         state = vllm.state
-        text, name = state.args.agl_text, state.openai_serving_models.base_model_paths[0].name
-        model = ModelServer(name, text, state.engine_client.model_config.max_model_len)
+        text, policies = state.args.agl_text, state.args.served_model_name
+        if state.args.enable_lora:  # Requests that name an adapter get it; to vLLM, the names are also the base's.
+            adapters = {name: LoRARequest(name, number, name) for number, name in enumerate(policies, 1)}
+            state.openai_serving_models.lora_requests.update(adapters)
+        context = state.engine_client.model_config.max_model_len
         backend = VllmBackend(client_of(vllm, self._key), text.eos_ids)
-        return create_app({name: model}, backend, api_key=self._key)
+        return create_app({name: ModelServer(name, text, context) for name in policies}, backend, api_key=self._key)
 
 
 class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
-    """A server whose replies name the version of the policy."""
+    """A server whose replies name the version of the policy.
+
+    veRL knows one policy: `expect` says whose weights and version come next.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._gate = Gate()
+        self._expected = ""
         super().__init__(*arguments, **settings)
+
+    async def expect(self, policy: str) -> None:
+        """From now on weights and versions are this policy's."""
+        self._expected = policy
+
+    async def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        if method == "update_weights_from_ipc" and self.lora_as_adapter:
+            model = self.model_config
+            shape = {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": list(model.target_modules)}
+            number = 1 + list(self.config.engine_kwargs["vllm"]["served_model_name"]).index(self._expected)
+            adapter = {"adapter": number, "peft_config": shape, "base_sync_done": True}
+            kwargs = {**(kwargs or {}), **adapter}
+        await super().collective_rpc(method, timeout, args, kwargs)
 
     async def run_server(self, args: argparse.Namespace) -> None:
         args.agl_gate = self._gate
         args.agl_text = load_text(args.model, trust_remote_code=args.trust_remote_code)
         args.enable_scale_out = args.enable_prompt_tokens_details = True  # The route for tokens, and what was cached.
+        args.max_loras = args.max_cpu_loras or 1  # veRL's is 1.
         args.middleware = [*(args.middleware or ()), f"{__name__}.{ChatServer.__name__}"]
         await super().run_server(args)
 
@@ -70,7 +97,7 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
 
     async def set_global_steps(self, global_steps: int) -> None:
         await super().set_global_steps(global_steps)
-        self._gate.version = global_steps
+        self._gate.versions[self._expected] = global_steps
 
     async def open_submission_gate(self) -> None:
         await super().open_submission_gate()
@@ -90,19 +117,39 @@ def register_servers() -> None:
     RolloutReplicaRegistry.register("vllm", lambda: VersionedReplica)
 
 
-class CpuWorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc]
-    """Takes new weights on a CPU, in vLLM's worker process.
+class WorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc]
+    """Takes new weights in vLLM's worker process: an adapter by its number, where veRL's own has one for all."""
 
-    It takes all at once, as vLLM reloads a checkpoint: that restores the loaders that repacking took.
+    def update_weights_from_ipc(self, adapter: int = 0, **settings: Any) -> None:
+        """Called by veRL on every exchange of weights; `adapter`: the policy's number, 0 for whole weights."""
+        self._adapter = adapter
+        super().update_weights_from_ipc(**settings)
+
+    def _update_weights(
+        self, weights: list[tuple[str, Tensor]], peft_config: Mapping[str, Any] | None, base_sync_done: bool
+    ) -> None:
+        if not self._adapter:
+            super()._update_weights(weights, peft_config, base_sync_done)
+            return
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper  # The name in vLLM 0.25, for veRL 0.9.1.
+        name, tensors = str(self._adapter), {"peft_config": peft_config, "lora_tensors": dict(weights)}
+        self.add_lora(TensorLoRARequest(name, self._adapter, name, load_inplace=True, **tensors))
+
+
+class CpuWorkerExtension(WorkerExtension):
+    """The same on a CPU.
+
+    It takes whole weights at once, as vLLM reloads a checkpoint: that restores the loaders that repacking took.
     """
 
-    def update_weights_from_ipc(
-        self, peft_config: object = None, base_sync_done: bool = False, use_shm: bool = False
-    ) -> None:
-        """Called by veRL on every exchange of weights."""
-        if peft_config is not None and base_sync_done:
-            raise NotImplementedError("An adapter came unmerged. agl merges it before each exchange (lora.merge).")
+    def update_weights_from_ipc(self, adapter: int = 0, use_shm: bool = False, **settings: Any) -> None:
+        """See `WorkerExtension`."""
         self.device = torch.device("cpu")
+        if adapter:
+            super().update_weights_from_ipc(adapter, use_shm=use_shm, **settings)
+            return
         received: list[tuple[str, Tensor]] = []
 
         def take(weights: list[tuple[str, Tensor]], last: bool) -> None:

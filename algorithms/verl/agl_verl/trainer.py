@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -22,27 +23,104 @@ from numpy.typing import NDArray
 from omegaconf import open_dict
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transfer_queue import KVBatchMeta
 from transformers import AutoConfig
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from agl_algorithms.policy_gradient import Samples
+from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
 from agl_core.learning.batch import Usable, filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
-from agl_verl.config import SEPARATE, SHARED, ChosenAlgorithm
+from agl_verl.config import ACTOR, CRITIC, SEPARATE, SHARED, ChosenAlgorithm
 from agl_verl.rows import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss, named, row_of
+from agl_verl.verl_plugin import StepSizes
 
 PARTITION = "train"
+
+
+@dataclass
+class Policy:
+    """A policy as the driver knows it; its weights are with the workers."""
+
+    name: str
+    chosen: ChosenAlgorithm
+    optimizers: Mapping[str, Mapping[str, Any]]
+    """veRL's settings, by role: of the policy and of its critic."""
+    version: int = 0
+
+
+@dataclass
+class Adapter:
+    """What training changes in a model engine of veRL's."""
+
+    weights: list[Tensor]
+    """This worker's part of each."""
+    moments: Any
+    sizes: dict[str, Any]
+    """Of optimizer steps."""
+    settings: Any
+    """Of the optimizer."""
+
+
+class AdapterWorker(TrainingWorker):  # type: ignore[misc]
+    """Trains policies that are adapters on one base, or their critics, by turns.
+
+    One is in the model engine, the others lie aside. Each starts as the adapter that the engine is made with.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._held = ""
+        self._aside: dict[str, Adapter] = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def hold(self, policy: str, settings: Mapping[str, Any]) -> None:
+        """Put a policy into the engine; `settings` of its optimizer. All are held once before any is trained."""
+        if policy == self._held:
+            return
+        engine, optimizer, sizes = self.engine, self.engine.optimizer, self.engine.lr_scheduler
+        trained = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+        weights = [weight.detach() for weight in trained]
+        weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        copies = [weight.clone() for weight in weights]
+        self._aside[self._held] = Adapter(copies, optimizer.state, {**vars(sizes)}, engine.optimizer_config)
+        if policy not in self._aside:
+            chosen = replace(engine.optimizer_config, **settings)
+            for group in optimizer.param_groups:
+                group["lr"] = chosen.lr
+            self._aside[policy] = Adapter(copies, defaultdict(dict), vars(StepSizes(optimizer, chosen)), chosen)
+        self._held, adapter = policy, self._aside.pop(policy)
+        for weight, copy in zip(weights, adapter.weights, strict=True):
+            weight.copy_(copy)
+        optimizer.state, engine.optimizer_config = adapter.moments, adapter.settings
+        vars(sizes).update(adapter.sizes)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = adapter.settings.weight_decay
+
+
+class PolicyWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+    """Trains policies by turns, and sends weights to the servers."""
+
+    actor_worker_cls = AdapterWorker
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def hold(self, policy: str, settings: Mapping[str, Any]) -> None:
+        """See `AdapterWorker`."""
+        self.actor.hold(policy, settings)
 
 
 @dataclass
@@ -76,24 +154,42 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def servers(self) -> LLMServerManager:
         """Those that answer model calls."""
 
-    def start(self, chosen: ChosenAlgorithm, seed: int, sequence_parallel: int, stage: Callable[[str], None]) -> None:
-        """Bring up workers and servers; agl's losses go to the workers. `stage` gets what is done from now on."""
-        self._stage, self._sequence_parallel = stage, sequence_parallel
-        self.version = self.global_steps = 0
+    def start(
+        self, policies: Sequence[Policy], seed: int, sequence_parallel: int, stage: Callable[[str], None]
+    ) -> None:
+        """Bring up workers and servers. `stage` gets what is done from now on."""
+        self._stage, self._sequence_parallel, self._seed = stage, sequence_parallel, seed
+        self.policies = {policy.name: policy for policy in policies}
+        self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
-        self._algorithm, self._seed = chosen.build(), seed
         stage("loading the weights into the training workers, and starting vLLM")
         self.init()
-        self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
-        if self.use_critic:
-            self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
         self._joins_calls = self._can_join_calls()
         served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
         self.context_length = int(served.max_model_len)
 
-    def update(self, batch: Batch, progress: Progress) -> UpdateResult:
-        """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
+    @property
+    def version(self) -> int:
+        """Of the policy in the workers."""
+        return self._policy.version
+
+    def hold(self, name: str) -> None:
+        """Have a policy in the workers: its weights and optimizer, and agl's losses for its algorithm."""
+        self._policy = policy = self.policies[name]
+        self._algorithm = policy.chosen.build()
+        self.use_critic, self.use_reference_policy = self._algorithm.needs_critic, self._algorithm.needs_reference
+        self.actor_rollout_wg.set_loss_fn(partial(actor_loss, policy.chosen))
+        if self.use_critic:
+            self.critic_wg.set_loss_fn(partial(critic_loss, policy.chosen))
+        if len(self.policies) > 1:
+            self.actor_rollout_wg.hold(name, policy.optimizers[ACTOR])
+            if self.use_critic:
+                self.critic_wg.hold(name, policy.optimizers[CRITIC])
+
+    def update(self, name: str, batch: Batch, progress: Progress) -> UpdateResult:
+        """Train a policy on a batch and serve its new version; it grows also when nothing could be trained on."""
         self._progress = progress
+        self.hold(name)
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         trainable = min(self.context_length, fits)
         usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer), grammars=False)
@@ -114,27 +210,30 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             old_R = self._gather(done, "old_log_probs")
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
+            self._expect()
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
         prepared = self._update.prepared or Prepared.of_nothing(usable, samples)
         gap = {} if old_R is None else prepared.serving_gap(old_R, self.version)
-        self.version = step
+        self._policy.version = step
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
         measured = named(metrics) | seconds | prepared.metrics() | gap
         return prepared.result(step, measured, old_R, self.config.actor_rollout_ref.rollout.dtype)
 
-    def save(self, folder: Path) -> None:
+    def save(self, name: str, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""
+        self.hold(name)
         self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.version)
         if self.use_critic:
             self.critic_wg.save_checkpoint(str(folder / "critic"), None, self.version)
 
-    def load(self, folder: Path, version: int) -> None:
+    def load(self, name: str, folder: Path, version: int) -> None:
         """Restore what `save` wrote, and serve it as this version."""
+        self.hold(name)
         self.on_sample_end()
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), del_local_after_load=False)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=False)
-        self.version = self.global_steps = version
+        self._policy.version = self.global_steps = version
         self.on_step_end()
 
     # What veRL calls.
@@ -151,7 +250,20 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._stage("bringing the weights to vLLM")
 
     def on_init_end(self) -> None:
-        self.on_step_end()
+        for number, name in enumerate(self.policies):
+            if number:
+                self.on_sample_end()
+            self.hold(name)
+            self.on_step_end()
+
+    def on_step_end(self) -> None:
+        self._expect()
+        super().on_step_end()
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            self.role_worker_mapping[role] = ray.remote(AdapterWorker if role is Role.Critic else PolicyWorker)
 
     def _build_replay_buffer(self) -> AglTrainer:
         """Nothing is replayed, or waited for: `sample` knows the update's rows."""
@@ -200,7 +312,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         prepared = self._update.prepared
         assert prepared is not None
         assert prepared.value is not None
-        self._plan_training(batch, prepared, prepared.value.weights_R, self.config.critic.ppo_epochs)
+        self._plan_training(batch, prepared, prepared.value.weights_R, cast(Ppo, self._algorithm).critic_epochs)
         output = self.critic_wg.train_mini_batch(batch).get()
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "critic/")))
         return batch
@@ -209,7 +321,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._progress(0.3)
         actor, prepared = self.config.actor_rollout_ref.actor, self._update.prepared
         assert prepared is not None
-        self._plan_training(batch, prepared, prepared.weights_R, actor.ppo_epochs)
+        self._plan_training(batch, prepared, prepared.weights_R, self._algorithm.epochs)
         # The metric comes with the old log-probabilities; here it would cost a buffer of tokens x vocabulary.
         batch.extra_info["calculate_entropy"] = actor.entropy_coeff != 0
         output = self.actor_rollout_wg.update_actor(batch)
@@ -217,6 +329,10 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return batch
 
     # Parts of the above.
+
+    def _expect(self) -> None:
+        """Say whose weights and version come next."""
+        ray.get([server.expect.remote(self._policy.name) for server in self.servers.server_handles])
 
     def _set_temperature(self, batch: Batch, sent: NDArray[np.int64]) -> None:
         """Log-probabilities are those of the distribution that was sampled from; veRL has one temperature a batch."""
@@ -295,8 +411,6 @@ class SeparateTrainer(AglTrainer, PPOTrainerSeparateAsync):  # type: ignore[misc
     """
 
     prev_step_profile = False  # veRL's own loop sets it; profiles are not taken here.
-    # Weights are brought over after every update, so none have to be kept beside those that are trained.
-    _init_resource_pool_mgr = PPOTrainer._init_resource_pool_mgr
     _compute_old_log_prob = PPOTrainer._compute_old_log_prob
 
     @property

@@ -1,7 +1,7 @@
 """Changes to veRL in each process of the engine: veRL loads this module by the entry point `verl.plugins`.
 
-In every process a critic's values start at zero, and optimizer steps have the torch engine's sizes. Without a GPU these
-parts of veRL and vLLM are mended too:
+In every process a critic's values start at zero, optimizer steps have the torch engine's sizes, and adapters go to
+servers without their base. Without a GPU these parts of veRL and vLLM are mended too:
 
 - the platform "cpu", which veRL does not bring: its device module, gloo, and a fake GPU as Ray's resource;
 - the process group: veRL asks torch for the backend `cpu:gloo,cpu:gloo`, which is refused as naming a device twice;
@@ -14,6 +14,7 @@ parts of veRL and vLLM are mended too:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 import os
@@ -35,6 +36,8 @@ def start_at_zero() -> None:
         for name, parameter in model.named_parameters():
             if name.startswith(("score.", "classifier.", "v_head.")):
                 parameter.data.zero_()
+        if not hasattr(model, "prepare_inputs_for_generation"):
+            model.prepare_inputs_for_generation = None  # peft looks for it: veRL says that a critic generates, too.
         return model
 
     models.load_valuehead_model = load_with_zero_head
@@ -106,6 +109,13 @@ def size_steps() -> None:
 
     FSDPEngine._build_lr_scheduler = build
     FSDPEngine.train_batch, FSDPEngine.optimizer_step = train_in_step, sized_step
+
+
+def send_adapters() -> None:
+    """Make FSDP's training workers send a policy's adapter alone to any server: it has the base, in this process."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    FSDPEngine.get_per_tensor_param = functools.partialmethod(FSDPEngine.get_per_tensor_param, base_sync_done=True)
 
 
 def answer_for_vllm() -> None:
@@ -222,3 +232,4 @@ if os.environ.get(CPU_VARIABLE) == "1":
 if os.environ.get(ENGINE_VARIABLE) == "1":
     start_at_zero()
     size_steps()
+    send_adapters()

@@ -25,17 +25,20 @@ OVERRIDDEN = {
     f"{TRAINER}:PPOTrainerColocateAsync": "on_sample_end",
     f"{TRAINER}:PPOTrainerSeparateAsync": "on_sample_end _setup",
     "verl.single_controller.base.worker_group:WorkerGroup": "",
-    "verl.workers.engine_workers:ActorRolloutRefWorker": "set_loss_fn",
+    "verl.workers.engine_workers:ActorRolloutRefWorker": "set_loss_fn actor_worker_cls",
     "verl.workers.engine_workers:TrainingWorker": "set_loss_fn train_mini_batch",
     "verl.workers.engine.base:BaseEngine": "train_batch",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine": "get_per_tensor_param",
     "verl.utils.model:load_valuehead_model": "",
     "verl.workers.rollout.replica:RolloutReplicaRegistry": "register",
     f"{SERVER}:vLLMReplica": "",
-    f"{SERVER}:vLLMHttpServer": "run_server abort_all_requests set_global_steps open_submission_gate",
+    f"{SERVER}:vLLMHttpServer": "run_server abort_all_requests set_global_steps open_submission_gate collective_rpc "
+    "lora_as_adapter",
+    "verl.utils.vllm:TensorLoRARequest": "",
     "verl.plugin.platform.platform_manager:PlatformRegistry": "register",
     "verl.utils.distributed:initialize_global_process_group_ray": "",
     "verl.utils.fsdp_utils:CPUOffloadPolicy": "",
-    "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension": "update_weights_from_ipc",
+    "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension": "update_weights_from_ipc _update_weights",
 }
 """Names that are not veRL's public interface, and that this package overrides or replaces; the README's table."""
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"

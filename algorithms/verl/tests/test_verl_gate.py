@@ -68,13 +68,14 @@ class Server:
         self.came = asyncio.Event()
         """An event of a stream has come."""
 
-    def open(self, version: int) -> None:
+    def open(self, version: int, policy: str = "default") -> None:
         """New weights are there."""
-        self.gate.version = version
+        self.gate.versions[policy] = version
         self.gate.open()
 
-    def ask(self, path: str = "/v1/chat/completions") -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(self.client.post(path, json={"text": "x" * 100_000}, headers=self.key))
+    def ask(self, path: str = "/v1/chat/completions", model: str | None = None) -> asyncio.Task[httpx.Response]:
+        body = {"text": "x" * 100_000, "model": model}
+        return asyncio.create_task(self.client.post(path, json=body, headers=self.key))
 
     async def follow(self) -> tuple[str, list[str]]:
         """The version and the events of a stream."""
@@ -122,6 +123,15 @@ async def test_a_reply_that_was_begun_before_an_exchange_is_sampled_anew_after_i
     assert reply.headers[HEADER_POLICY] == "5"
     assert reply.json() == {"call": 2}
     assert server.calls[0] == server.calls[1], "the same request, whole"
+
+
+async def test_a_reply_has_the_version_of_the_policy_that_was_asked(server: Server) -> None:
+    server.open(4, "solver")
+    server.open(7, "checker")
+    for _ in range(3):
+        server.permits.release()
+    replies = [await server.ask(model=model) for model in ("solver", "checker", None)]
+    assert [reply.headers[HEADER_POLICY] for reply in replies] == ["4", "7", "0"]
 
 
 async def test_a_second_exchange_during_the_second_try_is_noticed_too(server: Server) -> None:

@@ -23,6 +23,7 @@ from agl_core.testing.engines import engine_context
 from agl_torch.trainer import PolicyOptimizer
 from agl_verl import plugin
 from agl_verl.config import ChosenAlgorithm, lacking, mapped, refuse_decided
+from agl_verl.engine import VerlEngine
 from agl_verl.environment import variables
 from agl_verl.plugin import VerlOptions
 from agl_verl.verl_plugin import StepSizes
@@ -222,15 +223,41 @@ def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -
         refuse_decided(override)
 
 
-def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
+def test_an_adapter_is_asked_of_verl_and_served_beside_the_others() -> None:
     lora = {"rank": 8, "alpha": 16.0, "targets": ("q_proj",)}
     for config in (mapping_of(spec={"lora": lora}), mapping_of(spec={"lora": lora}, cpu=True, serving_gpus=1)):
         assert config["actor_rollout_ref.model.lora_rank"] == 8
         assert repr(config["actor_rollout_ref.model.lora_alpha"]) == "16", "veRL wants an integer"
         assert config["actor_rollout_ref.model.target_modules"] == ["q_proj"]
         assert config["critic.model.target_modules"] == ["q_proj", "score"], "a frozen last layer would stay at zero"
-        assert config["actor_rollout_ref.model.lora.merge"] is True
-    assert "actor_rollout_ref.model.lora.merge" not in mapping_of()
+        assert config["actor_rollout_ref.rollout.engine_kwargs.vllm.max_cpu_loras"] == 1
+    assert "actor_rollout_ref.rollout.engine_kwargs.vllm.max_cpu_loras" not in mapping_of()
+    solver, checker = (PolicySpec("/models/m", lora=lora, algorithm=name) for name in ("grpo", "ppo"))
+    context = context_of(policies={"solver": solver, "checker": checker})
+    chosen = ChosenAlgorithm.of_run(context)
+    assert chosen.name == "ppo", "veRL makes a critic if any policy needs one"
+    config = mapped(VerlOptions(), context, chosen.build(), False)
+    assert config["actor_rollout_ref.rollout.engine_kwargs.vllm.served_model_name"] == ["solver", "checker"]
+    assert config["actor_rollout_ref.rollout.engine_kwargs.vllm.max_cpu_loras"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lora": None}, "'solver' and 'checker' differ in lora"),
+        ({"lora": {"rank": 4}}, "'solver' and 'checker' differ in lora"),
+        ({"model": "/models/other"}, "'solver' and 'checker' differ in model"),
+    ],
+)
+def test_policies_that_cannot_share_a_base_are_refused_with_the_difference(
+    changes: dict[str, Any], reason: str
+) -> None:
+    solver = PolicySpec("/models/m", lora={"rank": 8})
+    with pytest.raises(ConfigError, match=reason):
+        VerlEngine(VerlOptions(), context_of(policies={"solver": solver, "checker": replace(solver, **changes)}))
+    full = PolicySpec("/models/m")
+    with pytest.raises(ConfigError, match="'solver' is none"):
+        VerlEngine(VerlOptions(), context_of(policies={"solver": full, "checker": full}))
 
 
 # veRL's model engines: FSDP2 gets agl's settings, any other is the user's by `overrides`.
