@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agl_chat.formats import Message
 from agl_core.errors import ServerError, nearest
-from agl_core.learning.transitions import FORMATS, distorting, grammar_of
+from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types.forms import parse_if_json, parse_json
 
 MAX_CHOICES = 128
@@ -94,7 +94,7 @@ class ChatRequest(BaseModel):
     def unknown(self) -> dict[str, Any]:
         """The fields that ask for something and are not honoured here."""
         given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, "", [], {})}
-        return {name: value for name, value in given.items() if name not in (*_NOT_SERVED, *FORMATS)}
+        return {name: value for name, value in given.items() if name not in (*_NOT_SERVED, *DISTORTING, *FORMATS)}
 
     @property
     def distortions(self) -> dict[str, Any]:
@@ -160,6 +160,9 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    for name in distorting(fields):
+        if name not in ChatRequest.model_fields:
+            raise unsupported(f"{name} = {fields[name]!r}", "nothing here samples like that", name)
     for name, (neutral, reason) in _NOT_SERVED.items():
         value = fields.get(name)
         if value is not None and value is not False and value not in (neutral, "", [], {}):
@@ -172,14 +175,10 @@ def unsupported(what: str, reason: str, param: str) -> ChatError:
     )
 
 
-_NO_BEAMS = "tokens are sampled one by one"
 _TEXT_ALONE = "this engine reads and writes text alone"
 _ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_tokens'"
 _OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
 _NOT_SERVED: Mapping[str, tuple[Any, str]] = {
-    "bad_words": ([], "tokens are excluded singly. Use 'logit_bias'"),
-    "length_penalty": (1, _NO_BEAMS),
-    "use_beam_search": (False, _NO_BEAMS),
     "prompt_logprobs": (None, "log-probabilities are returned of responses alone"),
     "functions": ([], "it is the older form of tools. Send 'tools'"),
     "audio": (None, _TEXT_ALONE),
@@ -188,7 +187,6 @@ _NOT_SERVED: Mapping[str, tuple[Any, str]] = {
     "best_of": (1, "it samples more than it returns. Use 'n', and choose among the choices"),
     "ignore_eos": (False, _ENDS),
     "stop_token_ids": ([], _ENDS),
-    "min_tokens": (0, _ENDS),
     "echo": (False, _OWN_TEMPLATE),
     "continue_final_message": (False, _OWN_TEMPLATE),
     "chat_template": (None, _OWN_TEMPLATE),

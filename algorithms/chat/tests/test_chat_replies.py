@@ -177,7 +177,7 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
         ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
         ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
         ({"min_p": 1.5}, "min_p", "invalid_value"),
-        ({"bad_words": ["no"]}, "logit_bias", "unsupported_parameter"),
+        ({"bad_words": ["no"]}, "bad_words", "unsupported_parameter"),
         ({"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
         ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "invalid_value"),
