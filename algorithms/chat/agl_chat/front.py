@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, SglangBackend, VllmBackend
 from agl_chat.conversation import load_text
 from agl_chat.requests import ChatError
-from agl_core.cli.screen import KeyVariable, Screen
+from agl_core.cli.screen import KeyVariable, Port, Screen
 from agl_core.cli.upstreams import choose_key, choose_url
 from agl_core.errors import ConfigError, EngineError
 from agl_core.server import listening
@@ -29,7 +28,6 @@ Folder = Annotated[
         metavar="FOLDER", exists=True, file_okay=False, help="The model's folder; it needs no weights in it."
     ),
 ]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]
 
 BACKENDS: dict[str, type[VllmBackend | SglangBackend]] = {"vllm": VllmBackend, "sglang": SglangBackend}
 """By what a server's list of models says they are owned by."""
@@ -54,8 +52,8 @@ async def _serve(url: str, folder: Path, key: str, port: int) -> None:
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, trust_env=False) as client:
         app = await make_front(client, folder, key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-        with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
-            Screen().print(f"serving at http://127.0.0.1:{listener.getsockname()[1]}/v1")
+        with listening.bind("127.0.0.1", port) as listener:
+            Screen().print(f"serving at {listening.url_of(*listener.getsockname())}/v1")
             await server.serve(sockets=[listener])
 
 

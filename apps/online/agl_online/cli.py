@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from agl_core import kinds
-from agl_core.cli.screen import AsJson, Run, Screen, Set, print_json, show_in_browser, table
+from agl_core.cli.screen import AsJson, Port, Run, Screen, Set, print_json, show_in_browser, table
 from agl_core.cli.train import train_and_report
 from agl_core.cli.upstreams import ANEW, open_upstream
 from agl_core.cli.words import number, one_line
@@ -52,7 +52,6 @@ Saved = Annotated[str, typer.Argument(metavar="NAME@STEP", help="As calc@40, cal
 Names = Annotated[list[str], typer.Argument(metavar="NAME[@STEP]...", help="As calc@40; calc alone: the latest.")]
 Out = Annotated[Path, typer.Option(help="The folder to write; it must not exist.")]
 Host = Annotated[str, typer.Option(help="The address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]
 
 _BY_HAND = "An operator decided so."
 

@@ -33,6 +33,9 @@ Set = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.")]
 
+# A server
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]
+
 # Filters of rollouts
 Step = Annotated[int | None, typer.Option(help="Only of this step.")]
 ModeOption = Annotated[Mode | None, typer.Option("--mode", help="Only of this mode.")]
