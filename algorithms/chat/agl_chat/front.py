@@ -48,8 +48,8 @@ def chat(url: Url, model: Folder, upstream_key_env: KeyVariable = None, port: Po
 
 
 async def _serve(url: str, folder: Path, key: str, port: int) -> None:
-    headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, trust_env=False) as client:
+    headers, limits = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False) as client:
         app = await make_front(client, folder, key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         with listening.bind("127.0.0.1", port) as listener:
