@@ -22,7 +22,7 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 	pytest pytest-asyncio pytest-timeout
 # Each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is enough, and NAME=FOLDER for an
 # adapter, whose extra `test` has the packages. NAME is that of a driver in tests/conformance/apart, or of a test in
-# core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. `npm` needs Node, and installs Claude
+# core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. `peers` has other projects' own suites. `npm` needs Node, and installs Claude
 # Code and the AI SDK itself. To test one of them: make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 name_of = $(subst -,_,$(notdir $(1)))
 oldest_of = $(shell sed -n 's/^oldest = "\(.*\)"/\1/p' $(1)/pyproject.toml)
@@ -30,6 +30,7 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	a2a=adapters/remote,a2a-sdk[http-server] npm= \
 	semantic_kernel=semantic-kernel agno=agno,openai,anthropic,openinference-instrumentation-agno \
 	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
+	peers=tests/conformance/peers/requirements.txt \
 	$(foreach adapter,$(APART),$(foreach release,$(call oldest_of,$(adapter)), \
 		$(call name_of,$(adapter))=$(adapter),$(release)) $(call name_of,$(adapter))=$(adapter))
 VERL_PACKAGES := core rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
@@ -100,7 +101,7 @@ lint: install ## Check style and formatting
 types: install ## Check types
 	@$(BIN)/mypy
 
-test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest and oldest releases (twenty minutes, 6 GB)
+test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest and oldest releases, and other projects' own suites (half an hour, 8 GB)
 	@failed=; for need in $(FRAMEWORKS_NEED); do $(packages_of_need); \
 		if test -e tests/conformance/apart/$$name.py; \
 			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \
@@ -127,11 +128,12 @@ newest-verl: ## Test what of the veRL engine needs no Ray with the newest veRL, 
 	@$(FRAMEWORKS)/verl/bin/python -m pytest -p no:cacheprovider -o python_files='test_*.py live_*.py' \
 		$(addprefix algorithms/verl/tests/,live_config.py live_parity.py test_verl_engine.py)
 
-NEWEST_NEED = $(foreach need,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(need)),,$(need)))
+NEWEST_NEED = $(foreach need,$(filter-out peers=%,$(FRAMEWORKS_NEED)),$(if $(findstring ==,$(need)),,$(need)))
 # Of one of FRAMEWORKS_NEED: its name, what to install, and the tests of its adapter.
 packages_of_need = name=$${need%%=*}; needs=$${need\#*=}; case $$needs in \
 	adapters/*) folder=$${needs%%,*}; packages=$${needs\#$$folder}; \
 		packages="-e $$folder[test] $${packages//,/ }"; tests="$$folder/tests";; \
+	tests/*) packages="-r $$needs"; tests=$${needs%/*};; \
 	*) packages="$${needs//,/ } -e adapters/otel"; tests=;; esac
 # The newest releases that go together, without our pins. The pip that Python 3.11 brings does not find veRL's in half an
 # hour; a new one takes minutes.

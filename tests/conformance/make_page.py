@@ -9,6 +9,7 @@ from ..benchmarks.tables import replaced, table
 from .apart import APART
 from .driver import Driver
 from .drivers import DRIVERS
+from .peers.suites import PASSES, SUITES, Suite
 from .scenarios import SCENARIOS
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -22,6 +23,7 @@ def render(page: str) -> str:
         "scenarios": table("scenario | what happens | calls", scenarios),
         "drivers": "\n\n".join(map(_driver, DRIVERS)),
         "apart": "\n\n".join(map(_driver, APART)),
+        "suites": table("suite | release | passes", map(_score, SUITES)) + "\n\n" + "\n\n".join(map(_suite, SUITES)),
         "example": f"```python\n{example}```",
     }
     for name, text in sections.items():
@@ -41,6 +43,20 @@ def _driver(driver: Driver) -> str:
         shown = f" ({', '.join(where)})" if where else ""
         lines.append(f"- Gap: {gap.scenario}{shown}. {gap.reason}")
     return "\n".join(lines)
+
+
+def _score(suite: Suite) -> str:
+    """A suite's row: how many of its tests pass."""
+    expected = suite.expected
+    total = sum(map(len, expected.groups.values()))
+    return f"{suite.name} | `{suite.distribution}=={expected.release}` | {len(expected.groups[PASSES])} of {total}"
+
+
+def _suite(suite: Suite) -> str:
+    """What is run of a suite, and why some of it does not pass."""
+    lines = [f"### {suite.name}", "", suite.about, ""]
+    lines += [f"- {len(tests)}: {why}." for why, tests in suite.expected.groups.items() if why != PASSES]
+    return "\n".join(lines).rstrip()
 
 
 if __name__ == "__main__":

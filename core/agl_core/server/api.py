@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -316,8 +316,10 @@ def _failed(status: int, message: str) -> ApiError:
 
 
 def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
-    """The list of models that a request may name, and each."""
-    started = int(time.time())
+    """The list of models that a request may name, and each, with the fields that either vendor's client wants."""
+    started = datetime.now(UTC)
+    of_openai = {"object": "model", "created": int(started.timestamp()), "owned_by": "agl"}
+    of_anthropic = {"type": "model", "created_at": started, "lifecycle": "active"}
 
     async def listed(request: Request) -> Response:
         name = request.path_params.get("model")
@@ -328,10 +330,10 @@ def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
         except ApiError as error:
             return openai_error(error)
         entries = [
-            {"id": model, "object": "model", "created": started, "owned_by": "agl"}
+            {"id": model, "display_name": model, **of_openai, **of_anthropic}
             for model in (names if name is None else [name])
         ]
-        content = {"object": "list", "data": entries} if name is None else entries[0]
+        content = {"object": "list", "data": entries, "has_more": False} if name is None else entries[0]
         return Response(orjson.dumps(content), media_type="application/json")
 
     paths = (f"{prefix}{MODELS}", f"{prefix}{MODELS}/{{model:path}}")

@@ -167,7 +167,7 @@ class Gateway:
         try:
             exchange = (await self.attribution.open(request)).answered.of_reply(reply_id)
             if exchange is None or exchange.kept is None or exchange.request is None:
-                raise ApiError(404, f"There is no response {reply_id!r}. {NOT_KEPT}", code="response_not_found")
+                raise ApiError(404, f"Response with id {reply_id!r} not found. {NOT_KEPT}", code="response_not_found")
             if request.method == "DELETE":
                 exchange.conversation = exchange.request = None
                 return rendered({"id": reply_id, "object": "response", "deleted": True})

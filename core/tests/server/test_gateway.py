@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import anthropic
 import httpx
 import httpx2
 import openai
@@ -334,6 +335,17 @@ async def test_only_models_that_answer_calls_are_described(stack: Stack, other: 
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("org/model:free")
     assert other.received == []
+
+
+async def test_models_are_listed_as_anthropics_client_reads_them(stack: Stack) -> None:
+    key = await stack.lease()
+    url = stack.url(key).removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(
+        base_url=url, api_key=stack.key(key), _strict_response_validation=True
+    ) as client:
+        listed = [model async for model in client.models.list()]
+        assert [(model.id, model.display_name) for model in listed] == [("default", "default")]
+        assert (await client.models.retrieve("default")) == listed[0]
 
 
 async def test_a_route_that_no_server_has_names_the_setting(stack: Stack) -> None:
