@@ -209,8 +209,10 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
         f"{REFERENCE}.log_prob_max_token_len_per_gpu": options.tokens_per_micro_batch,
         f"{ACTOR}.ppo_mini_batch_size": 1,
+        f"{ACTOR}.use_kl_loss": algorithm.needs_reference,
         f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
         f"{ACTOR}.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        "critic.enable": algorithm.needs_critic,
         "critic.ppo_mini_batch_size": 1,
         "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
         "critic.ppo_infer_max_token_len_per_gpu": options.tokens_per_micro_batch,  # What veRL goes by, training too.
@@ -227,6 +229,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.engine_kwargs.vllm.served_model_name": list(context.policies),
         f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": f"agl_verl.servers.{'Cpu' * cpu}WorkerExtension",
+        "algorithm.adv_estimator": "grpo",  # One that asks for no critic; agl's own is computed instead.
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
@@ -248,7 +251,6 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
             settings[f"{model}.override_config.attn_implementation"] = attention
     if model_engine(options) == "dp":
         settings |= _fsdp(options, context, dtype, cpu)
-    settings |= _algorithm(algorithm)
     for role, optimizer in optimizers(options, spec, algorithm).items():
         settings |= {f"{role}.optim.{name}": value for name, value in optimizer.items()}
     if context.deterministic:
@@ -311,19 +313,6 @@ def optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradient
     if algorithm.needs_critic:
         rates[CRITIC] = cast("Ppo", algorithm).critic_learning_rate
     return {role: {"lr": rate, **shared} for role, rate in rates.items()}
-
-
-def _algorithm(algorithm: PolicyGradient) -> dict[str, Any]:
-    """The parts that veRL has to make ready."""
-    settings: dict[str, Any] = {
-        "critic.enable": algorithm.needs_critic,
-        f"{ACTOR}.ppo_epochs": algorithm.epochs,
-        "algorithm.adv_estimator": "grpo",  # One that asks for no critic; agl's own is computed instead.
-        f"{ACTOR}.use_kl_loss": algorithm.needs_reference,
-    }
-    if algorithm.needs_critic:
-        settings["critic.ppo_epochs"] = cast("Ppo", algorithm).critic_epochs
-    return settings
 
 
 def _deterministic(cpu: bool) -> dict[str, Any]:
