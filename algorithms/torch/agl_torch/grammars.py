@@ -110,7 +110,9 @@ class Grammars:
         constraint, rows = self.start(grammar, prompt_ids), []
         for token in response_ids.tolist():
             rows.append(constraint.allowed)
-            if not constraint.accept(token):
+            # Of a text that has to come, only its usual tokens are allowed, but any are accepted.
+            is_allowed = token // 8 < len(rows[-1]) and rows[-1][token // 8] >> token % 8 & 1
+            if not (is_allowed and constraint.accept(token)):
                 return every
         return np.stack(rows)
 

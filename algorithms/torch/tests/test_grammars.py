@@ -154,6 +154,17 @@ def test_a_reply_that_was_not_held_to_its_form_is_scored_as_it_was_sampled(qwen:
     np.testing.assert_allclose(trainer_of(qwen).logprobs(formed), batch.behaviour_logprobs_R, rtol=0, atol=1e-5)
 
 
+def test_a_reply_that_was_held_to_its_form_by_other_tokens_is_not_held_to_ours(qwen: Loaded) -> None:
+    """Another server may spell a text that has to come in any tokens."""
+    grammar, text = grammar_of({"guided_choice": ["fifteen apples", "12"]}), "fifteen apples"
+    encode, prompt = qwen.tokenizer.encode, np.array([5, 6], np.int32)
+    usual = np.array(encode(text), np.int32)
+    letters = np.array([token for letter in text for token in encode(letter)], np.int32)
+    assert len(letters) > len(usual)
+    assert np.bitwise_count(qwen.grammars.masks(grammar, prompt, usual)).sum(1).max() < 50
+    assert (qwen.grammars.masks(grammar, prompt, letters) == 255).all()
+
+
 STEP = 2e-4
 """Not smaller: the norms of the model compute in float32."""
 
