@@ -1,13 +1,12 @@
 """Back ends, which sample for the chat layer: what one is asked and answers, and those over HTTP, vLLM and SGLang.
 
-The client of these two has the server's base URL and key, or is that of an app in this process (`client_of`). They ask
-for a stream if somebody watches. Both servers give log-probabilities at the sampling temperature if they are started
-so: vLLM with `--enable-scale-out --logprobs-mode processed_logprobs`, as veRL's servers are, and SGLang by default.
+These two ask for a stream if somebody watches. They give log-probabilities at the sampling temperature if they are
+started so: vLLM with `--enable-scale-out --logprobs-mode processed_logprobs`, as veRL's servers are, and SGLang by
+default.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -18,12 +17,10 @@ from typing import Any, ClassVar, Protocol
 import httpx
 import numpy as np
 import orjson
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_chat.requests import ChatError, unsupported
 from agl_core.apis.errors import read_error
 from agl_core.apis.streams import STREAM_TYPE
-from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
 
@@ -118,8 +115,8 @@ VLLM_MAX_LOGPROBS = 20
 """Of each position, by vLLM's default."""
 
 
-class _HttpBackend(ABC):
-    """A server's own route for tokens.
+class HttpBackend(ABC):
+    """A server's own route for tokens. The client has the server's base URL and key.
 
     A response also ends at one of `end_ids`, whatever the server takes for the model's end tokens.
     """
@@ -132,23 +129,41 @@ class _HttpBackend(ABC):
     async def generate(self, request: Request) -> Generated:
         """See `Backend`. Cancelling it closes the connection, by which the server ends the sampling."""
         responses = _Responses(request)
-        body = {**self._body(request), "stream": request.watch is not None}
-        async with aclosing(_answers(self._client, self.path, body)) as answers:
-            async for headers, answer in answers:
-                self._read(headers, answer, responses)
+        async with aclosing(self.ask({"stream": request.watch is not None, **self._body(request)})) as answers:
+            async for answer in answers:
+                self._read(answer, responses)
         return responses.generated()
+
+    async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """The server's reply as JSON: all of it, or each event of a stream.
+
+        ChatError in its own words if it refuses, EngineError if it does not answer, or breaks off.
+        """
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._client.stream("POST", self.path, content=orjson.dumps(body), headers=headers) as reply:
+                if reply.headers.get("content-type", "").startswith(STREAM_TYPE):
+                    async for answer in read_events(reply.aiter_lines()):
+                        yield answer
+                    return
+                content = await reply.aread()
+                if not reply.is_success:
+                    raise failure(reply.status_code, content)
+                yield orjson.loads(content)
+        except httpx.HTTPError as error:
+            raise EngineError(f"The model server does not answer ({type(error).__name__}: {error}).") from error
 
     @abstractmethod
     def _body(self, request: Request) -> dict[str, Any]:
         """The request as the server takes it."""
 
     @abstractmethod
-    def _read(self, headers: Mapping[str, str], answer: Any, responses: _Responses) -> None:
+    def _read(self, answer: Any, responses: _Responses) -> None:
         """Take the server's answer, or an event of its stream."""
 
 
-class VllmBackend(_HttpBackend):
-    """vLLM's route. A reply is of the version that the header `x-agl-policy` names, else of version 0."""
+class VllmBackend(HttpBackend):
+    """vLLM's route. All replies are of version 0."""
 
     path = "/inference/v1/generate"
 
@@ -175,10 +190,11 @@ class VllmBackend(_HttpBackend):
             "token_ids": _prompt(request),
             "sampling_params": sampling,
             "stream_options": {"include_usage": True},
+            # A stream of several responses breaks off in vLLM 0.31, if they do not all begin at once.
+            **({"stream": False} if request.n > 1 else {}),
         }
 
-    def _read(self, headers: Mapping[str, str], answer: Any, responses: _Responses) -> None:
-        responses.version = int(headers.get(HEADER_POLICY, 0))
+    def _read(self, answer: Any, responses: _Responses) -> None:
         for choice in answer["choices"]:
             pairs, top = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True), responses.request.top
             tokens = [(token, entry["logprob"], _vllm_likeliest(entry, top)) for token, entry in pairs]
@@ -187,7 +203,7 @@ class VllmBackend(_HttpBackend):
         responses.reused[0] = details.get("cached_tokens") or 0
 
 
-class SglangBackend(_HttpBackend):
+class SglangBackend(HttpBackend):
     """SGLang's own route. A reply is of the version that `weight_version` names, if it is a number, else of version 0.
 
     SGLang goes by the seed only where it was started with `--enable-deterministic-inference`.
@@ -222,7 +238,7 @@ class SglangBackend(_HttpBackend):
             "top_logprobs_num": request.top,
         }
 
-    def _read(self, headers: Mapping[str, str], answer: Any, responses: _Responses) -> None:
+    def _read(self, answer: Any, responses: _Responses) -> None:
         for position, choice in enumerate(answer if isinstance(answer, list) else [answer]):
             info, index = choice["meta_info"], choice.get("index", position)
             # An event has all tokens so far, or those since the event before, as the server was started.
@@ -282,66 +298,6 @@ class _Responses:
         return Generated(request, tuple(responses), self.version, computed, length * request.n - computed)
 
 
-def client_of(app: ASGIApp, key: str) -> httpx.AsyncClient:
-    """A client of an app in this process."""
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(transport=_AppTransport(app), base_url="http://engine", headers=headers, timeout=None)
-
-
-class _AppTransport(httpx.AsyncBaseTransport):
-    """Brings requests to an app. httpx's own transport waits for the whole of a reply."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        reply = _AppReply(self._app)
-        head = await httpx.ASGITransport(reply.begin, raise_app_exceptions=False).handle_async_request(request)
-        return httpx.Response(head.status_code, headers=head.headers, stream=reply)
-
-
-class _AppReply(httpx.AsyncByteStream):
-    """A reply as the app sends it. If it is closed the app hears of it, as it would over a connection."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app, self._is_closed = app, asyncio.Event()
-        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
-
-    async def begin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the app answer; send its reply's head."""
-        is_whole = False
-
-        async def receive_or_hear() -> Message:
-            nonlocal is_whole
-            if is_whole:
-                await self._is_closed.wait()
-                return {"type": "http.disconnect"}
-            message = await receive()
-            is_whole = not message.get("more_body", False)
-            return message
-
-        self._answering = asyncio.ensure_future(self._app(scope, receive_or_hear, self._messages.put))
-        self._answering.add_done_callback(lambda _: self._messages.put_nowait(None))
-        try:
-            head = await self._messages.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if head is None:
-            raise RuntimeError("the app gave no answer")
-        await send(head)
-        await send({"type": "http.response.body"})
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while message := await self._messages.get():
-            yield message.get("body", b"")
-            if not message.get("more_body"):
-                return
-
-    async def aclose(self) -> None:
-        self._is_closed.set()
-
-
 def _prompt(request: Request) -> list[int]:
     """The prompt as the server reads it: what a response must start with has been said already."""
     return [*request.prompt_ids.tolist(), *request.forced_ids]
@@ -390,37 +346,24 @@ def _vllm_likeliest(entry: Mapping[str, Any], top: int) -> dict[int, float]:
     return {token: shown[token] for token in best}
 
 
-async def _answers(
-    client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
-) -> AsyncGenerator[tuple[Mapping[str, str], Any], None]:
-    """The headers of a model server's reply and its JSON: all of it, or each event of a stream.
+async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[Any, None]:
+    """The JSON of a model server's events. ChatError or EngineError if one tells of an error, or the last is missing.
 
-    ChatError in its own words if it refuses, EngineError if it does not answer, or breaks off.
+    `lines` have an event at most each.
     """
-    headers = {"content-type": "application/json"}
-    try:
-        async with client.stream("POST", path, content=orjson.dumps(body), headers=headers) as reply:
-            if not reply.headers.get("content-type", "").startswith(STREAM_TYPE):
-                content = await reply.aread()
-                if not reply.is_success:
-                    raise _failure(reply.status_code, content)
-                yield reply.headers, orjson.loads(content)
-                return
-            async for line in reply.aiter_lines():
-                event = line.removeprefix("data:").strip()
-                if event == "[DONE]":
-                    return
-                if event:
-                    answer = orjson.loads(event)
-                    if "error" in answer:
-                        raise _failure(reply.status_code, event.encode())
-                    yield reply.headers, answer
-    except httpx.HTTPError as error:
-        raise EngineError(f"The model server does not answer ({type(error).__name__}: {error}).") from error
+    async for line in lines:
+        event = line.removeprefix("data:").strip()
+        if event == "[DONE]":
+            return
+        if event:
+            answer = orjson.loads(event)
+            if "error" in answer:
+                raise failure(200, event.encode())
+            yield answer
     raise EngineError("The model server broke off its reply.")
 
 
-def _failure(status: int, content: bytes) -> Exception:
+def failure(status: int, content: bytes) -> Exception:
     """The error that a model server answers with, or tells of in a stream that began with status 200."""
     problem = read_error(content)
     message, code = problem.get("message") or content.decode("utf-8", "replace"), problem.get("code")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import numpy as np
 import orjson
 import pytest
+import uvicorn
+from starlette.types import ASGIApp
 from tiny_tokenizers import make_tokenizer
 
 from agl_chat.api import ModelServer
@@ -43,6 +48,24 @@ def qwen() -> ServedModel:
 @pytest.fixture(scope="session")
 def llama() -> ServedModel:
     return make_model("llama", "<|eot_id|>", "<|end_of_text|>")
+
+
+def client_of(app: ASGIApp) -> httpx.AsyncClient:
+    """A client with the key, which gets replies once they are whole."""
+    headers = {"authorization": "Bearer key"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine", headers=headers)
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[str]:
+    """An app's URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    running = asyncio.ensure_future(server.serve())
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await running
 
 
 def parsed(body: dict[str, Any]) -> ChatRequest:

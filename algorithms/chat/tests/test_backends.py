@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,18 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from agl_chat.api import create_app
-from agl_chat.backends import Backend, Generated, Request, SampledToken, SglangBackend, VllmBackend, client_of
+from agl_chat.api import CHAT_COMPLETIONS, create_app
+from agl_chat.backends import Backend, Generated, HttpBackend, Request, SampledToken, SglangBackend, VllmBackend
 from agl_chat.requests import ChatError
-from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 
-from .conftest import CALCULATOR, ServedModel
+from .conftest import CALCULATOR, ServedModel, client_of, listening
 
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
-BACKENDS = {VLLM: VllmBackend, SGLANG: SglangBackend}
+BACKENDS: dict[str, type[HttpBackend]] = {VLLM: VllmBackend, SGLANG: SglangBackend}
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 
 
@@ -56,13 +57,12 @@ class Server:
             self.received.append(body)
             if self.failure:
                 return self.failure
-            headers = {HEADER_POLICY: "7"} if path == VLLM else {}
             if body["stream"]:
-                return StreamingResponse(stream(body), headers=headers, media_type="text/event-stream")
-            return JSONResponse(answer(body), headers=headers)
+                return StreamingResponse(stream(body), media_type="text/event-stream")
+            return JSONResponse(answer(body))
 
         self.app = Starlette(routes=[Route(path, generate, methods=["POST"])])
-        self.backend: Backend = BACKENDS[path](client_of(self.app, "key"), {1, 0})
+        self.backend: Backend = BACKENDS[path](client_of(self.app), {1, 0})
 
     def vllm(self, body: dict[str, Any]) -> Any:
         count = body["sampling_params"]["logprobs"]
@@ -135,7 +135,7 @@ class Server:
 async def test_ids_logprobs_and_reason_are_the_servers(path: str, reason: str) -> None:
     server = Server(path, [9, 4, 1], reason)
     generated = await server.ask(n=2)
-    assert generated.version == 7
+    assert generated.version == (0 if path == VLLM else 7)
     assert len(generated.responses) == 2
     for response in generated.responses:
         assert response.ids.tolist() == [9, 4, 1]
@@ -156,13 +156,13 @@ async def test_tokens_that_are_watched_are_those_of_the_whole_reply(
     server, watched = Server(path, [9, 4, 1], "length", disjoint=disjoint), list[SampledToken]()
     whole = await server.ask(**fields)
     streamed = await server.ask(**fields, watch=watched.append)
-    assert [body["stream"] for body in server.received] == [False, True]
+    assert [body["stream"] for body in server.received] == [False, path == SGLANG or "n" not in fields]
     for index, (expected, response) in enumerate(zip(whole.responses, streamed.responses, strict=True)):
         assert response.tokens(index) == expected.tokens(index)
         assert [token for token in watched if token.choice == index] == expected.tokens(index)
         assert response.finish_reason is expected.finish_reason
         assert (response.mask is None) is (expected.mask is None)
-    assert (streamed.version, streamed.reused) == (7, whole.reused)
+    assert (streamed.version, streamed.reused) == (whole.version, whole.reused)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,11 @@ async def test_a_chunk_goes_out_before_the_server_has_ended(path: str, qwen: Ser
     ids = qwen.tokenizer("The answer is 42.", add_special_tokens=False)["input_ids"]
     server = Server(path, [*ids, qwen.tokenizer.eos_token_id])
     server.go_on.clear()
-    chat = client_of(create_app({"m": qwen.server()}, server.backend, api_key="key"), "key")
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
     text = ""
-    async with chat.stream("POST", "/v1/chat/completions", json=body) as reply:
+    async with (
+        chat_before(server.app, BACKENDS[path], qwen) as (chat, body),
+        chat.stream("POST", CHAT_COMPLETIONS, json={**body, "stream": True}) as reply,
+    ):
         async for line in reply.aiter_lines():
             if line.startswith("data: {"):
                 server.go_on.set()
@@ -285,7 +286,7 @@ async def test_a_refusal_comes_in_the_servers_words(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: ServedModel, stream: bool) -> None:
+async def test_a_client_that_leaves_is_heard_of(qwen: ServedModel, stream: bool) -> None:
     began, heard = asyncio.Event(), asyncio.Event()
 
     async def generate(request: HttpRequest) -> Response:
@@ -296,13 +297,24 @@ async def test_a_client_that_leaves_is_heard_of_by_an_app_in_this_process(qwen: 
         return Response()
 
     engine = Starlette(routes=[Route(VLLM, generate, methods=["POST"])])
-    backend = VllmBackend(client_of(engine, "key"))
-    chat = client_of(create_app({"m": qwen.server()}, backend, api_key="key"), "key")
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": stream}
-    answer = asyncio.ensure_future(chat.post("/v1/chat/completions", json=body))
-    await began.wait()
-    answer.cancel()
-    await asyncio.wait_for(heard.wait(), 10)
+    async with chat_before(engine, VllmBackend, qwen) as (chat, body):
+        answer = asyncio.ensure_future(chat.post(CHAT_COMPLETIONS, json={**body, "stream": stream}))
+        await began.wait()
+        answer.cancel()
+        await asyncio.wait_for(heard.wait(), 10)
+
+
+@asynccontextmanager
+async def chat_before(
+    server: ASGIApp, backend: type[HttpBackend], model: ServedModel
+) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Any]]]:
+    """A client of the chat layer, over connections that stream, and a request's body."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    async with listening(server) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        app = create_app({"m": model.server()}, backend(client), api_key="key")
+        headers = {"authorization": "Bearer key"}
+        async with listening(app) as front, httpx.AsyncClient(base_url=front, headers=headers, trust_env=False) as chat:
+            yield chat, body
 
 
 @pytest.mark.parametrize("path", BACKENDS)
@@ -314,7 +326,7 @@ async def test_a_conversation_with_tools_goes_on_from_the_recorded_ids(path: str
     inside = [token for letter in call[11:-12] for token in encode(letter, add_special_tokens=False)["input_ids"]]
     server = Server(path, [*letters[0], *inside, *letters[1], qwen.tokenizer.eos_token_id])
     model = replace(qwen, context_length=4096).server()
-    chat = client_of(create_app({"m": model}, server.backend, api_key="key"), "key")
+    chat = client_of(create_app({"m": model}, server.backend, api_key="key"))
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 12 plus 3?"}]
     before: list[int] = []
     for _ in range(5):

@@ -8,24 +8,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from agl_chat.backends import client_of
 from agl_chat.front import make_front
 from agl_core.errors import ConfigError, EngineError
 from agl_core.store.sqlite import SqliteStore
 
-from .conftest import ServedModel
+from .conftest import ServedModel, client_of, listening
 from .test_backends import BACKENDS, SGLANG, VLLM, Server
 
 OWNERS = {VLLM: "vllm", SGLANG: "sglang"}
@@ -74,7 +70,7 @@ def folder(qwen: ServedModel, tmp_path: Path) -> Path:
 
 
 async def front(server: Starlette, folder: Path) -> httpx.AsyncClient:
-    return client_of(await make_front(client_of(server, "key"), folder, "key"), "key")
+    return client_of(await make_front(client_of(server), folder, "key"))
 
 
 @pytest.mark.parametrize("path", BACKENDS)
@@ -108,17 +104,6 @@ async def test_a_server_that_will_not_do_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(error, match=words):
         await front(server, folder)
-
-
-@asynccontextmanager
-async def listening(app: Starlette) -> AsyncIterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-    running = asyncio.ensure_future(server.serve())
-    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    await running
 
 
 async def test_agl_run_records_a_conversation_that_goes_on_from_its_ids(

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_chat.api import create_app
-from agl_chat.backends import Generated, Request, Response, client_of
+from agl_chat.backends import Generated, Request, Response
 from agl_core.apis.reply import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 
-from .conftest import CALCULATOR, ServedModel, make_model
+from .conftest import CALCULATOR, ServedModel, client_of, make_model
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
 TEXTS = [
@@ -71,7 +71,7 @@ def answer(model: ServedModel, backend: Scripted, **fields: Any) -> tuple[int, s
     """Status and body of a reply."""
 
     async def ask() -> tuple[int, str]:
-        client = client_of(create_app({"m": model.server()}, backend, api_key="key"), "key")
+        client = client_of(create_app({"m": model.server()}, backend, api_key="key"))
         user = {"role": "user", "content": "What is 12 plus 30?"}
         body = {"model": "m", "messages": [user], "n": len(backend.responses), "seed": 1, "logprobs": True}
         body |= {"return_token_ids": True, **fields}

@@ -1,16 +1,17 @@
 """veRL's vLLM servers behind agl's chat layer and a gate (`agl_verl.gate`). Imports veRL and vLLM.
 
-A chat completion is answered by the chat layer, which asks the server's own route for tokens, in this process. That
-request passes the gate, so that a response that an exchange of weights disturbs is sampled again.
+A chat completion is answered by the chat layer, which has the server sample in this process, behind the gate.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
+import orjson
 import ray
 import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,10 +23,36 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from agl_chat.api import CHAT_COMPLETIONS, ModelServer, create_app
-from agl_chat.backends import VllmBackend, client_of
+from agl_chat.backends import VllmBackend, failure, read_events
 from agl_chat.conversation import load_text
 from agl_verl.environment import KEY_VARIABLE
-from agl_verl.gate import Gate, GatedApp
+from agl_verl.gate import Gate, GatedBackend, KeyedApp
+
+
+class LocalBackend(VllmBackend):
+    """vLLM's route for tokens, `serving`, called by the process that has it."""
+
+    def __init__(self, serving: Any, end_ids: Collection[int]) -> None:
+        self._serving, self._end_ids = serving, sorted(end_ids)
+
+    async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """See `HttpBackend`."""
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+        try:
+            answer = await self._serving.serve_tokens(GenerateRequest.model_validate(body))
+        except ValueError as error:  # As vLLM itself takes it.
+            raise failure(400, str(error).encode()) from error
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise asyncio.CancelledError  # Which vLLM takes for an answer.
+        if not hasattr(answer, "model_dump"):
+            async for event in read_events(answer):
+                yield event
+            return
+        reply = answer.model_dump()
+        if "error" in reply:
+            raise failure(reply["error"]["code"], orjson.dumps(reply))
+        yield reply
 
 
 class ChatServer:
@@ -33,7 +60,7 @@ class ChatServer:
 
     def __init__(self, app: ASGIApp) -> None:
         self._key = os.environ[KEY_VARIABLE]
-        self._gated = GatedApp(app, lambda scope: scope["app"].state.args.agl_gate, self._key)
+        self._keyed = KeyedApp(app, self._key)
         self._chat: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +69,7 @@ class ChatServer:
         if self._chat is not None and scope["path"] == CHAT_COMPLETIONS:
             await self._chat({**scope}, receive, send)
         else:
-            await self._gated(scope, receive, send)
+            await self._keyed(scope, receive, send)
 
     def _make_chat(self, vllm: Any) -> ASGIApp:
         from vllm.lora.request import LoRARequest
@@ -53,7 +80,7 @@ class ChatServer:
             adapters = {name: LoRARequest(name, number, name) for number, name in enumerate(policies, 1)}
             state.openai_serving_models.lora_requests.update(adapters)
         context = state.engine_client.model_config.max_model_len
-        backend = VllmBackend(client_of(vllm, self._key), text.eos_ids)
+        backend = GatedBackend(LocalBackend(state.serving_tokens, text.eos_ids), state.args.agl_gate)
         return create_app({name: ModelServer(name, text, context) for name in policies}, backend, api_key=self._key)
 
 

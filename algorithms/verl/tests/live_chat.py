@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,18 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import uvicorn
 
 from agl_chat.api import ModelServer, create_app
-from agl_chat.backends import Request, VllmBackend, client_of
+from agl_chat.backends import Request, VllmBackend
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.front import make_front
 from agl_chat.requests import ChatError
 from agl_core.apis.reply import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.learning.transitions import grammar_of
-from agl_core.protocols import PolicySpec
+from agl_core.protocols import PolicySpec, Upstream
+from agl_core.testing.server import running_stack
 from agl_core.types import PrefixBreak
 from agl_torch.grammars import unpack
 from agl_torch.loading import LoadedModel, load_model
@@ -244,21 +249,20 @@ async def test_a_stop_string_ends_the_text_and_the_ids_are_those_sampled(served:
     assert whole["token_ids"][-1] in served.text.eos_ids
 
 
-async def test_a_stream_adds_up_to_the_whole_reply(served: Served) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_adds_up_to_the_whole_reply(served: Served, n: int) -> None:
     fields = {
         "tools": [CALCULATOR],
         "temperature": 1.1,
         "seed": 5,
-        "n": 2,
+        "n": n,
         "top_logprobs": 2,
         "tool_choice": "required",
     }
     body = {"model": "m", "messages": [USER], "logprobs": True, "return_token_ids": True, "max_tokens": 24, **fields}
     body["stream"] = True
-    app = create_app({"m": ModelServer("m", served.text, CONTEXT)}, served.backend(), api_key="key")
     completion, sizes = StreamedCompletion("reply"), list[int]()
-    async with client_of(app, "key") as client:
-        client.headers["x-agl-rollout"] = "r/0"
+    async with served.chat() as client:
         whole = await ask(client, [USER], **fields)
         async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
             async for line in reply.aiter_lines():
@@ -270,10 +274,50 @@ async def test_a_stream_adds_up_to_the_whole_reply(served: Served) -> None:
         assert one["message"]["content"] == other["message"]["content"]
         assert one["message"].get("tool_calls") == other["message"].get("tool_calls")
         assert one["finish_reason"] == other["finish_reason"]
-    assert [reported(added, i) for i in range(2)] == [pytest.approx(reported(whole, i), abs=1e-5) for i in range(2)]
+    assert [reported(added, i) for i in range(n)] == [pytest.approx(reported(whole, i), abs=1e-5) for i in range(n)]
     assert added["prompt_token_ids"] == whole["prompt_token_ids"]
     assert added["agl"]["choices"] == whole["agl"]["choices"]
-    assert sum(map(bool, sizes)) > 8, "token by token"
+    assert n > 1 or sum(map(bool, sizes)) > 8, "token by token"
+
+
+async def test_a_stream_begins_with_the_first_token(served: Served) -> None:
+    """In turns, from vLLM itself and by way of agl's server and the chat layer, which add little to its time."""
+    prompt = served.text.encode("What is 12 plus 3?")
+    sampling = {"max_tokens": 30, "seed": 1, "ignore_eos": True, "logprobs": 0}
+    of_vllm = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+    of_agent = {"model": "default", "messages": [USER], "max_tokens": 30, "stream": True}
+    seconds: dict[str, list[float]] = {"vLLM": [], "agl": []}
+    async with AsyncExitStack() as last:
+        vllm = await last.enter_async_context(httpx.AsyncClient(base_url=served.url, timeout=300, trust_env=False))
+        front = uvicorn.Server(uvicorn.Config(await make_front(vllm, POLICY, "key"), port=0, lifespan="off"))
+        serving = asyncio.create_task(front.serve())
+        while not front.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{front.servers[0].sockets[0].getsockname()[1]}/v1"
+        upstream = Upstream((url,), {"default": "m"}, "key", streams=True)
+        stack = await last.enter_async_context(running_stack(upstream=upstream, timeout=600))
+        key = await stack.lease()
+        asked = {
+            "vLLM": (f"{served.url}/inference/v1/generate", "none", of_vllm),
+            "agl": (f"{stack.url(key)}/chat/completions", stack.key(key), of_agent),
+        }
+        for _ in range(60):
+            for name, (address, api_key, body) in asked.items():
+                begin = time.perf_counter()
+                async with vllm.stream(
+                    "POST", address, json=body, headers={"authorization": f"Bearer {api_key}"}
+                ) as reply:
+                    lines = reply.aiter_lines()
+                    assert (await anext(lines)).startswith("data: {")
+                    seconds[name].append(time.perf_counter() - begin)
+                    assert [line async for line in lines if line][-1] == "data: [DONE]"
+        calls = await stack.calls(key)
+        front.should_exit = True
+        await serving
+    assert all(call.choices[0].response_ids is not None and not call.undelivered for call in calls)
+    medians = {name: round(1000 * statistics.median(times), 1) for name, times in seconds.items()}
+    print(f"milliseconds to the first token, median of 60: {medians}")
+    assert medians["agl"] < medians["vLLM"] + 50, "on a busy machine"
 
 
 async def test_the_context_is_filled_to_its_end(served: Served) -> None:
