@@ -192,7 +192,6 @@ class ByHeaders(Driver):
     name = "any language, by headers"
     apis = (CHAT, RESPONSES, MESSAGES)
     forms = (HEADERS,)
-    streaming = (False,)
     gaps = (
         NO_CHOICES,
         Gap("text ReAct", "Without tool call ids, the conversation does not show what a tool did; spans do."),
