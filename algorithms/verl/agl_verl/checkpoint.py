@@ -3,8 +3,8 @@
 FOLDER/
   model/               Hugging Face format (safetensors) with the tokenizer, as the torch engine writes it; of a LoRA
                        policy its adapter (peft)
-  verl/actor, critic   veRL's shards: weights, optimizer, schedule, random state of every worker; Megatron's weights
-                       are in Hugging Face format there too
+  verl/actor, critic   veRL's shards: weights (of a LoRA policy its adapter), optimizer, schedule, random state of every
+                       worker; Megatron's weights are in Hugging Face format there too
   checkpoint.json      the format, the version, and how many workers wrote the shards
 """
 

@@ -331,7 +331,11 @@ def _lora(lora: LoraSection, policies: int) -> dict[str, Any]:
             f"veRL's LoRA adapters have a whole number as alpha, not {lora.alpha:g}: change [policies.NAME.model.lora] "
             f"alpha."
         )
-    settings: dict[str, Any] = {f"{ROLLOUT}.engine_kwargs.vllm.max_cpu_loras": policies}
+    settings: dict[str, Any] = {
+        f"{ROLLOUT}.engine_kwargs.vllm.max_cpu_loras": policies,
+        f"{ACTOR}.checkpoint.save_lora_only": True,  # Every policy has shards, and the base is where it was.
+        "critic.checkpoint.save_lora_only": True,
+    }
     for model, targets in ((MODEL, lora.targets), ("critic.model", (*lora.targets, VALUE_LAYER))):
         settings[f"{model}.lora_rank"] = lora.rank
         settings[f"{model}.lora_alpha"] = int(lora.alpha)
@@ -405,6 +409,7 @@ _ADDED = (
     ".enable_sleep_mode",
     ".lr_warmup_steps",
     ".load_contents",
+    ".save_lora_only",
     ".ppo_infer_max_token_len_per_gpu",
 )
 

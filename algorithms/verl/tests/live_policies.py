@@ -71,6 +71,8 @@ async def update(engine: VerlEngine, policy: str, seed: int) -> Any:
 async def adapters(engine: VerlEngine, folder: Path) -> dict[str, LoadedModel]:
     """Every policy as the checkpoint in this new folder has it."""
     await engine.save(folder)
+    (shard,) = (folder / "solver" / "verl" / "actor").glob("model_*rank_0.pt")
+    assert all(".lora_" in name for name in torch.load(shard, weights_only=False)), "the base is not saved with each"
     return {
         name: load_model(
             PolicySpec(str(POLICY), "float32", adapter=str(folder / name / "model")), torch.device("cpu"), 0
