@@ -35,6 +35,7 @@ OVERRIDDEN = {
     f"{SERVER}:vLLMHttpServer": "run_server abort_all_requests set_global_steps open_submission_gate collective_rpc "
     "lora_as_adapter",
     "verl.utils.vllm:TensorLoRARequest": "",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens": "serve_tokens",
     "verl.plugin.platform.platform_manager:PlatformRegistry": "register",
     "verl.utils.distributed:initialize_global_process_group_ray": "",
     "verl.utils.fsdp_utils:CPUOffloadPolicy": "",
