@@ -133,6 +133,9 @@ DECIDED = {
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
+FUSED = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Model types whose logits are hidden states times `lm_head.weight`, without bias, scale or cap: what veRL's fused
+kernels compute, a part of the tokens at a time. Of others they would train something else."""
 VALUE_LAYER = "score"
 """The last layer of a critic. It starts at zero (`agl_verl.verl_plugin`): frozen, it would remain there."""
 
@@ -250,7 +253,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
         if attention != "auto":
             settings[f"{model}.override_config.attn_implementation"] = attention
     if model_engine(options) == "dp":
-        settings |= _fsdp(options, context, dtype, cpu)
+        settings |= _fsdp(options, context, spec, dtype, cpu)
     for role, optimizer in optimizers(options, spec, algorithm).items():
         settings |= {f"{role}.optim.{name}": value for name, value in optimizer.items()}
     if context.deterministic:
@@ -270,7 +273,19 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
     return settings
 
 
-def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -> dict[str, Any]:
+def _can_fuse(spec: PolicySpec) -> bool:
+    """True if veRL's fused kernels are exact for the model: it is of `FUSED`, and its output layer has no adapter."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(spec.model)
+    except OSError:
+        return False
+    has_own_layer = not spec.trust_remote_code and "lm_head" not in (spec.lora or {}).get("targets", ())
+    return has_own_layer and config.get("model_type") in FUSED
+
+
+def _fsdp(options: VerlOptions, context: EngineContext, spec: PolicySpec, dtype: str, cpu: bool) -> dict[str, Any]:
     """How policy, reference and critic are sharded and computed: alike."""
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
     shared: dict[str, Any] = {
@@ -292,6 +307,7 @@ def _fsdp(options: VerlOptions, context: EngineContext, dtype: str, cpu: bool) -
             for name, value in shared.items()
         },
         f"{ACTOR}.fsdp_config.seed": context.seed,
+        f"{MODEL}.use_fused_kernels": _can_fuse(spec),
         f"{ACTOR}.strategy": "fsdp2",
         "critic.strategy": "fsdp2",
     }

@@ -31,11 +31,14 @@ if TYPE_CHECKING:  # veRL imports this in every process.
 Chain: TypeAlias = NDArray[np.int64]
 """The transitions of a row, by their numbers in the batch."""
 SPAN = "span"
-"""Beside the rows: the number of the transition at each of its response tokens, -1 between responses."""
+"""Beside the rows: the number of the transition at each of its response tokens, -1 between responses, N of pads."""
 STEP_WEIGHT = "step_weight"
 """Beside the rows: the weight of all tokens of an optimizer step together, the mean over an update's steps."""
 TRAINING_STEP = "training_step"
 """Beside the rows: the run's, from 1."""
+OLD_LOGPROBS = "old_logprobs"
+"""Among the metrics of an update's only optimizer step: of each micro-batch the transitions of its unmasked tokens, and
+their log-probabilities before the step."""
 TOTAL_LOSS = "total_loss"
 """The metric of the whole loss; veRL has one of its own called `loss`, of raw sums."""
 
@@ -71,10 +74,14 @@ def _places_of(batch: Batch, chain: Chain) -> NDArray[np.int64]:
     return places
 
 
-def spread(batch: Batch, values_R: Tensor, chains: Sequence[Chain | None], between: int = 0) -> list[Tensor]:
-    """Values of response tokens by row, with `between` between responses; of a pad row (None) one zero."""
+def spread(
+    batch: Batch, values_R: Tensor, chains: Sequence[Chain | None], between: int = 0, pad: int = 0
+) -> list[Tensor]:
+    """Values of response tokens by row, with `between` between responses; of a pad row (None) `pad` once."""
     places = [None if chain is None else torch.from_numpy(_places_of(batch, chain)) for chain in chains]
-    return [values_R.new_zeros(1) if row is None else torch.where(row < 0, between, values_R[row]) for row in places]
+    return [
+        values_R.new_full((1,), pad) if row is None else torch.where(row < 0, between, values_R[row]) for row in places
+    ]
 
 
 def gather(batch: Batch, rows: Sequence[Tensor], chains: Sequence[Chain | None]) -> Tensor:
@@ -84,6 +91,15 @@ def gather(batch: Batch, rows: Sequence[Tensor], chains: Sequence[Chain | None])
         if chain is not None:
             places = torch.from_numpy(_places_of(batch, chain))
             values_R[places[places >= 0]] = row[: len(places)][places >= 0].to(torch.float32)
+    return values_R
+
+
+def join(samples: Samples, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[R] the values of unmasked tokens, of which each part has transitions and values; 0 elsewhere."""
+    transition_r, values_r = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    values_R = torch.zeros_like(samples.behaviour_R)
+    known_R = samples.mask_R & torch.isin(samples.transition_R, transition_r)
+    values_R[known_R] = values_r[torch.argsort(transition_r, stable=True)]
     return values_R
 
 
@@ -105,7 +121,7 @@ def fields_of(
         fields["value_weights"] = prepared.step_weights(prepared.value.weights_R, steps)
     batch = prepared.batch
     return {
-        SPAN: spread(batch, prepared.samples.transition_R, chains, between=-1),
+        SPAN: spread(batch, prepared.samples.transition_R, chains, between=-1, pad=len(batch)),
         **{name: spread(batch, values_R.to(torch.float32), chains) for name, values_R in fields.items()},
     }
 
@@ -148,20 +164,33 @@ def lay_out(
 def actor_loss(
     chosen: ChosenAlgorithm, model_output: Mapping[str, Tensor], data: Any, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The policy loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
-    samples = _samples(data)
+    """The policy loss of one micro-batch, as veRL's `TrainingWorker` asks for it.
+
+    Rows without old log-probabilities are of an update's only optimizer step: the current ones are the old ones.
+    """
+    samples, weights_R = _samples(data), _picked(data["loss_weights"], data)
+    current_R = _of_responses(model_output["log_probs"], data)
+    is_only_step = "old_log_probs" not in data
+    old_R = current_R.detach() if is_only_step else _picked(data["old_log_probs"], data)
     loss, measured = chosen.build().loss(
         samples,
         Logprobs(
-            current_R=_of_responses(model_output["log_probs"], data),
-            old_R=_picked(data["old_log_probs"], data),
+            current_R=current_R,
+            old_R=old_R,
             behaviour_R=samples.behaviour_R,
             reference_R=_picked(data["ref_log_prob"], data) if "ref_log_prob" in data else None,
         ),
         _picked(data["advantages"], data),
-        _picked(data["loss_weights"], data),
+        weights_R,
     )
-    return loss * data["dp_size"], _metrics({TOTAL_LOSS: loss.detach(), **measured}, data)
+    sums = {TOTAL_LOSS: loss.detach(), **measured}
+    if "entropy" in model_output:
+        sums["entropy"] = (weights_R * _of_responses(model_output["entropy"], data).detach()).sum()
+    metrics = _metrics(sums, data)
+    if is_only_step:
+        tokens = (_picked(data[SPAN], data), old_R.to(torch.float32))
+        metrics[OLD_LOGPROBS] = tuple(values_R[samples.mask_R].cpu() for values_R in tokens)
+    return loss * data["dp_size"], metrics
 
 
 def critic_loss(
@@ -192,12 +221,7 @@ def _picked(field: Tensor, data: Any) -> Tensor:
 
 def _samples(data: Any) -> Samples:
     """The transitions in the rows as a loss may know them, without what only advantages need."""
-    span = data[SPAN]
-    lengths_B = span.offsets().diff()
-    row_B = torch.arange(len(lengths_B), device=lengths_B.device)
-    # A pad row has the number of another transition, so a change of the row counts too.
-    row_and_transition_2R = torch.stack([_picked(span, data), row_B.repeat_interleave(lengths_B)[span.values() >= 0]])
-    _, transition_R = torch.unique_consecutive(row_and_transition_2R, return_inverse=True, dim=1)
+    _, transition_R = torch.unique_consecutive(_picked(data[SPAN], data), return_inverse=True)
     number_N = torch.arange(int(transition_R[-1]) + 1, device=transition_R.device)
     return Samples(
         transition_R=transition_R,

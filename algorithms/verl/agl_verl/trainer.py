@@ -46,7 +46,7 @@ from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
 from agl_verl.config import ACTOR, CRITIC, SEPARATE, SHARED, ChosenAlgorithm
-from agl_verl.rows import STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss, named, row_of
+from agl_verl.rows import OLD_LOGPROBS, STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss, named, row_of
 from agl_verl.verl_plugin import StepSizes
 
 PARTITION = "train"
@@ -137,6 +137,8 @@ class Update:
     """By optimizer step of one pass, its transitions."""
     chains: dict[str, rows.Chain]
     """By its key, the transitions of each row; veRL's pad rows are not among them."""
+    old_R: Tensor | None = None
+    """Training's log-probabilities before the update; None until it is made."""
 
     def of_rows(self, keys: Sequence[str]) -> list[rows.Chain | None]:
         """The transitions of these rows; None for pad rows."""
@@ -177,6 +179,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Have a policy in the workers: its weights and optimizer, and agl's losses for its algorithm."""
         self._policy = policy = self.policies[name]
         self._algorithm = policy.chosen.build()
+        self._once = self._algorithm.epochs * self._algorithm.minibatches == 1
         self.use_critic, self.use_reference_policy = self._algorithm.needs_critic, self._algorithm.needs_reference
         self.actor_rollout_wg.set_loss_fn(partial(actor_loss, policy.chosen))
         if self.use_critic:
@@ -198,7 +201,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
         self._update = Update(usable, samples, prepared, sent, [], {})
         metrics: dict[str, Any] = {}
-        old_R: Tensor | None = None
         self.timing_raw = {}
         step = self.version + 1
         if len(sent):
@@ -207,12 +209,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             done = self._step_once(metrics, self.timing_raw, len(sent))
             progress(0.8)
             self.on_step_end()
-            old_R = self._gather(done, "old_log_probs")
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
             self._expect()
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
-        prepared = self._update.prepared or Prepared.of_nothing(usable, samples)
+        prepared, old_R = self._update.prepared or Prepared.of_nothing(usable, samples), self._update.old_R
         gap = {} if old_R is None else prepared.serving_gap(old_R, self.version)
         self._policy.version = step
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
@@ -293,10 +294,15 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             return [[chosen[i] for i in part] for part in divided]
 
         steps = [np.unique([row_of_transition[i] for i in step.tolist()]) for step in update.steps]
-        layout = rows.lay_out(steps, self._workers(), divide)
+        workers = 1 + max(self.actor_rollout_wg._query_dispatch_info("actor"))
+        layout = rows.lay_out(steps, workers, divide)
         batch = upsample_batch_to_divisible_size(batch, len(layout), self.tokenizer.eos_token_id)
         batch.reorder(layout)
         return batch
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """For one optimizer step nothing: its own pass is under the old weights (`agl_verl.rows.actor_loss`)."""
+        return batch if self._once else PPOTrainer._compute_old_log_prob(self, batch, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.2)
@@ -319,13 +325,17 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._progress(0.3)
-        actor, prepared = self.config.actor_rollout_ref.actor, self._update.prepared
+        prepared = self._update.prepared
         assert prepared is not None
         self._plan_training(batch, prepared, prepared.weights_R, self._algorithm.epochs)
-        # The metric comes with the old log-probabilities; here it would cost a buffer of tokens x vocabulary.
-        batch.extra_info["calculate_entropy"] = actor.entropy_coeff != 0
-        output = self.actor_rollout_wg.update_actor(batch)
-        metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
+        # Fused kernels have it anyway. Without them it would cost a buffer of tokens x vocabulary here.
+        batch.extra_info["calculate_entropy"] = self.config.actor_rollout_ref.model.use_fused_kernels
+        measured = self.actor_rollout_wg.update_actor(batch)["metrics"]
+        if self._once:
+            self._update.old_R = rows.join(self._update.samples, measured.pop(OLD_LOGPROBS))
+        else:
+            self._update.old_R = self._gather(batch, "old_log_probs")
+        metrics.update(reduce_metrics(rename_dict(measured, "actor/")))
         return batch
 
     # Parts of the above.
@@ -360,13 +370,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             **{TRAINING_STEP: update.usable.batch.step},
             **{STEP_WEIGHT: total / len(update.steps) or 1.0},  # Nothing may have a weight.
         )
-
-    def _workers(self) -> int:
-        """How many workers the rows are dealt out to."""
-        dispatch = self.actor_rollout_wg._dispatch_info
-        if "actor" not in dispatch:
-            dispatch["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
-        return int(max(dispatch["actor"])) + 1
 
     def _can_join_calls(self) -> bool:
         """True if calls that continue each other may be one row, because that changes nothing."""
@@ -411,7 +414,6 @@ class SeparateTrainer(AglTrainer, PPOTrainerSeparateAsync):  # type: ignore[misc
     """
 
     prev_step_profile = False  # veRL's own loop sets it; profiles are not taken here.
-    _compute_old_log_prob = PPOTrainer._compute_old_log_prob
 
     @property
     def servers(self) -> LLMServerManager:

@@ -19,6 +19,7 @@ import importlib.metadata
 import math
 import os
 import types
+from functools import partial
 from typing import Any
 
 from agl_core.config.sections import rate_share
@@ -175,52 +176,36 @@ def cpu_device() -> types.SimpleNamespace:
 
 
 def _always(value: Any) -> Any:
-    def answer(*arguments: Any, **settings: Any) -> Any:
-        return value
-
-    return answer
+    return lambda *arguments, **settings: value
 
 
 def mend_process_group() -> None:
     """Have gloo alone."""
     import verl.utils.distributed as distributed
 
-    original = distributed.initialize_global_process_group_ray
-
-    def initialize(timeout_second: int | None = None, backend: str | None = None) -> Any:
-        return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
-
-    distributed.initialize_global_process_group_ray = initialize
+    initialize = distributed.initialize_global_process_group_ray
+    distributed.initialize_global_process_group_ray = partial(initialize, backend="cpu:gloo")
 
 
 def mend_value_model() -> None:
     """Load it with torch's own attention."""
-    import verl.utils.model as models
+    import transformers
 
-    def load(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-        from transformers import AutoModelForTokenClassification
+    model: Any = transformers.AutoModelForTokenClassification
+    load = model.from_pretrained
 
-        return AutoModelForTokenClassification.from_pretrained(
-            local_path,
-            dtype=torch_dtype,
-            config=model_config,
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-        )
+    def load_with_sdpa(*arguments: Any, **settings: Any) -> Any:
+        return load(*arguments, **{**settings, "attn_implementation": "sdpa"})
 
-    models.load_valuehead_model = load
+    model.from_pretrained = load_with_sdpa
 
 
 def mend_reference_model() -> None:
     """Keep it in memory as it comes."""
     import verl.utils.fsdp_utils as fsdp
 
-    original = fsdp.CPUOffloadPolicy
-
-    def policy(pin_memory: bool = True) -> Any:
-        return original(pin_memory=False)
-
-    fsdp.CPUOffloadPolicy = policy
+    policy = fsdp.CPUOffloadPolicy
+    fsdp.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)
 
 
 if os.environ.get(CPU_VARIABLE) == "1":

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agl_verl.config import FUSED
 
 from . import parity, recorded, verl_bench
 from .parity import POLICY, VOCABULARY
@@ -24,6 +27,38 @@ def test_both_engines_make_the_same_update(name: str) -> None:
 def test_calls_in_one_row_make_the_update_of_a_row_each(name: str) -> None:
     distance = parity.distance_of_rows(POLICY, parity.CASES[name])
     assert distance.within, distance
+
+
+def test_one_optimizer_step_needs_no_scoring_before_it() -> None:
+    distance = parity.distance_of_scoring(POLICY, parity.CASES["GRPO, one optimizer step"])
+    assert distance.within, distance
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_kernels_are_the_models_own_output(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities, entropies and gradients, by the model's own forward."""
+    verl_bench.one_process()
+    from verl.models.transformers.monkey_patch import patch_forward_with_backends
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, **experts)).float()
+    tokens_BT, weights_BT = torch.randint(97, (2, 11)), torch.randn(2, 11)
+    inputs = {"input_ids": tokens_BT, "position_ids": torch.arange(11).expand(2, -1), "use_cache": False}
+
+    def gradients(logprobs_BT: torch.Tensor) -> list[torch.Tensor]:
+        loss = (logprobs_BT * weights_BT).sum()
+        return [*torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)]
+
+    own = torch.distributions.Categorical(logits=model(**inputs).logits / 0.8)
+    expected = own.log_prob(tokens_BT.roll(-1, 1))
+    monkeypatch.setattr(type(model), "forward", type(model).forward)
+    patch_forward_with_backends(model, True, "torch")
+    fused = model(**inputs, temperature=0.8, return_dict=True)
+    torch.testing.assert_close(fused.log_probs, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(fused.entropy, own.entropy(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(fused.log_probs), gradients(expected), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ["torch", "verl"])

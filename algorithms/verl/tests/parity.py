@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_core.types import Batch, CreditKind
@@ -25,7 +26,10 @@ STEPS = (1, 3)
 """Two updates in a row, and a training step between them without one: at the first one every value of a critic is zero,
 and every ratio is one."""
 VOCABULARY = 512
-METRICS = ("policy_loss", "kl_behaviour", "kl_reference", "ratio_mean", "ratio_max", "clip_fraction", "importance_mean")
+METRICS = (
+    *("policy_loss", "kl_behaviour", "kl_reference", "ratio_mean", "ratio_max", "clip_fraction", "importance_mean"),
+    "entropy",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Case:
 
 CASES = {
     "GRPO": Case("grpo", {"beta": 0.04, "epochs": 2, "importance_cap": 2.0}),
+    "GRPO, one optimizer step": Case("grpo", {"beta": 0.04, "importance_cap": 2.0}),
     "GRPO, one ratio per transition (GSPO)": Case(
         "grpo", {"beta": 0, "ratio": "sequence", "clip": 0.01, "clip_high": 0.02, "epochs": 2}
     ),
@@ -72,6 +77,8 @@ class Distance:
     """Relative difference of their norms."""
     metrics: float
     """Difference of a metric of the policy's loss, relative for metrics above 1."""
+    logprobs: float
+    """Difference of a token's log-probability in the certificate, relative below -1."""
     same_dropped: bool
 
     @property
@@ -79,7 +86,7 @@ class Distance:
         """True if they are the same updates: the limits of docs/verl-parity.md."""
         close = self.advantages <= 1e-6 and self.weights <= 1e-6 and self.loss <= 1e-5
         alike = self.cosine >= 0.9999 and self.norm <= 1e-3 and self.metrics <= 1e-3
-        return close and alike and self.same_dropped
+        return close and alike and self.logprobs <= 1e-5 and self.same_dropped
 
 
 def distance(model: Path, case: Case) -> Distance:
@@ -91,11 +98,17 @@ def distance(model: Path, case: Case) -> Distance:
 
 def distance_of_rows(model: Path, case: Case) -> Distance:
     """Make veRL's updates with a row for each call, and with a row for calls that continue each other."""
-    by_call = verl_bench.VerlBench(model, case.name, case.options, joins_calls=False)
-    by_lineage = verl_bench.VerlBench(model, case.name, case.options)
-    return compared(
-        *((by_call.update(batch, VOCABULARY), by_lineage.update(batch, VOCABULARY)) for batch in _batches(case))
-    )
+    return _distance_of(model, case, {"joins_calls": False})
+
+
+def distance_of_scoring(model: Path, case: Case) -> Distance:
+    """Make veRL's updates with old log-probabilities from a pass of their own, and as in a run."""
+    return _distance_of(model, case, {"scores_first": True})
+
+
+def _distance_of(model: Path, case: Case, other: Mapping[str, bool]) -> Distance:
+    ways = [verl_bench.VerlBench(model, case.name, case.options, **settings) for settings in (other, {})]
+    return compared(*(tuple(way.update(batch, VOCABULARY) for way in ways) for batch in _batches(case)))  # type: ignore[arg-type]
 
 
 def _batches(case: Case) -> list[Batch]:
@@ -123,10 +136,20 @@ def compared(*updates: tuple[verl_bench.Made, verl_bench.Made]) -> Distance:
             _difference(ours.metrics[name], verls.metrics[name])
             for ours, verls in updates
             for name in METRICS
-            if name in ours.metrics
+            if name in ours.metrics and name in verls.metrics
+        ),
+        logprobs=max(
+            _difference(float(a), float(b))
+            for ours, verls in updates
+            for a, b in zip(_known(ours), _known(verls), strict=True)
         ),
         same_dropped=all(ours.dropped == verls.dropped for ours, verls in updates),
     )
+
+
+def _known(update: verl_bench.Made) -> NDArray[np.float32]:
+    logprobs = np.concatenate([logprobs for logprobs in update.logprobs_N if logprobs is not None])
+    return logprobs[np.isfinite(logprobs)]
 
 
 def _difference(one: float, other: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
@@ -193,6 +194,27 @@ def test_an_algorithm_is_asked_for_what_it_needs_whatever_its_options_are_called
     assert plain["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 5
     with pytest.raises(ConfigError, match=r"algorithm\.conformance"):
         settings(rounds="many")
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "fused"),
+    [
+        (Qwen2Config(), {}, True),
+        (Gemma2Config(), {}, False),
+        (Qwen2Config(), {"trust_remote_code": True}, False),
+        (Qwen2Config(), {"lora": {"targets": ["q_proj"]}}, True),
+        (Qwen2Config(), {"lora": {"targets": ["q_proj", "lm_head"]}}, False),
+        (None, {}, False),
+    ],
+)
+def test_log_probabilities_are_fused_where_that_is_exact(
+    tmp_path: Path, model: PretrainedConfig | None, spec: dict[str, Any], fused: bool
+) -> None:
+    if model is not None:
+        model.save_pretrained(tmp_path)
+    key = "actor_rollout_ref.model.use_fused_kernels"
+    assert mapping_of(spec={"model": str(tmp_path), **spec})[key] is fused
+    assert key not in mapping_of(spec={"model": str(tmp_path)}, overrides=["model_engine=megatron"])
 
 
 def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:

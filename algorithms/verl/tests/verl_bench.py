@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import Qwen2ForCausalLM
 
 from agl_algorithms.prepared import lineages, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
@@ -31,6 +32,7 @@ from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.plugin import VerlOptions
 from agl_verl.rows import (
+    OLD_LOGPROBS,
     SPAN,
     STEP_WEIGHT,
     TOTAL_LOSS,
@@ -40,6 +42,7 @@ from agl_verl.rows import (
     critic_loss,
     fields_of,
     gather,
+    join,
     lay_out,
     nested,
     row_of,
@@ -70,6 +73,8 @@ class Made:
     critic_change: Tensor | None
     metrics: Mapping[str, float]
     """The policy's."""
+    logprobs_N: Sequence[NDArray[np.float32] | None]
+    """Training's, before the update; see `UpdateResult`."""
     pads: tuple[int, ...] = ()
     """Which of veRL's rows are pad rows."""
 
@@ -138,6 +143,7 @@ class TorchBench:
             flat(self._loaded.model.parameters()) - before,
             None if critic is None or critic_before is None else critic - critic_before,
             result.metrics,
+            result.logprobs_N,
         )
 
     def _critic(self) -> Tensor | None:
@@ -163,12 +169,15 @@ class VerlBench:
         options: Mapping[str, Any],
         *,
         joins_calls: bool = True,
+        scores_first: bool = False,
         longest: int = TOO_LONG,
     ) -> None:
+        """`scores_first`: compute old log-probabilities before an update's only optimizer step too."""
         one_process()
         self.joins_calls, self.longest = joins_calls, longest
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
+        self.once = self.algorithm.epochs * self.algorithm.minibatches == 1 and not scores_first
         self.version = 0
         config = configuration(model, self.chosen, max(512, longest))
         self.actor = _worker(config, "actor")
@@ -205,7 +214,9 @@ class VerlBench:
             order += range(len(order), len(order) + pads)
         of_rows = [chains[row] if row < len(chains) else None for row in order]
         data = self.rows(whole, of_rows, others=others, vocabulary=vocabulary)
-        data["old_log_probs"] = nested(self.infer(self.actor, data, "log_probs"))
+        old = [] if self.once else self.infer(self.actor, data, "log_probs")
+        if not self.once:
+            data["old_log_probs"] = nested(old)
         if self.reference is not None:
             data["ref_log_prob"] = nested(self.infer(self.reference, data, "log_probs"))
         if prepared is None:
@@ -217,7 +228,7 @@ class VerlBench:
                 values[n] = torch.full_like(values[n], weight if field.endswith("weights") else 1.0)
             data[field] = nested(values)
 
-        def train(worker: Any, epochs: int, weights_R: Tensor) -> tuple[dict[str, float], Tensor]:
+        def train(worker: Any, epochs: int, weights_R: Tensor) -> tuple[dict[str, Any], Tensor]:
             weight = float(prepared.step_weights(weights_R, steps).sum()) / len(steps)
             before = self.parameters(worker)
             measured = self.train(worker, data, epochs, weight, len(steps), batch.step)
@@ -229,7 +240,8 @@ class VerlBench:
             value_loss = measured["value_loss"]
         measured, change = train(self.actor, self.algorithm.epochs, prepared.weights_R)
         self.version += 1
-        result = prepared.result(1, {})
+        parts = measured.pop(OLD_LOGPROBS, None)
+        result = prepared.result(1, {}, gather(whole, old, of_rows) if parts is None else join(samples, parts))
         return Made(
             result.advantage_N,
             result.weight_N,
@@ -239,6 +251,7 @@ class VerlBench:
             change,
             critic_change,
             measured,
+            result.logprobs_N,
             tuple(n for n, chain in enumerate(of_rows) if chain is None),
         )
 
@@ -275,7 +288,7 @@ class VerlBench:
 
     def train(
         self, worker: Any, data: Any, epochs: int, weight: float, steps: int, training_step: int
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """As many passes, each of as many optimizer steps; means over them."""
         from verl.utils import tensordict_utils as tu
         from verl.utils.metric import reduce_metrics
@@ -286,13 +299,15 @@ class VerlBench:
             temperature=0.8,
             global_batch_size=len(data) // steps,
             mini_batch_size=len(data) // steps,
+            calculate_entropy=worker is self.actor,
             epochs=epochs,
             seed=0,
             dataloader_kwargs={"shuffle": False},
             **{STEP_WEIGHT: weight, TRAINING_STEP: training_step},
         )
         metrics = dict(tu.get(worker.train_mini_batch(inputs), "metrics"))
-        return {name: float(value) for name, value in reduce_metrics(metrics).items()}
+        parts = {OLD_LOGPROBS: metrics.pop(OLD_LOGPROBS)} if OLD_LOGPROBS in metrics else {}
+        return {name: float(value) for name, value in reduce_metrics(metrics).items()} | parts
 
     @staticmethod
     def parameters(worker: Any) -> Tensor:
@@ -320,8 +335,13 @@ def _worker(config: Any, role: str) -> Any:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role=role)
+    forward = Qwen2ForCausalLM.forward
     worker.init_model()
-    return worker.actor if role == "actor" else worker.ref
+    trained = worker.actor if role == "actor" else worker.ref
+    # veRL changes the class of the model, which is the torch engine's too: leave the change to its own subclass.
+    module = type(trained.engine.module)
+    module.forward, Qwen2ForCausalLM.forward = module.forward, forward
+    return trained
 
 
 def _critic(config: Any) -> Any:
