@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from .__main__ import BOUNDS, CALC, Part, Setup, Table, compare, play, three_steps, torch_engine
+from .__main__ import Part, play
+from .agreement import BOUNDS, compare
+from .kit import CALC, Setup, Size, Table, torch_engine
+from .speed import steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,29 +47,33 @@ def test_the_parts_of_the_torch_engine_play_on_a_cpu() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.count("| calc policy, 0.9M | cpu, ") == len(BOUNDS)
-    assert done.stdout.count("| LoRA |") == 2
+    assert done.stdout.count("| Llama, 0.3M | ") == 2
 
 
 @pytest.mark.storm
-async def test_three_steps_with_a_restart(tmp_path: Path) -> None:
+async def test_steps_of_conversations_with_a_restart(tmp_path: Path) -> None:
     """The questions to the veRL engine, put to the torch engine."""
-    table = await three_steps(torch_engine("cpu"), Setup("cpu", tmp_path), "float32", (8, 24))
-    assert [row[0] for row in table.rows] == ["1", "2", "3, resumed"]
+    setup, starts = Setup("cpu", tmp_path, tmp_path), [[Size(4, 5, 8, 1), Size(4, 20, 8, 1)], [Size(4, 5, 8, 1)]]
+    table = await steps(torch_engine("cpu"), setup, CALC, "float32", starts)
+    assert [row[1] for row in table.rows] == ["1", "2", "3, resumed"]
+    assert table.rows[1][2] == "80 calls of 20 turns in 4 rows"
     assert table.beyond == []
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="veRL is not installed (make test-verl)")
 def test_verls_part_plays_on_a_cpu() -> None:
-    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--minutes", "55", "--part", "verl_steps"]
+    parts = ("--part", "vllm", "--part", "verl_steps")
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--minutes", "55", *parts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "ot run: " not in done.stdout
+    assert "| 16 of 16 | " in done.stdout
     assert all(f"| {row} | " in done.stdout for row in ("1", "2", "3, resumed"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 async def test_the_gpu_computes_what_the_cpu_computes(tmp_path: Path) -> None:
-    table = await compare(CALC, Setup("cuda", tmp_path))
+    table = await compare(CALC, Setup("cuda", tmp_path, tmp_path))
     assert len(table.rows) == 2 * len(BOUNDS)
     assert table.beyond == []
