@@ -122,10 +122,12 @@ def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
     return None
 
 
-def median_steps(threshold: float) -> Cell:
+def median_steps(threshold: float, cost: Callable[[Result, int], float] = lambda run, step: step) -> Cell:
+    """The steps that it takes to reach the threshold, or what as many cost."""
+
     def cell(runs: Sequence[Result]) -> str:
         steps = [steps_to(run["train_rewards"], threshold) for run in runs]
-        reached = [step for step in steps if step is not None]
+        reached = [cost(run, step) for run, step in zip(runs, steps, strict=True) if step is not None]
         if len(reached) < len(runs):
             return f"{len(reached)} of {len(runs)} runs" if reached else "never"
         return f"{statistics.median(reached):g}"
@@ -184,9 +186,36 @@ EFFICIENCY: dict[str, Cell] = {
     "gained per 1,000 calls of training": spread(lambda run: 1000 * gain(run) / training_calls(run)),
 }
 
+REFILL = {
+    "no": ("train.refill=0",),
+    "yes": ("train.refill=8",),
+    "no, 12 groups a step": ("train.refill=0", "train.groups_per_step=12"),
+}
+"""Whether groups without contrast are replaced, at most as many as a step has, and what costs as much without."""
+REFILLED = {
+    "calc": ("train.steps=20", "train.groups_per_step=8", "eval.every=20", "eval.tasks=60", "engine.torch.threads=1"),
+    "sql": ("train.steps=15", "eval.every=15", "eval.tasks=60", "engine.torch.threads=1"),
+}
+
+REFILL_COSTS: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "rollouts": average(lambda run: sum(run["step_rollouts"])),
+    "after, greedy": spread(held_out("after", "greedy")),
+    "after, sampled": spread(held_out("after", "sampled")),
+    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
+    "rollouts to 0.60": median_steps(0.60, lambda run, step: sum(run["step_rollouts"][:step])),
+    "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+    "gained per 1,000 rollouts": spread(lambda run: 1000 * gain(run) / sum(run["step_rollouts"])),
+    "gained per CPU minute": spread(lambda run: 60 * gain(run) / run["cpu_seconds"]),
+}
+
 
 def measured() -> Iterator[Experiment]:
     """Seed by seed, and row by row of all tables."""
+    for seed in range(5):
+        for example, shorter in REFILLED.items():
+            for label, changes in REFILL.items():
+                yield Experiment(EXAMPLES / example, f"refill/{label}", (*shorter, *changes), seed, steps_of)
     for seed in range(5):
         for label, agents in TRAINED.items():
             yield Experiment(EXAMPLES / "sql", label, (*SHORTER, f"train.agents={list(agents)}"), seed)
@@ -197,6 +226,15 @@ def measured() -> Iterator[Experiment]:
                 if label is not None:
                     bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
                     yield Experiment(EXAMPLES / "beds", f"{bed}/{label}", (*bedded, *RULES[label][0]), seed, learned)
+
+
+def steps_of(run: Path) -> Result:
+    """The cost of each training step: its rollouts, and its seconds on the wall."""
+    metrics = read_metrics(run)
+    return {
+        name: [value for _, value in series(metrics, "train", key)]
+        for name, key in (("step_rollouts", "rollouts"), ("step_seconds", "seconds/step"))
+    }
 
 
 def gain(run: Result) -> float:
@@ -240,7 +278,10 @@ def experiments() -> Iterator[str]:
     selective = {label: of_sql[label] for label in TRAINED}
     yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
     yield from (*table("trained", selective, LEARNING), "")
-    yield from ("## Data efficiency: transitions and reward of sql", "", *table("run", selective, EFFICIENCY))
+    yield from ("## Data efficiency: transitions and reward of sql", "", *table("run", selective, EFFICIENCY), "")
+    for example in REFILLED:
+        rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
+        yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
 
 
 def shown(bed: Bed, rule: str) -> str:
