@@ -29,9 +29,9 @@ TOLERANCES: Mapping[str, float] = {"float64": 1e-3, "float32": 1e-3, "bfloat16":
 """Nats by which rounding may change a log-probability, by the numbers that are computed with.
 
 Measured with SmolLM2-135M on a CPU, sampled with keys and values kept and recomputed in batches, 2,700 tokens: float32
-at most 3e-5, bfloat16 at most 0.38 (0.21 for 99% of them). A wrong id was 2 to 17 nats off in both. One update at the
-usual rate moved the median token by 0.02: with float32 the tolerance shows also other weights, with bfloat16 the
-version rests on the server's word.
+at most 3e-5, bfloat16 at most 0.38 (0.21 for 99% of them). A wrong id is further off with float32, and with bfloat16
+unless it was about as likely (docs/exactness.md). One update at the usual rate moved the median token by 0.02: with
+float32 the tolerance shows also other weights, with bfloat16 the version rests on the server's word.
 """
 
 
