@@ -69,7 +69,8 @@ def line_chart(
         if len(points) > 2:  # Two are a before and an after, with nothing known between them.
             parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": scale.places(points)}))
         if len(points) <= 40:
-            parts += [_dot(scale.x(x), scale.y(y), at) for x, y in points]
+            places = [{"cx": f"{scale.x(x):.1f}", "cy": f"{scale.y(y):.1f}", "r": "2.6"} for x, y in points]
+            parts += [tag("circle", {"class": f"dot c{at % _COLOURS}", **place}) for place in places]
     parts += _targets(scale, finite, link)
     return Chart(title, note, _svg(title, scale, finite, parts), _legend(finite))
 
@@ -248,10 +249,6 @@ def _svg(title: str, scale: Scale, series: Mapping[str, Points], parts: Sequence
     box = f"0 0 {scale.width} {scale.height}"
     kind = "chart wide" if scale.width == _WIDE[0] else "chart"
     return tag("svg", {"class": kind, "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
-
-
-def _dot(x: float, y: float, at: int) -> Markup:
-    return tag("circle", {"class": f"dot c{at % _COLOURS}", "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
 
 
 def text(x: float, y: float, word: str, anchor: str, kind: str = "tick") -> Markup:

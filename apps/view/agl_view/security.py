@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agl_core.server.keys import is_loopback
+from agl_core.server.keys import carries, is_loopback
 
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
@@ -75,7 +75,7 @@ class Guard:
             return None if given is None else self._without_token(request)
         if not _is_here(request):
             key = self._operator_key
-            if key is not None and any(_same(password, key) for password in _passwords(request)):
+            if key is not None and (carries(request, key) or _same(_password(request), key)):
                 return None
             return PlainTextResponse(
                 "From another machine these pages need the operator's key as the password; the name does not matter.",
@@ -104,15 +104,13 @@ def _is_here(request: Request) -> bool:
     return client is None or is_loopback(client.host) or (own is not None and client.host == own[0])
 
 
-def _passwords(request: Request) -> list[str]:
-    """The password that the browser asked its user for, or a program's bearer token."""
+def _password(request: Request) -> str:
+    """The password that the browser asked its user for."""
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return [sent.strip()]
     try:
-        return [base64.b64decode(sent).decode().partition(":")[2]] if scheme.lower() == "basic" else []
+        return base64.b64decode(sent).decode().partition(":")[2] if scheme.lower() == "basic" else ""
     except ValueError:
-        return []
+        return ""
 
 
 def _same(one: Any, other: str) -> bool:

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -43,16 +44,11 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
     """
     pages = Pages(RunFolders(paths))
 
-    def page_of(handler: Callable[[Pages, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def page(request: Request) -> Response:
-            return await handler(pages, request)
-
-        return page
-
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return pages.render(request, "error.html", status=error.status_code, said="There is no such page.")
-        status = 400 if isinstance(error, BadQueryError) else 404 if _is_missing(error) else 503
+        is_missing = isinstance(error, ConfigError | StoreRefusedError)
+        status = 400 if isinstance(error, BadQueryError) else 404 if is_missing else 503
         return pages.render(request, "error.html", status=status, said=str(error))
 
     run_path = "/runs/{run}"
@@ -60,11 +56,11 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
         routes=[
             Route("/", pages.runs),
             Route("/changed", pages.changed),
-            Route("/compare", page_of(compare_page)),
-            Route("/compare/task", page_of(task_page)),
-            Route(run_path, page_of(run_page)),
+            Route("/compare", partial(compare_page, pages)),
+            Route("/compare/task", partial(task_page, pages)),
+            Route(run_path, partial(run_page, pages)),
             Route(f"{run_path}/changed", pages.changed),
-            Route(f"{run_path}/health", page_of(health_page)),
+            Route(f"{run_path}/health", partial(health_page, pages)),
             Route(f"{run_path}/rollouts", pages.rollouts),
             Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
             Route(f"{run_path}/groups/{{id:path}}", pages.group),
@@ -74,10 +70,6 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
         middleware=[Middleware(Guard, token=token, operator_key=operator_key)],
         exception_handlers={AglError: failed, HTTPException: failed},
     )
-
-
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, ConfigError | StoreRefusedError)
 
 
 def answer(
@@ -139,7 +131,7 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
             sys.executable,
             "-P",
             "-m",
-            "agl_view",
+            "agl_view.serving",
             str(listener.fileno()),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -170,3 +162,7 @@ def answer_beside(descriptor: int, orders: IO[bytes]) -> None:
     threading.Thread(target=until_the_end, daemon=True).start()
     with socket.socket(fileno=descriptor) as listener:
         answer(listener, [Path(settings["folder"])], settings["token"], settings["operator_key"])
+
+
+if __name__ == "__main__":
+    answer_beside(int(sys.argv[1]), sys.stdin.buffer)

@@ -78,15 +78,6 @@ class RunLine:
         return self.entry is not None and self.entry.state == "running"
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A turn with the messages that are new in its prompt."""
-
-    turn: Turn
-    earlier: int
-    """The number of messages that an earlier turn of the same agent had already."""
-
-
 class RunFolders:
     """Runs, and folders of runs: what appears in these is shown too."""
 
@@ -214,7 +205,7 @@ class Pages:
             request,
             "rollout.html",
             entry=entry,
-            attempts=[(attempt, said_in(attempt), attempt.terminal(entry.weights)) for attempt in attempts],
+            attempts=[(attempt, with_earlier(attempt), attempt.terminal(entry.weights)) for attempt in attempts],
             strips=[(c, _strip(c, entry.rollout.id)) for c in group.credit if entry.rollout.id in c.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),
@@ -267,8 +258,8 @@ def read_query(request: Request) -> Query:
     )
 
 
-def said_in(attempt: AttemptReport) -> list[Said]:
-    """The turns of an attempt, each with what its agent had not said or seen before."""
+def with_earlier(attempt: AttemptReport) -> list[tuple[Turn, int]]:
+    """The turns of an attempt, each with how many of its messages an earlier turn of its agent had already."""
     known: dict[str | None, list[Any]] = {}
     turns = []
     for turn in attempt.turns:
@@ -277,7 +268,7 @@ def said_in(attempt: AttemptReport) -> list[Said]:
         earlier = 0
         while earlier < min(len(before), len(messages)) and before[earlier] == _essence(messages[earlier]):
             earlier += 1
-        turns.append(Said(turn, min(earlier, len(messages))))
+        turns.append((turn, earlier))
         known[turn.transition.agent] = [_essence(message) for message in [*messages, turn.transition.response]]
     return turns
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import orjson
@@ -25,9 +25,8 @@ from agl_view.templating import page_address
 
 @dataclass(frozen=True, slots=True)
 class TaskPair:
-    """A task with its rollouts of both evaluations."""
+    """The rollouts of one task in both evaluations."""
 
-    task: Task
     before: RolloutEntry
     after: RolloutEntry
 
@@ -35,40 +34,6 @@ class TaskPair:
     def change(self) -> float:
         """By how much its reward rose; a rollout without one counts as 0."""
         return (self.after.reward or 0.0) - (self.before.reward or 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskComparison:
-    """Tasks that both evaluations have."""
-
-    better: Sequence[TaskPair]
-    """The largest rise first."""
-    worse: Sequence[TaskPair]
-    """The largest fall first."""
-    same: Sequence[TaskPair]
-    unmatched: int
-    """The number of tasks that only one of them has."""
-
-    @classmethod
-    def of(cls, before: Mapping[bytes, RolloutEntry], after: Mapping[bytes, RolloutEntry]) -> TaskComparison:
-        """Two evaluations, each as `_evaluated` gives it."""
-        pairs = [TaskPair(before[key].rollout.task, before[key], after[key]) for key in before if key in after]
-        pairs.sort(key=lambda pair: pair.change, reverse=True)
-        return cls(
-            better=[pair for pair in pairs if pair.change > 0],
-            worse=[pair for pair in reversed(pairs) if pair.change < 0],
-            same=[pair for pair in pairs if pair.change == 0],
-            unmatched=len(before.keys() ^ after.keys()),
-        )
-
-    @property
-    def means(self) -> tuple[float, float] | None:
-        """The mean reward over these tasks before and after; None without any."""
-        pairs = [*self.better, *self.worse, *self.same]
-        if not pairs:
-            return None
-        before, after = ([getattr(p, which).reward or 0.0 for p in pairs] for which in ("before", "after"))
-        return math.fsum(before) / len(pairs), math.fsum(after) / len(pairs)
 
 
 async def compare_page(pages: Pages, request: Request) -> Response:
@@ -88,7 +53,9 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         of_first = steps[first] or [0]
         defaults = [(first, of_first[0] if first == last else of_first[-1]), (last, (steps[last] or [0])[-1])]
     sides = [_side(pages, request.query_params.get(key), at, defaults) for at, key in enumerate("ab")]
-    evaluated = [await _evaluated(pages.folders.find(name), step, mode) for name, step in sides]
+    before, after = [await _evaluated(pages.folders.find(name), step, mode) for name, step in sides]
+    pairs = [TaskPair(before[key], after[key]) for key in before if key in after]
+    pairs.sort(key=lambda pair: pair.change, reverse=True)
     names = list(dict.fromkeys(name for name, _ in sides))
     curves: dict[str, Points] = {}
     for name in names:
@@ -101,8 +68,13 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         mode=mode,
         modes=[mode for mode in Mode if mode.evaluates],
         evaluations=[(name, step) for name, of_run in steps.items() for step in of_run],
-        comparison=TaskComparison.of(*evaluated),
-        counts=[len(entries) for entries in evaluated],
+        means=[_mean_reward([pair.before for pair in pairs]), _mean_reward([pair.after for pair in pairs])],
+        pairs_of_both=len(pairs),
+        better=[pair for pair in pairs if pair.change > 0],
+        worse=[pair for pair in reversed(pairs) if pair.change < 0],
+        same=[pair for pair in pairs if pair.change == 0],
+        unmatched=len(before.keys() ^ after.keys()),
+        counts=[len(before), len(after)],
         chart=line_chart("Reward", "mean over rollouts", curves, wide=True) if len(names) > 1 else None,
         settings=_differences(*(runs[name] for name in names)) if len(names) > 1 else [],
     )
@@ -135,6 +107,11 @@ async def task_page(pages: Pages, request: Request) -> Response:
 async def _evaluated(folder: Path, step: int, mode: Mode) -> dict[bytes, RolloutEntry]:
     """The rollouts of an evaluation, by task; of a task that a restart evaluated again, the last one."""
     return {_task_key(e.rollout.task): e for e in await read_entries(folder, Query(step=step, mode=mode))}
+
+
+def _mean_reward(entries: Sequence[RolloutEntry]) -> float | None:
+    """A rollout without a reward counts as 0; None without any."""
+    return fmean(entry.reward or 0.0 for entry in entries) if entries else None
 
 
 def _task_key(task: Task) -> bytes:

@@ -57,31 +57,29 @@ async def run_page(pages: Pages, request: Request) -> Response:
     def link(at: int) -> str:
         return page_address("runs", name, "rollouts", step=at, mode="train" if at in trained else None)
 
+    evaluated, training = held_out(lines), series(lines, "train", "reward/mean")
+    sets = {key.replace("/", ", "): points for key, points in evaluated.items()}
     return pages.render(
         request,
         "run.html",
         entry=entry,
         folder=folder,
         facts=_facts(folder, lines, started),
-        settings=_settings_text(folder),
+        settings=(folder / CONFIG_FILE).read_text(errors="replace"),
         problem=problem,
         step=step,
         trained=trained,
         last=last,
         rewards=_histogram(name, step, rewards, "rollouts" if step in trained else "rollouts so far"),
-        main=line_chart("Reward", "mean over rollouts", _rewards(lines), link, wide=True),
+        main=line_chart("Reward", "mean over rollouts", {"training": training, **sets}, link, wide=True),
         charts=[chart for chart in _charts(lines, link) if chart is not None],
-        evaluations=[(kind, points[0], points[-1]) for kind, points in held_out(lines).items() if points],
+        evaluations=[(kind, points[0], points[-1]) for kind, points in evaluated.items() if points],
         latest={line.step: line.values for line in lines if line.kind == "train"}.get(last, {}),
         table=_table(lines),
         columns=list(_COLUMNS),
         link=link,
         changed=page_address("runs", name, "changed") if line.is_running else None,
     )
-
-
-def _settings_text(folder: Path) -> str:
-    return (folder / CONFIG_FILE).read_text(errors="replace")
 
 
 def _facts(folder: Path, lines: Sequence[MetricsLine], started: float | None) -> dict[str, str]:
@@ -100,18 +98,12 @@ def _facts(folder: Path, lines: Sequence[MetricsLine], started: float | None) ->
     return {name: value for name, value in facts.items() if value}
 
 
-def _rewards(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    sets = {key.replace("/", ", "): points for key, points in held_out(lines).items()}
-    return {"training": series(lines, "train", "reward/mean"), **sets}
-
-
 def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
     equal = series(lines, "train", "groups/no_contrast")
     kl = {
         **_updates(lines, "kl_reference", "from the initial weights"),
         **_updates(lines, "kl_behaviour", "from the sampler"),
     }
-    lengths = {"prompt": series(lines, "train", "length/prompt"), "response": series(lines, "train", "length/response")}
     return [
         line_chart("Groups without contrast", "share of groups whose rewards are all equal", {"": equal}, link),
         stacked("Dropped", "transitions that were not trained on, by reason", _by_kind(lines, "dropped/"), link),
@@ -119,9 +111,14 @@ def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
         line_chart("Loss", "of the update", _updates(lines, "loss"), link),
         line_chart("KL divergence", "how far the policy has moved", kl, link),
         line_chart("Entropy", "of the policy, nats per token", _updates(lines, "entropy"), link),
-        line_chart("Length", "tokens per call", lengths, link),
+        line_chart("Length", "tokens per call", _series(lines, "length/", "prompt", "response"), link),
         stacked("Time", "seconds of each step", _seconds(lines), link),
-        stacked("Tokens", "of each step, by what was done with them", _tokens(lines), link),
+        stacked(
+            "Tokens",
+            "of each step, by what was done with them",
+            _series(lines, "tokens/", "prefilled", "reused", "decoded"),
+            link,
+        ),
         line_chart("Staleness", "updates since the oldest call of a rollout", _staleness(lines), link),
         line_chart("Gradient norm", "before clipping", _updates(lines, "grad_norm"), link),
     ]
@@ -146,15 +143,14 @@ def _by_kind(lines: Sequence[MetricsLine], prefix: str) -> dict[str, Points]:
     return {key.removeprefix(prefix): series(lines, "train", key) for key in _keys_below(lines, prefix)}
 
 
-def _tokens(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    return {use: series(lines, "train", f"tokens/{use}") for use in ("prefilled", "reused", "decoded")}
+def _series(lines: Sequence[MetricsLine], prefix: str, *names: str) -> dict[str, Points]:
+    """These numbers below a key, in their order."""
+    return {name: series(lines, "train", f"{prefix}{name}") for name in names}
 
 
 def _staleness(lines: Sequence[MetricsLine]) -> dict[str, Points]:
     """Of asynchronous runs; in the others nothing is stale."""
-    points: dict[str, Points] = {
-        statistic: series(lines, "train", f"staleness/{statistic}") for statistic in ("mean", "max")
-    }
+    points = _series(lines, "staleness/", "mean", "max")
     return points if any(value for _, value in points["max"]) else {}
 
 
