@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
     from agl_algorithms.grpo import group_statistics
@@ -20,9 +21,7 @@ __all__ = [
     "whitened",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = {"PolicyGradientOptions": "plugin", "group_statistics": "grpo"}.get(name, "policy_gradient")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+__getattr__ = lazily(
+    __name__,
+    **{**dict.fromkeys(__all__, ".policy_gradient"), "PolicyGradientOptions": ".plugin", "group_statistics": ".grpo"},
+)
