@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -40,7 +41,7 @@ from agl_core.capture import (
     report_problem,
 )
 from agl_core.capture.context import current_scope, holding
-from agl_core.capture.reports import wrap_once
+from agl_core.capture.reports import within, wrap_once
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 
@@ -197,18 +198,15 @@ def _report(run: _ToolRun, context: Any, result: Any) -> None:
     )
 
 
-def _carries_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wraps a function that asks the model: its requests carry the fields of the run's context."""
-
-    async def asking(*args: Any, **kwargs: Any) -> Any:
-        scope = _enter((*args, *kwargs.values()))
-        try:
-            return await ask(*args, **kwargs)
-        finally:
-            if scope is not None:
-                scope.close()
-
-    return asking
+@contextmanager
+def _context_carried(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """While a function asks the model: its requests carry the fields of the run's context."""
+    scope = _enter((*args, *kwargs.values()))
+    try:
+        yield
+    finally:
+        if scope is not None:
+            scope.close()
 
 
 def _variables_of(context: Any) -> Mapping[str, Json] | None:
@@ -238,6 +236,6 @@ _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
     ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", _sees_results),
     ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
     ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
-    ("agents.run_internal.run_loop", "get_new_response", _carries_context),
-    ("agents.run_internal.run_loop", "run_single_turn_streamed", _carries_context),
+    ("agents.run_internal.run_loop", "get_new_response", within(_context_carried)),
+    ("agents.run_internal.run_loop", "run_single_turn_streamed", within(_context_carried)),
 )

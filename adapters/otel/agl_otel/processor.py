@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 import agl_core
 from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
 from agl_core.learning.transitions import Alone
-from agl_core.types import Choice, FinishReason, Json, Tokens
+from agl_core.types import Choice, FinishReason, Json
 from agl_core.types.forms import parse_if_json
 from agl_otel.plugin import otel
 from agl_otel.spans import ModelCall, Span, SpanTree, see
@@ -64,7 +64,7 @@ def _captured_of(spans: Sequence[Span]) -> CapturedRollout:
     by_key = {(span.trace, span.id): span for span in spans}
     root = next((span for span in spans if (span.trace, span.parent or "") not in by_key), spans[0])
     tree = SpanTree(see(span) for span in spans)
-    rollout = CapturedRollout(f"otel:{root.trace}:{root.id}", _input_of(root))
+    rollout = CapturedRollout(f"otel:{root.trace}:{root.id}", _value_of(root, "input"))
     calls = tree.calls()
     ids = Counter(call.response_id for call in calls)
     for call in calls:
@@ -80,11 +80,11 @@ def _captured_of(spans: Sequence[Span]) -> CapturedRollout:
             who=call.identity,
             started=outermost.started or 0.0,
             ended=outermost.ended or 0.0,
-            prompt_ids=_prompt_ids_of(seen),
+            prompt_ids=ids_of(_raw_reply(seen).get("prompt_token_ids")),
         )
     for report in tree.tool_results():
         rollout.recording.tool_result(report)
-    rollout.finish(_output_of(root), (root.description or "error") if root.failed else None)
+    rollout.finish(_value_of(root, "output"), (root.description or "error") if root.failed else None)
     return rollout
 
 
@@ -120,7 +120,7 @@ class _Traces:
                 return
             traced.spans.append(span)
             traced.has_ended |= key == traced.root
-            traced.has_calls |= _is_call(span)
+            traced.has_calls |= isinstance(see(span).did, ModelCall)
             if traced.has_ended and traced.has_calls:
                 self._ended[traced.root] = traced
 
@@ -134,10 +134,6 @@ class _Traces:
         """Forget what has ended."""
         with self._lock:
             self._ended.clear()
-
-
-def _is_call(span: Span) -> bool:
-    return isinstance(see(span).did, ModelCall)
 
 
 def _request_of(spans: Sequence[Span]) -> dict[str, Json]:
@@ -171,23 +167,13 @@ def _choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
     )
 
 
-def _prompt_ids_of(spans: Sequence[Span]) -> Tokens | None:
-    """The prompt's token ids, if OpenInference kept the reply of an endpoint that returns them."""
-    return ids_of(_raw_reply(spans).get("prompt_token_ids"))
-
-
-def _input_of(root: Span) -> Json:
-    """The input of a trace's root, if the span has it."""
-    return parse_if_json(root.attributes.get("input.value", root.attributes.get("traceloop.entity.input")))
-
-
-def _output_of(root: Span) -> Json:
-    """The output of a trace's root, if the span has it."""
-    return parse_if_json(root.attributes.get("output.value", root.attributes.get("traceloop.entity.output")))
+def _value_of(root: Span, side: str) -> Json:
+    """The input or output of a trace's root, if the span has it."""
+    return parse_if_json(root.attributes.get(f"{side}.value", root.attributes.get(f"traceloop.entity.{side}")))
 
 
 def _raw_reply(spans: Sequence[Span]) -> Mapping[str, Any]:
-    """The endpoint's own reply, or nothing."""
+    """The endpoint's own reply, or nothing; its token ids are in it if the endpoint returns them."""
     for span in spans:
         raw = parse_if_json(span.attributes.get("output.value"))
         if isinstance(raw, Mapping) and isinstance(raw.get("choices"), list):
@@ -233,7 +219,8 @@ def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     for part in message["parts"]:
         kind = part.get("type")
         if kind == "tool_call":
-            tool_calls.append(_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+            function = {"name": part.get("name"), "arguments": _as_text(part.get("arguments"))}
+            tool_calls.append({"id": part.get("id"), "type": "function", "function": function})
         elif kind == "tool_call_response":
             response = part.get("response", part.get("result"))
             yield {"role": "tool", "tool_call_id": part.get("id"), "content": _as_text(response)}
@@ -246,10 +233,6 @@ def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
         text = "".join(texts) or (None if tool_calls else "")
         fields["content"] = text if len(texts) == len(content) else content
         yield {**fields, "tool_calls": tool_calls} if tool_calls else fields
-
-
-def _tool_call(id: Json, name: Json, arguments: Json) -> dict[str, Json]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": _as_text(arguments)}}
 
 
 def _as_text(value: Json) -> str:

@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from agl_core.capture.recording import SPANS, jsonable
 from agl_core.capture.status import (
@@ -201,7 +200,7 @@ def _tool(span: Span) -> ToolResult:
 
 
 def _arguments(span: Span) -> Json:
-    attribute = _first(span.attributes, *_ARGUMENTS)
+    attribute = next((span.attributes[name] for name in _ARGUMENTS if span.attributes.get(name) is not None), None)
     arguments = parse_if_json(attribute or _event(span, "gen_ai.tool.message").get("content"))
     if not isinstance(arguments, Mapping):
         return arguments
@@ -244,10 +243,6 @@ def _error(span: Span, error_type: str | None, result: Json) -> str:
 
 def _event(span: Span, name: str) -> Mapping[str, Json]:
     return span.events.get(name, {})
-
-
-def _first(attributes: Mapping[str, Json], *names: str) -> Any:
-    return next((attributes[name] for name in names if attributes.get(name) is not None), None)
 
 
 def _text(attributes: Mapping[str, Json], *names: str) -> str | None:

@@ -176,9 +176,11 @@ def score(model: Any, micro: MicroBatch, packed_RW: Tensor | None = None) -> Tok
         if torch.equal(head(hidden_RH[:1]), logits_1V):
             columns = [torch.split(column, part) for column in (hidden_RH, micro.targets_R, micro.temperature_R)]
             packed = [None] * len(columns[0]) if packed_RW is None else torch.split(packed_RW, part)
-            scores = [
-                checkpoint(_scores_of, head, *rows, use_reentrant=False) for rows in zip(*columns, packed, strict=True)
-            ]
+
+            def scores_of(hidden_RH: Tensor, *rows: Any) -> TokenScores:
+                return _scores(head(hidden_RH), *rows)
+
+            scores = [checkpoint(scores_of, *rows, use_reentrant=False) for rows in zip(*columns, packed, strict=True)]
             return TokenScores(*(torch.cat(column) for column in zip(*scores, strict=True)))
     _, logits_RV = _forward(model, micro, slice(None))
     return _scores(logits_RV, micro.targets_R, micro.temperature_R, packed_RW)
@@ -198,12 +200,6 @@ def _forward(model: Any, micro: MicroBatch, positions: slice) -> tuple[Tensor, T
     finally:
         hook.remove()
     return hidden[0], logits
-
-
-def _scores_of(
-    head: Any, hidden_RH: Tensor, targets_R: Tensor, temperature_R: Tensor, packed_RW: Tensor | None
-) -> TokenScores:
-    return _scores(head(hidden_RH), targets_R, temperature_R, packed_RW)
 
 
 def _scores(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor, packed_RW: Tensor | None) -> TokenScores:

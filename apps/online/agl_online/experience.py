@@ -22,7 +22,7 @@ from agl_core.protocols import DrawContext
 from agl_core.store.interface import Store, Wanted
 from agl_core.training.metrics import Phase
 from agl_core.training.rollouts import Collector, Drawn, Experience, Scored, warn_of_failed_rules
-from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition, episode_return
+from agl_core.types import AttemptKey, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 
 _NAME_SHARE = 0.25
@@ -173,18 +173,14 @@ class SessionExperience:
         is_stale = is_old or None in ages or staleness(episode, self.versions) > self.settings.max_staleness
         if episode.dropped is None and is_stale:
             episode = replace(episode, dropped=DropReason.STALE)
-        return _Ended(end, replace(scored, episode=episode), self._is_usable(episode))
+        trained = (left_out(transition, self.agents) is None for transition in episode.transitions)
+        return _Ended(end, replace(scored, episode=episode), episode.dropped is None and any(trained))
 
     def _age(self, transition: Transition) -> int | None:
         """The updates since; None if the weights do not come from what answered."""
         if transition.version is None or transition.policy not in self.versions:
             return None
         return self.since(transition.version)
-
-    def _is_usable(self, episode: Episode) -> bool:
-        return episode.dropped is None and any(
-            left_out(transition, self.agents) is None for transition in episode.transitions
-        )
 
 
 def capped_weights(names: Sequence[str]) -> list[float]:

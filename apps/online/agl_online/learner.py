@@ -199,16 +199,15 @@ class Learner(Trainer):
 
     async def _evaluation_of(self, version: int) -> Evaluated:
         """The evaluation of a version on the held-out tasks; afterwards the weights are as they were."""
+        now = self.state.step
+        if version == now:
+            return await self._evaluate()
         if version not in self._evaluated:
-            now = self.state.step
-            if version == now:
-                self._evaluated[version] = await self._evaluate()
-            else:
-                await uninterrupted(self._load(version))
-                try:
-                    self._evaluated[version] = await self.session.evaluator.evaluate(version)
-                finally:
-                    await uninterrupted(self._load(now))
+            await uninterrupted(self._load(version))
+            try:
+                self._evaluated[version] = await self.session.evaluator.evaluate(version)
+            finally:
+                await uninterrupted(self._load(now))
         return self._evaluated[version]
 
     async def _evaluate(self) -> Evaluated:
