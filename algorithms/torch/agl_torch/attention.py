@@ -122,23 +122,18 @@ def _along_branches(query: Tensor, key: Tensor, value: Tensor, branches: _Pieces
     return torch.cat(outputs, 2)
 
 
-def _side_by_side(of_queries: Tensor, kv_heads: int) -> Tensor:
-    """[B, heads, Q, …] as [B, kv_heads, group * Q, …]: the heads that share a key head."""
-    batch, heads, queries = of_queries.shape[:3]
-    return of_queries.reshape(batch, kv_heads, heads // kv_heads * queries, *of_queries.shape[3:])
-
-
 def _grouped(query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """The query heads that share a key head stand side by side in the query axis. `mask` is [B, 1, Q, T]."""
-    _, heads, queries, _ = query_BHQD.shape
+    batch, heads, queries, size = query_BHQD.shape
+    group = heads // key.shape[1]
     output: Tensor = scaled_dot_product_attention(
-        _side_by_side(query_BHQD, key.shape[1]),
+        query_BHQD.reshape(batch, key.shape[1], group * queries, size),
         key,
         value,
-        attn_mask=mask if queries == 1 else mask.repeat(1, 1, heads // key.shape[1], 1),
+        attn_mask=mask if queries == 1 else mask.repeat(1, 1, group, 1),
         scale=scaling,
     )
-    return output.reshape(*query_BHQD.shape[:3], -1)
+    return output.reshape(batch, heads, queries, -1)
 
 
 AttentionInterface.register(NAME, _attention)

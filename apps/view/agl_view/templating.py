@@ -84,7 +84,6 @@ def make_environment() -> Environment:
     )
     functions: dict[str, Any] = {
         "address": page_address,
-        "query_of": lambda names: urlencode([("run", name) for name in names]),
         "shade": shade,
         "lean": lean,
         "said_by": said_by,
