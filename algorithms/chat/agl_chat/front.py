@@ -1,4 +1,4 @@
-"""`agl chat`: the chat layer before a vLLM or SGLang server that runs already."""
+"""`agl proxy`: the chat layer before a vLLM or SGLang server that runs already."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BACKENDS: dict[str, type[VllmBackend | SglangBackend]] = {"vllm": VllmBackend, "
 _FLAGS = "Start vLLM with --enable-scale-out --logprobs-mode processed_logprobs."
 
 
-def chat(url: Url, model: Folder, upstream_key_env: KeyVariable = None, port: Port = 8300) -> None:
+def proxy(url: Url, model: Folder, upstream_key_env: KeyVariable = None, port: Port = 8300) -> None:
     """Stand before a vLLM or SGLang server, so that a conversation goes on from the token ids that were sampled.
 
     Name the address that it prints as --upstream of `agl run`, or as online.upstream: they record these ids. Clients

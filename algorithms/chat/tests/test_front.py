@@ -1,4 +1,4 @@
-"""`agl chat` before servers that speak as vLLM and SGLang document; `live_chat.py` of agl-verl has the real vLLM."""
+"""`agl proxy` before servers that speak as vLLM and SGLang document; `live_chat.py` of agl-verl has the real vLLM."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_agl_run_records_a_conversation_that_goes_on_from_its_ids(
         )
 
     async with listening(server.app) as url:
-        before = await agl("chat", url, str(folder), "--port", "0")
+        before = await agl("proxy", url, str(folder), "--port", "0")
         assert before.stdout is not None
         try:
             address = (await before.stdout.readline()).decode().split()[-1]

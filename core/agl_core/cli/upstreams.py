@@ -12,7 +12,7 @@ from agl_core.errors import ConfigError, EngineError, nearest
 from agl_core.protocols import Upstream
 
 _HOSTED = "https://api.openai.com/v1"
-ANEW = "note: the model server tokenises each turn anew. `agl chat` before a vLLM or SGLang server keeps the ids."
+ANEW = "note: the model server tokenises each turn anew. `agl proxy` before a vLLM or SGLang server keeps the ids."
 _TIMEOUT = httpx.Timeout(120, connect=10)
 
 
