@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -257,14 +255,6 @@ class TinyRun:
             time.sleep(_TELL)
             reports.append(f"===== {part.name} ({part.pid}): {state}; the end of {part.log.name}:\n{part.tail()}")
         return "\n".join(reports)
-
-
-def free_port() -> int:
-    """A port that the system gives to nobody by itself: while a run has not taken it, or is started again."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError("no port is free")
 
 
 def _is_forked(pid: int) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from running_servers import free_port
 from typer.testing import CliRunner
 
 from agl_core.cli import app
@@ -26,7 +27,7 @@ from agl_core.wire import WORKER_KEY
 from .fault_agent import RETRIES
 from .fault_checks import check_ended, drawn_settings, storm, wait_for_replies
 from .fault_proxy import FaultyProxy
-from .fault_run import PATIENCE, TinyRun, free_port
+from .fault_run import PATIENCE, TinyRun
 
 KILLS = 6
 STORMS = int(os.environ.get("AGL_FAULT_STORMS", "1"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
@@ -17,6 +15,7 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
+from running_servers import free_port
 
 from agl_core import kinds
 from agl_core.capture import attach
@@ -191,15 +190,7 @@ def rewards(run: Ran) -> list[float]:
     return run.summary.as_json()["train_rewards"]
 
 
-def _free_port() -> int:
-    """A port that the system gives to no other process before it is used."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError("no port is free")
-
-
-PORT = _free_port()
+PORT = free_port()
 RESULTS, VALUES = ran(lambda run: [a.result for a in run.attempts]), ran(lambda run: [u["values"] for u in run.updates])
 IN_FLIGHT, KEPT = (
     ran(lambda run: run.metrics[1]["groups/in_flight"]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,3 +73,11 @@ def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstrea
 def attempt_maker(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
     """Makes attempts whose Lightning Server is the scripted one."""
     return lambda rollout="r1": AttemptContext(rollout, 0, server.root, "key", Recording())
+
+
+def free_port() -> int:
+    """A port that the system gives to nobody by itself: while what listens there has not begun, or is started again."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")

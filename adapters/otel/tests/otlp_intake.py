@@ -18,6 +18,21 @@ from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
 
+USER = {"role": "user", "content": "1 + 2?"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+"""A tool, as a request offers it."""
+
+
+def agent_named(name: str) -> dict[str, Any]:
+    """The attributes of an agent's span."""
+    return {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
+
+
+async def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
+    """The message of a model's reply, to these messages or to `USER`."""
+    reply = await client.chat.completions.create(model="default", messages=list(messages or [USER]), **options)
+    return reply.choices[0].message
+
 
 @dataclass
 class IntakeStack:

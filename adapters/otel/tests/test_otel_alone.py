@@ -20,9 +20,10 @@ from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream, logprob
 from agl_core.types import Ending, FinishReason, ToolStatus
 from agl_otel import AglSpanProcessor
 
-AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}
+from .otlp_intake import ADD, USER, agent_named
+
+AGENT = agent_named("solver")
 TOOL = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", "gen_ai.tool.call.result": "3"}
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 SAMPLING = {"temperature": 0.5, "max_tokens": 200, "seed": 3}
 
 
@@ -49,7 +50,7 @@ def processor(provider: TracerProvider, monkeypatch: pytest.MonkeyPatch) -> AglS
 async def solve(provider: TracerProvider, client: Any, upstream: ScriptedUpstream, **options: Any) -> None:
     """An agent that asks for one tool, and answers."""
     upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
-    tracer, messages = provider.get_tracer("agent"), [{"role": "user", "content": "1 + 2?"}]
+    tracer, messages = provider.get_tracer("agent"), [USER]
     create = client.chat.completions.create
     with tracer.start_as_current_span("invoke_agent solver", attributes=AGENT):
         reply = await create(model="m", messages=messages, tools=[ADD], **SAMPLING, **options)

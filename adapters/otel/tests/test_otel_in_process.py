@@ -17,22 +17,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from agl_core.testing.scripts import CallTools, Say
 from agl_otel import AglSpanProcessor
 
-USER = {"role": "user", "content": "1 + 2?"}
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-
-def agent(name: str) -> dict[str, Any]:
-    return {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
+from .otlp_intake import ADD, agent_named, ask
 
 
 def tool(id: str | None = None, **more: Any) -> dict[str, Any]:
     named = {"gen_ai.tool.call.id": id} if id else {}
     return {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", **named, **more}
-
-
-async def ask(client: Any, *messages: Any, **options: Any) -> Any:
-    reply = await client.chat.completions.create(model="default", messages=list(messages or [USER]), **options)
-    return reply.choices[0].message
 
 
 @pytest.mark.parametrize("kinds", [[], [GenAI], [OpenLLMetry, OpenInference]])
@@ -44,7 +34,7 @@ async def test_agents_and_tool_results(
     tracer, attempt = provider.get_tracer("agent"), await stack.attempt()
     client = stack.client()  # one made once, whose base URL does not tell the rollout
     stack.upstream.script(CallTools([("add", {}), ("add", {}), ("add", {})]), Say("3"))
-    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("Übersetzer")) as span:
+    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent_named("Übersetzer")) as span:
         message = await ask(client, tools=[ADD])
         ok, empty, broken = (call.id for call in message.tool_calls)
         with tracer.start_as_current_span(
@@ -84,7 +74,7 @@ async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
             inner.end()
             assert attempt.tool_results == ()
         with tracer.start_as_current_span("add", attributes=tool("c2")):
-            with tracer.start_as_current_span("invoke_agent", attributes=agent("adder")):
+            with tracer.start_as_current_span("invoke_agent", attributes=agent_named("adder")):
                 tracer.start_span("add", attributes=tool()).end()
             tracer.start_span("add", attributes=tool("c3")).end()
     results = attempt.tool_results

@@ -20,10 +20,9 @@ from opentelemetry.trace import StatusCode, Tracer
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
 
-from .otlp_intake import IntakeStack, exported, flush
+from .otlp_intake import ADD, USER, IntakeStack, agent_named, ask, exported, flush
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-GENAI_AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}
+GENAI_AGENT = agent_named("solver")
 OPENINFERENCE_AGENT = {"openinference.span.kind": "AGENT", "agent.name": "solver"}
 OPENLLMETRY_AGENT = {"traceloop.span.kind": "agent", "traceloop.entity.name": "solver"}
 
@@ -53,14 +52,6 @@ VOCABULARIES = {
     "genai": (GenAI, GENAI_AGENT, genai_tool),
     "openinference": (OpenInference, OPENINFERENCE_AGENT, openinference_tool),
 }
-
-
-async def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
-    reply = await client.chat.completions.create(model="default", messages=list(messages), **options)
-    return reply.choices[0].message
-
-
-USER = {"role": "user", "content": "1 + 2?"}
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
