@@ -1,24 +1,17 @@
 """Reward rules for agl: AIR and the stock evaluators."""
 
-from agl_rewards.air import ToolResultsOptions, tool_results
-from agl_rewards.evaluators import exact_match, last_number, numeric_match, regex_format, token_f1, word_f1
-from agl_rewards.judge import Judge, JudgeError, JudgeOptions, score_in
-from agl_rewards.sql import run_query, same_rows, sql_match
-
-__all__ = [
-    "Judge",
-    "JudgeError",
-    "JudgeOptions",
-    "ToolResultsOptions",
-    "exact_match",
-    "last_number",
-    "numeric_match",
-    "regex_format",
-    "run_query",
-    "same_rows",
-    "score_in",
-    "sql_match",
-    "token_f1",
-    "tool_results",
-    "word_f1",
-]
+from agl_rewards.air import ToolResultsOptions as ToolResultsOptions
+from agl_rewards.air import tool_results as tool_results
+from agl_rewards.evaluators import exact_match as exact_match
+from agl_rewards.evaluators import last_number as last_number
+from agl_rewards.evaluators import numeric_match as numeric_match
+from agl_rewards.evaluators import regex_format as regex_format
+from agl_rewards.evaluators import token_f1 as token_f1
+from agl_rewards.evaluators import word_f1 as word_f1
+from agl_rewards.judge import Judge as Judge
+from agl_rewards.judge import JudgeError as JudgeError
+from agl_rewards.judge import JudgeOptions as JudgeOptions
+from agl_rewards.judge import score_in as score_in
+from agl_rewards.sql import run_query as run_query
+from agl_rewards.sql import same_rows as same_rows
+from agl_rewards.sql import sql_match as sql_match

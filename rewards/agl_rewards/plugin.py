@@ -1,26 +1,19 @@
-"""The package's components."""
+"""The package's components. Rules that a decorator made need no more than being here."""
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register
-from agl_rewards.air import ToolResultsOptions, air, tool_results
-from agl_rewards.evaluators import exact_match, numeric_match, regex_format, token_f1
+from agl_rewards.air import ToolResultsOptions, tool_results
+from agl_rewards.air import air as air
+from agl_rewards.evaluators import exact_match as exact_match
+from agl_rewards.evaluators import numeric_match as numeric_match
+from agl_rewards.evaluators import regex_format as regex_format
+from agl_rewards.evaluators import token_f1 as token_f1
 from agl_rewards.judge import Judge, JudgeOptions
 from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, Verified
-from agl_rewards.signals import abandoned, asked_again, tool_failed
-from agl_rewards.sql import sql_match
-
-__all__ = [
-    "abandoned",
-    "air",
-    "asked_again",
-    "exact_match",
-    "numeric_match",
-    "regex_format",
-    "register_components",
-    "sql_match",
-    "token_f1",
-    "tool_failed",
-]
+from agl_rewards.signals import abandoned as abandoned
+from agl_rewards.signals import asked_again as asked_again
+from agl_rewards.signals import tool_failed as tool_failed
+from agl_rewards.sql import sql_match as sql_match
 
 
 @hookimpl

@@ -1,5 +1,4 @@
 """agl's adapter for AutoGen."""
 
-from agl_autogen.plugin import Recorded, record
-
-__all__ = ["Recorded", "record"]
+from agl_autogen.plugin import Recorded as Recorded
+from agl_autogen.plugin import record as record

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
-    from agl_langchain.callback import AglCallback
-
-__all__ = ["AglCallback"]
+    from agl_langchain.callback import AglCallback as AglCallback
 
 __getattr__ = lazily(__name__, AglCallback=".callback")

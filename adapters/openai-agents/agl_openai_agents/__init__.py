@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
-    from agl_openai_agents.processor import AglProcessor
-
-__all__ = ["AglProcessor"]
+    from agl_openai_agents.processor import AglProcessor as AglProcessor
 
 __getattr__ = lazily(__name__, AglProcessor=".processor")

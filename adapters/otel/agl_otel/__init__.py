@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
-    from agl_otel.processor import AglSpanProcessor
-
-__all__ = ["AglSpanProcessor"]
+    from agl_otel.processor import AglSpanProcessor as AglSpanProcessor
 
 __getattr__ = lazily(__name__, AglSpanProcessor=".processor")

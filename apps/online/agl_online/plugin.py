@@ -14,9 +14,6 @@ from agl_core.kinds import Register
 from agl_core.protocols import RewardValue
 from agl_core.types import Episode, TransitionKey
 
-__all__ = ["register_components", "users_said"]
-# The reward rule is made by a decorator: being here is all it takes.
-
 
 @hookimpl
 def register_components(register: Register) -> None:
