@@ -1,10 +1,4 @@
-"""Real clients on the whole stack: gateway, store and the torch engine, with a policy that babbles.
-
-Of LangChain's own integration suite, the tests of the protocol pass; those of the model's wit fail by an assertion
-about what it said. Not supported, by the suite's properties: images, PDFs and audio (text models), Anthropic's content
-blocks, recorded cassettes (`test_stream_time` needs them), and structured output, whose values babble does not end
-within its limit of tokens. `tests/conformance/peers` runs the whole suite with a model that can.
-"""
+"""Real clients on the whole stack: gateway, store and the torch engine, with a policy that babbles."""
 
 from __future__ import annotations
 
@@ -20,28 +14,13 @@ import anthropic
 import numpy as np
 import openai
 import pytest
-from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from pydantic import SecretStr
 
 from agl_core.types import AttemptKey, Call, FinishReason
 
 from .engine_stack import EngineStack, engine_stack
-
-needs_wit = pytest.mark.xfail(
-    reason="needs a model that can follow instructions: this one calls no tool by itself, and gives no arguments",
-    raises=AssertionError,
-    strict=True,
-)
-NEED_WIT = {
-    "test_tool_calling",
-    "test_tool_calling_async",
-    "test_bind_runnables_as_tools",
-    "test_tool_choice",
-    "test_agent_loop",
-    "test_unicode_tool_call_integration",
-}
 
 WEATHER: Any = {
     "type": "function",
@@ -53,42 +32,6 @@ WEATHER: Any = {
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
     with engine_stack(tmp_path_factory.mktemp("engine-stack")) as running:
         yield running
-
-
-class TestChatOpenAIOnEngine(ChatModelIntegrationTests):
-    params: dict[str, Any]
-
-    @pytest.fixture(autouse=True)
-    def _lease(self, stack: EngineStack, request: pytest.FixtureRequest) -> None:
-        self.params = chat_openai_params(stack)
-        if request.node.originalname in NEED_WIT:
-            request.applymarker(needs_wit)
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return self.params
-
-    @property
-    def model_override_value(self) -> str:
-        return "gpt-4o"
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def supported_usage_metadata_details(self) -> Any:
-        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        model = ChatOpenAI(**self.params)
-        model.invoke("What is the weather like?")
-        chunks = list(model.stream("What is the weather like?"))
-        return sum_of(chunks) if stream else model.invoke("What is the weather like?")
 
 
 @pytest.mark.parametrize("ending", [FinishReason.STOP, FinishReason.LENGTH])
@@ -127,20 +70,6 @@ def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 
     assert second.reused >= 0.9 * len(before)
 
 
-def chat_openai_params(stack: EngineStack, key: AttemptKey | None = None) -> dict[str, Any]:
-    """The arguments of `ChatOpenAI` for an attempt, by default a new one."""
-    key = key or stack.lease()
-    return {
-        "model": "default",
-        "base_url": stack.url(key),
-        "api_key": stack.stack.key(key),
-        "stream_usage": True,
-        "max_retries": 0,
-        # LangChain shares one async client between models; here each test has an event loop of its own.
-        "http_async_client": openai.DefaultAsyncHttpxClient(),
-    }
-
-
 def sum_of(chunks: Any) -> AIMessageChunk:
     """The message that a stream's chunks make together."""
     total: AIMessageChunk = functools.reduce(operator.add, chunks)
@@ -151,22 +80,26 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-def named(tool: str) -> Any:
-    return {"type": "function", "function": {"name": tool}}
-
-
 PARAMETERS: Any = {"type": "object", "properties": {}}
 ASKED: dict[str, Any] = {"model": "default"}
 TURNS = 6
 
 
 def converse_by_langchain(stack: EngineStack, key: AttemptKey, streamed: bool) -> None:
-    model = ChatOpenAI(**chat_openai_params(stack, key))
+    model = ChatOpenAI(
+        model="default",
+        base_url=stack.url(key),
+        api_key=SecretStr(stack.stack.key(key)),
+        stream_usage=True,
+        max_retries=0,
+    )
     free, forced = model.bind_tools([WEATHER]), model.bind_tools([WEATHER], tool_choice="get_weather")
     messages: list[BaseMessage] = [HumanMessage("Hello, how are you?")]
     for turn in range(TURNS):
         chat: Any = forced if turn % 2 else free
         reply: AIMessage = sum_of(chat.stream(messages)) if streamed else chat.invoke(messages)
+        assert reply.usage_metadata
+        assert reply.usage_metadata["input_token_details"]["cache_read"] > 0 or not turn
         new = [ToolMessage("22 °C", tool_call_id=call["id"]) for call in reply.tool_calls]
         messages += [reply, *(new or [HumanMessage(f"and {turn}?")])]
 

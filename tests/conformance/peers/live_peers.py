@@ -18,7 +18,7 @@ from anyio.from_thread import start_blocking_portal
 from agl_core.testing.server import running_stack
 from agl_online.policies import serving
 
-from .obedient import obey
+from ...support.obedient import obey
 from .suites import EXPECTED, POLICY, SUITES, Suite
 
 MODELS = ("default", "gpt-6-astra", "model_id")
