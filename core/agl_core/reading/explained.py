@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from agl_core.errors import StoreRefusedError
 from agl_core.learning.certificate import Certificate, certify
 from agl_core.learning.health import RolloutHealth, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.learning.transitions import build_episode
 from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store
-from agl_core.training.rollouts import Recorded, counted_attempts
+from agl_core.training.rollouts import by_attempt, counted_attempts, read_attempts
 from agl_core.types import (
     Attempt,
     AttemptKey,
@@ -220,62 +218,29 @@ def _group_credit(members: Sequence[RolloutReport]) -> list[GroupCredit]:
 
 async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:
     """These rollouts, in their order."""
-    keys = counted_attempts(rollouts)
-    attempts = await store.attempts(*(key.rollout for key in keys))
-    return await _entries(store, rollouts, attempts, await store.rewards(keys), await store.training_records(keys))
-
-
-async def reports_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutReport]:
-    """Everything that is recorded of these rollouts, in their order."""
-    attempts = await store.attempts(*(rollout.id for rollout in rollouts))
-    keys = [attempt.key for attempt in attempts]
-    rewards, records = await store.rewards(keys), await store.training_records(keys)
-    calls_of, tool_results_of = _by_attempt(await store.calls(keys)), _by_attempt(await store.tool_results(keys))
-    rewards_of, records_of, annotations_of = (
-        _by_attempt(rewards),
-        _by_attempt(records),
-        _by_attempt(await store.annotations(keys)),
-    )
-    reports: dict[str, list[AttemptReport]] = {rollout.id: [] for rollout in rollouts}
-    by_id = {rollout.id: rollout for rollout in rollouts}
-    for attempt in attempts:
-        key, calls = attempt.key, calls_of[attempt.key]
-        episode = build_episode(
-            by_id[attempt.rollout], attempt, calls, tool_results_of[key], rewards_of[key], annotations_of[key]
-        )
-        pruned = any(call.pruned for call in calls)
-        reports[attempt.rollout].append(AttemptReport(attempt, episode, records_of[key], pruned))
-    entries = await _entries(store, rollouts, attempts, rewards, records)
-    return [RolloutReport(entry, reports[entry.rollout.id]) for entry in entries]
-
-
-async def _entries(
-    store: Store,
-    rollouts: Sequence[Rollout],
-    attempts: Sequence[Attempt],
-    rewards: Sequence[Reward],
-    records: Sequence[TrainingRecord],
-) -> list[RolloutEntry]:
-    """Entries of rollouts, from what was recorded of their attempts."""
-    runs = await store.runs()
+    keys, runs = counted_attempts(rollouts), await store.runs()
+    attempts = {attempt.key: attempt for attempt in await store.attempts(*(key.rollout for key in keys))}
+    rewards, records = by_attempt(await store.rewards(keys)), by_attempt(await store.training_records(keys))
     weights = {(run.id, run.restart): reward_weights(run) for run in runs}
-    attempt_of = {attempt.key: attempt for attempt in attempts}
-    rewards_of, records_of = _by_attempt(rewards), _by_attempt(records)
 
     def entry(rollout: Rollout) -> RolloutEntry:
         key = AttemptKey(rollout.id, -1 if rollout.counted_attempt is None else rollout.counted_attempt)
-        rules = weights.get((rollout.run, rollout.restart), {})
-        superseded = is_superseded(rollout, runs)
-        return RolloutEntry(rollout, superseded, rules, attempt_of.get(key), rewards_of[key], records_of[key])
+        rules, superseded = weights.get((rollout.run, rollout.restart), {}), is_superseded(rollout, runs)
+        return RolloutEntry(rollout, superseded, rules, attempts.get(key), rewards[key], records[key])
 
     return [entry(rollout) for rollout in rollouts]
 
 
-def _by_attempt(records: Iterable[Recorded]) -> defaultdict[AttemptKey, list[Recorded]]:
-    grouped = defaultdict[AttemptKey, list[Recorded]](list)
-    for record in records:
-        grouped[AttemptKey(record.rollout, record.attempt)].append(record)
-    return grouped
+async def reports_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutReport]:
+    """Everything that is recorded of these rollouts, in their order."""
+    recorded = await read_attempts(store, await store.attempts(*(rollout.id for rollout in rollouts)))
+    training_records = by_attempt(await store.training_records([*recorded]))
+    by_id = {rollout.id: rollout for rollout in rollouts}
+    reports: dict[str, list[AttemptReport]] = {id: [] for id in by_id}
+    for key, records in recorded.items():
+        episode = records.episode(by_id[key.rollout])
+        reports[key.rollout].append(AttemptReport(records.attempt, episode, training_records[key], records.pruned))
+    return [RolloutReport(entry, reports[entry.rollout.id]) for entry in await entries_of(store, rollouts)]
 
 
 def is_superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:

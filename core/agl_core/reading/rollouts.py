@@ -11,7 +11,7 @@ from typing import Any
 from agl_core.reading.explained import RolloutEntry, RolloutReport, entries_of, is_superseded, reports_of
 from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store
-from agl_core.training.rollouts import by_rollout, counted_attempts
+from agl_core.training.rollouts import read_attempts
 from agl_core.types import Ending, Json, Mode, RecordedRollout, Rollout, RolloutState, ToolStatus, Verdict
 
 _PAGE = 200
@@ -196,14 +196,10 @@ async def recorded_groups(folder: Path) -> list[list[Rollout]]:
 
 async def read_recorded(folder: Path, rollouts: Sequence[Rollout]) -> list[RecordedRollout]:
     """These rollouts of `recorded_groups`, with what was recorded of them."""
-    keys = counted_attempts(rollouts)
     async with open_store(folder) as store:
         entries = await entries_of(store, rollouts)
-        calls, results = by_rollout(await store.calls(keys)), by_rollout(await store.tool_results(keys))
-    recorded = []
-    for entry in entries:
-        assert entry.attempt is not None, "it counts"
-        id = entry.rollout.id
-        own = calls.get(id, []), results.get(id, []), entry.rewards
-        recorded.append(RecordedRollout(entry.rollout, entry.attempt, *own, entry.reward))
-    return recorded
+        records = await read_attempts(store, [entry.attempt for entry in entries if entry.attempt is not None])
+    return [
+        RecordedRollout(entry.rollout, own.attempt, own.calls, own.tool_results, own.rewards, entry.reward)
+        for entry, own in zip(entries, records.values(), strict=True)
+    ]

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -89,42 +90,45 @@ def group_of(first: Rollout, size: int) -> list[Rollout]:
     return [replace(first, id=f"{name}-m{member}", group=name, member=member) for member in range(size)]
 
 
-async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
-    """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
+@dataclass(frozen=True)
+class AttemptRecords:
+    """An attempt, and what was recorded of it."""
 
-    It has the recorded rewards that the agent reported, and what others said; rules compute theirs again. A rollout
-    without a counted attempt (it was cancelled, or its worker was lost) is an episode dropped for its ending.
-    StoreRefusedError if calls of a rollout were pruned.
-    """
-    keys = counted_attempts(rollouts)
-    recorded = await store.calls(keys)
-    pruned = next((call.rollout for call in recorded if call.pruned), None)
-    if pruned is not None:
-        raise StoreRefusedError(
-            f"The calls of rollout {pruned} were pruned (`agl runs prune`): their texts and tokens are gone, so "
-            f"nothing is left to score. Choose a later step."
+    attempt: Attempt
+    calls: Sequence[Call]
+    tool_results: Sequence[ToolResult]
+    rewards: Sequence[Reward]
+    annotations: Sequence[Annotation]
+
+    @property
+    def pruned(self) -> bool:
+        """Its calls lost their texts and tokens (`agl runs prune`)."""
+        return any(call.pruned for call in self.calls)
+
+    def episode(self, rollout: Rollout) -> Episode:
+        """Its episode, with all these rewards."""
+        return build_episode(
+            rollout, self.attempt, self.calls, self.tool_results, self.rewards, annotations=self.annotations
         )
-    calls = by_rollout(recorded)
-    tool_results = by_rollout(await store.tool_results(keys))
-    rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
-    annotations = by_rollout(await store.annotations(keys))
-    attempts = {attempt.key: attempt for attempt in await store.attempts(*(rollout.id for rollout in rollouts))}
-    episodes = []
-    for rollout in rollouts:
-        attempt = attempts.get(AttemptKey(rollout.id, rollout.counted_attempt or 0))
-        if attempt is None or rollout.counted_attempt is None:
-            episodes.append(_lost(rollout))
-            continue
-        episode = build_episode(
-            rollout,
-            attempt,
-            calls.get(rollout.id, ()),
-            tool_results.get(rollout.id, ()),
-            rewards.get(rollout.id, ()),
-            annotations.get(rollout.id, ()),
-        )
-        episodes.append(hook.episode_built(episode))
-    return episodes
+
+
+async def read_attempts(store: Store, attempts: Sequence[Attempt]) -> dict[AttemptKey, AttemptRecords]:
+    """What was recorded of these attempts, in their order."""
+    keys = [attempt.key for attempt in attempts]
+    calls, tool_results = by_attempt(await store.calls(keys)), by_attempt(await store.tool_results(keys))
+    rewards, annotations = by_attempt(await store.rewards(keys)), by_attempt(await store.annotations(keys))
+    return {
+        key: AttemptRecords(attempt, calls[key], tool_results[key], rewards[key], annotations[key])
+        for key, attempt in zip(keys, attempts, strict=True)
+    }
+
+
+def by_attempt(records: Iterable[Recorded]) -> defaultdict[AttemptKey, list[Recorded]]:
+    """Records by their attempt, in their order."""
+    grouped = defaultdict[AttemptKey, list[Recorded]](list)
+    for record in records:
+        grouped[AttemptKey(record.rollout, record.attempt)].append(record)
+    return grouped
 
 
 def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
@@ -132,12 +136,29 @@ def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
     return [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
 
 
-def by_rollout(records: Sequence[Recorded]) -> dict[str, list[Recorded]]:
-    """Records grouped by their rollout, in their order."""
-    grouped: dict[str, list[Recorded]] = {}
-    for record in records:
-        grouped.setdefault(record.rollout, []).append(record)
-    return grouped
+async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
+    """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
+
+    It has the recorded rewards that the agent reported, and what others said; rules compute theirs again. A rollout
+    without a counted attempt (it was cancelled, or its worker was lost) is an episode dropped for its ending.
+    StoreRefusedError if calls of a rollout were pruned.
+    """
+    keys = {*counted_attempts(rollouts)}
+    attempts = [attempt for attempt in await store.attempts(*(key.rollout for key in keys)) if attempt.key in keys]
+    by_rollout = {key.rollout: records for key, records in (await read_attempts(store, attempts)).items()}
+    episodes = []
+    for rollout in rollouts:
+        if (records := by_rollout.get(rollout.id)) is None:
+            episodes.append(_lost(rollout))
+            continue
+        if records.pruned:
+            raise StoreRefusedError(
+                f"The calls of rollout {rollout.id} were pruned (`agl runs prune`): their texts and tokens are gone, "
+                f"so nothing is left to score. Choose a later step."
+            )
+        reported = [reward for reward in records.rewards if reward.source == AGENT_SOURCE]
+        episodes.append(hook.episode_built(replace(records, rewards=reported).episode(rollout)))
+    return episodes
 
 
 def _lost(rollout: Rollout) -> Episode:
