@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from agl_core import private
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import CheckpointError, ConfigError, ServerError, StoreError
-from agl_core.plugins import RunHooks
-from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
@@ -134,27 +131,6 @@ async def begin_restart(server: LightningServer, config: RunConfig, run_dir: Pat
     await server.begin(run)
     server.keys.write(run_dir / SERVER_FILE, server.base_url, begun=True)
     return run
-
-
-@asynccontextmanager
-async def recording_server(
-    store: Store,
-    run: tuple[str, Mapping[str, Any]],
-    upstream: Upstream,
-    settings: RunSettings,
-    hook: RunHooks,
-    gateway: GatewaySection,
-) -> AsyncIterator[tuple[LightningServer, int]]:
-    """The server of a run that is recorded without training, and the number of its restart, which begins with it.
-
-    `run` is its name and its description; what its earlier restarts left unfinished ends as lost.
-    """
-    keys = Keys(passthrough=passthrough_key(gateway))
-    async with store, LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys) as server:
-        restart = len(await store.runs())
-        await store.put(Run(run[0], restart, time.time(), run[1]))
-        await server.queue.abandon(run[0])
-        yield server, restart
 
 
 async def _has_begun(store: Store, file: Path) -> bool:
