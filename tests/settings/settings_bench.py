@@ -14,8 +14,7 @@ import tomli_w
 
 from agl_core.config.load import LoadedConfig, load
 from agl_core.training.metrics import Observer, Summary
-from agl_core.training.run import train
-from agl_core.training.server import new_run_dir
+from agl_core.training.run import new_run_dir, train
 from agl_core.types import Attempt
 
 from .scripted_parts import SEEN

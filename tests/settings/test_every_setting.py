@@ -27,7 +27,7 @@ from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import scoring_rules
-from agl_core.training.server import local_server, new_run_dir, passthrough_key
+from agl_core.training.run import local_server, new_run_dir, passthrough_key
 from agl_core.training.session import engine_context, open_session
 from agl_core.types import Ending, Mode
 from agl_core.wire import SERVER_FILE, LeaseRequest

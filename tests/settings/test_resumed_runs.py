@@ -19,8 +19,7 @@ from agl_core.errors import ConfigError, PluginError
 from agl_core.reading.explained import is_superseded
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.metrics import Summary
-from agl_core.training.run import evaluate, train
-from agl_core.training.server import new_run_dir
+from agl_core.training.run import evaluate, new_run_dir, train
 from agl_core.types import Rollout, Run
 
 from . import scripted_agent, scripted_parts

@@ -25,7 +25,7 @@ from agl_core.reading.explained import RolloutReport
 from agl_core.reading.rollouts import Query, list_rollouts
 from agl_core.reading.runs import erase, find_run, has_writer, read_settings
 from agl_core.server import Keys, listening
-from agl_core.training.server import local_server, make_run_dir, removed_unless_begun, run_settings
+from agl_core.training.run import local_server, make_run_dir, removed_unless_begun, run_settings
 from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
 from agl_core.worker.client import LightningClient

@@ -20,7 +20,7 @@ from agl_core.protocols import Engine, Upstream
 from agl_core.server.keys import ActiveAttempt
 from agl_core.server.upstream import Destination, Relay, RunSettings, UpstreamClient
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.server import run_settings
+from agl_core.training.run import run_settings
 from agl_online.policies import Version, load_run, make_engine, policy_spec
 from agl_online.versions import Ledger, Standing
 

@@ -21,8 +21,7 @@ from agl_core.store.connections import is_written
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.loop import Evaluated, GroupSource, Trainer, uninterrupted
 from agl_core.training.metrics import Observer, Summary
-from agl_core.training.run import train
-from agl_core.training.server import make_run_dir
+from agl_core.training.run import make_run_dir, train
 from agl_core.types import AlarmName
 from agl_online.config import LearnSection, learn_section
 from agl_online.deployed import DeployedVersions

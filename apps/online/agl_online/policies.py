@@ -36,7 +36,7 @@ from agl_core.server.keys import ActiveAttempt, RolloutSource, carries, is_loopb
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
-from agl_core.training.server import run_settings
+from agl_core.training.run import run_settings
 from agl_core.types import Attempt, Call, Mode, Rollout, RolloutState, Task
 from agl_core.wire import WORKER_KEY, problem_of_key
 

@@ -136,7 +136,7 @@ def _configuration(file: Path) -> Findings:
 
 
 def _start(loaded: LoadedConfig) -> Findings:
-    from agl_core.training.server import removed_unless_begun
+    from agl_core.training.run import removed_unless_begun
     from agl_core.training.session import workload
 
     work = workload(loaded)
@@ -148,7 +148,7 @@ def _start(loaded: LoadedConfig) -> Findings:
 
 async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[Finding]:
     """The engine's token ids and needs and, if agents are run, one rollout."""
-    from agl_core.training.server import local_server
+    from agl_core.training.run import local_server
     from agl_core.training.session import first_look, open_session
 
     workers = loaded.config.workers.model_copy(update={"embedded": True})

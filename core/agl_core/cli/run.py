@@ -31,7 +31,7 @@ from agl_core.reading.explained import AttemptReport, reports_of
 from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
 from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
-from agl_core.training.server import first_free, new_run_dir, passthrough_key, removed_unless_begun
+from agl_core.training.run import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_core.training.session import engine_context
 from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
 from agl_core.wire import Lease, LeaseRequest, take_keys

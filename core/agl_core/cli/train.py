@@ -26,8 +26,8 @@ from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.metrics import METRICS_FILE, Summary, counts
 from agl_core.training.run import evaluate as run_evaluation
+from agl_core.training.run import new_run_dir
 from agl_core.training.run import train as run_training
-from agl_core.training.server import new_run_dir
 from agl_core.training.session import engine_context
 from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY

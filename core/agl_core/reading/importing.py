@@ -19,7 +19,7 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.runs import check_name, write_capture
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.server import first_free, removed_unless_begun
+from agl_core.training.run import first_free, removed_unless_begun
 from agl_core.types import (
     Attempt,
     Call,

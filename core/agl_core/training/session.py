@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,8 +33,8 @@ from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules, train_index
-from agl_core.training.server import begin_restart
-from agl_core.types import AlarmName, Call, Ending, Episode, Mode, RecordedReply, Rollout, RolloutState, Workload
+from agl_core.types import AlarmName, Call, Ending, Episode, Mode, RecordedReply, Rollout, RolloutState, Run, Workload
+from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.worker import WorkerThread, choose_runner
 
@@ -175,6 +176,20 @@ class RecordedQueue:
                 return True
             self._has_own_ids[call.policy] = bool(np.array_equal(tokenized.prompt_ids, call.prompt_ids))
         return self._has_own_ids[call.policy]
+
+
+async def begin_restart(server: LightningServer, config: RunConfig, run_dir: Path, resumed_step: int | None) -> Run:
+    """Begin the run's next restart, which goes on from the checkpoint of `resumed_step`; None: from none.
+
+    The run has the name in its store, so that its folder may be moved; at first it has that of its folder.
+    """
+    runs = await server.store.runs()
+    name = runs[-1].id if runs else run_dir.name
+    restart = 1 + max((run.restart for run in runs if run.id == name), default=-1)
+    run = Run(name, restart, time.time(), config.model_dump(mode="json"), resumed_step if restart else None)
+    await server.begin(run)
+    server.keys.write(run_dir / SERVER_FILE, server.base_url, begun=True)
+    return run
 
 
 @asynccontextmanager
