@@ -38,7 +38,7 @@ AT_ONCE = 4
 """Evaluations that run at a time; others wait, and their time does not count yet."""
 _MEMORY = 1 << 30
 """Bytes that an evaluation may ask for, beside what the template has."""
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -94,15 +94,19 @@ def _begin(client: socket.socket) -> int | None:
         failure = "".join(traceback.format_exception_only(error)).strip()
         client.sendall(b"\n" + json.dumps(["error", f"it cannot be imported: {failure}"]).encode() + b"\n")
         return None
-    with warnings.catch_warnings():  # Python 3.12 warns of native threads; their libraries handle forks themselves.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        pid = os.fork()
-    if pid:
+    if pid := fork():
         return pid
     try:
         _evaluate(function, client, request)
     finally:
         os._exit(0)
+
+
+def fork() -> int:
+    """`os.fork` without Python's warning of native threads (from 3.12 on): their libraries handle forks themselves."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
 
 
 def _finish(pid: int, client: socket.socket, *, wait: bool) -> bool:
@@ -153,8 +157,7 @@ def _evaluate(function: Callable[..., Any], client: socket.socket, request: dict
 
     What is no error but ends a process (`exit()`) ends it without either.
     """
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
     reply: list[Any]
     result = client.fileno()
@@ -218,9 +221,10 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, value: int, address: int = 0) -> None:
+def prctl(option: int, value: int, address: int = 0) -> None:
+    """Change how the kernel treats this process; elsewhere than on Linux nothing. OSError if it refuses."""
     numbers = map(ctypes.c_ulong, (value, address, 0, 0))
-    if _library().prctl(option, *numbers) != 0:
+    if sys.platform == "linux" and _library().prctl(option, *numbers) != 0:
         raise OSError(ctypes.get_errno(), f"this kernel refuses prctl {option}")
 
 
@@ -228,7 +232,7 @@ def _drop_capabilities() -> None:
     """Those of root, in a container for instance; it cannot get others, since it can start no program."""
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _library().capset(header, none)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _restrict_files(reads: Iterable[str]) -> None:
@@ -355,7 +359,7 @@ def _restrict_system_calls() -> None:
     program += [(done, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     filters = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
-    _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(filters))
+    prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(filters))
 
 
 if __name__ == "__main__":

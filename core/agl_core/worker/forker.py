@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -31,7 +30,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +39,7 @@ import orjson
 from agl_core.capture import Recording, attach, installed_adapters, running
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
+from agl_core.sandbox_process import PR_SET_PDEATHSIG, fork, prctl
 from agl_core.wire import Assignment
 from agl_core.worker.agent import Agent, active_attempt, attempt_variables, crashed, finished, load_agent
 from agl_core.worker.processes import ProcessSetup
@@ -49,8 +48,8 @@ _TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _MAX_FILES = 3
 _IMPORT_ANEW = "import-anew"
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+"""A subreaper becomes the parent of every descendant whose own parent ends."""
 
 
 def main() -> None:
@@ -89,7 +88,8 @@ class _Forker:
         self._received, self._files = b"", list[int]()
 
     def serve(self) -> None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        with contextlib.suppress(OSError):
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = os.pipe()
         for file in (woken, wake):
             os.set_blocking(file, False)
@@ -134,7 +134,7 @@ class _Forker:
 
     def _start(self, id: int, files: list[int]) -> None:
         try:
-            pid = _fork()
+            pid = fork()
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.write(files[0], json.dumps({"failed": f"no process could be started ({error})"}).encode() + b"\n")
@@ -150,8 +150,9 @@ class _Forker:
         """Lead a tree of processes, which ends with the forker, and do the job that comes over the first of `files`."""
         try:
             os.setsid()
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                prctl(_PR_SET_CHILD_SUBREAPER, 1)
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
@@ -253,13 +254,6 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _fork() -> int:
-    """`os.fork` without Python's warning of native threads (from 3.12 on): their libraries handle forks themselves."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return os.fork()
-
-
 def _signal_tree(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that leads a tree, and to its group; what has left the group follows when it ends."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -278,12 +272,6 @@ def _children() -> list[int]:
                     if Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[1] == parent:
                         children.append(int(name))
     return children
-
-
-def _prctl(option: int, value: int) -> None:
-    """On Linux; a subreaper becomes the parent of every descendant whose own parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":
