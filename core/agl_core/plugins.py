@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import sys
 from collections import Counter
@@ -12,23 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import pluggy
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
 from agl_core.kinds import Component, Kind, Register
-from agl_core.types import Attempt, DropReason, Episode, Rollout
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.routing import Route
-
-    from agl_core.store.interface import Store
+from agl_core.types import DropReason, Episode
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 DECORATED = "__agl_plugin__"
 """The attribute of a decorated function or class that registers the component made of it."""
@@ -174,22 +172,14 @@ class RunHooks:
         self.failures: Counter[tuple[str, str]] = Counter()
         """By plugin and hook, how often it failed."""
 
-    def server_routes(self, store: Store, leased: Callable[[Request], Any]) -> list[Route]:
-        """Further routes of the Lightning Server."""
-        routes = self._call("server_routes", store=store, leased=leased)
-        return [route for of_plugin in routes for route in of_plugin or ()]
-
-    def rollout_started(self, rollout: Rollout, attempt: int) -> None:
-        """A worker took a rollout."""
-        self._call("rollout_started", rollout=rollout, attempt=attempt)
-
-    def rollout_finished(self, rollout: Rollout, attempt: Attempt) -> None:
-        """An attempt ended."""
-        self._call("rollout_finished", rollout=rollout, attempt=attempt)
-
-    def policy_updated(self, policy: str, version: int, metrics: Mapping[str, Any]) -> None:
-        """A policy was updated."""
-        self._call("policy_updated", policy=policy, version=version, metrics=MappingProxyType(dict(metrics)))
+    def call(self, hook: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
+        """What the plugins return for a hook, a function of `agl_core.hooks`."""
+        arguments = inspect.signature(hook).bind(*args, **kwargs).arguments
+        results: list[Any] = []
+        for implementation in self._implementations(hook.__name__):
+            with self._guard(implementation):
+                results.append(implementation.function(**{name: arguments[name] for name in implementation.argnames}))
+        return results
 
     def episode_built(self, episode: Episode) -> Episode:
         """The episode as the plugins leave it; each gets what the one before it returned."""
@@ -197,14 +187,6 @@ class RunHooks:
             with self._guard(hook):
                 episode = _returned(episode, hook.function(*(episode for _ in hook.argnames)))
         return episode
-
-    def _call(self, name: str, **arguments: object) -> list[Any]:
-        """The results of the plugins."""
-        results = []
-        for hook in self._implementations(name):
-            with self._guard(hook):
-                results.append(hook.function(**{name: arguments[name] for name in hook.argnames}))
-        return results
 
     def _implementations(self, name: str) -> list[pluggy.HookImpl]:
         """In the order of registration, but for those that ask to be first or last."""

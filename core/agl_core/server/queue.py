@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agl_core import hooks
 from agl_core.apis.errors import ApiError, stopping
 from agl_core.capture.requests import rollout_path
 from agl_core.errors import StoreError
@@ -122,7 +123,7 @@ class RolloutQueue:
         held = [ActiveAttempt(*records) for records in claimed if records[1].key not in self.attempts]
         for active in held:  # Others have been cancelled meanwhile.
             self.attempts[active.key] = self.running[active.key] = active
-            self._hook.rollout_started(rollout=active.rollout, attempt=active.record.attempt)
+            self._hook.call(hooks.rollout_started, rollout=active.rollout, attempt=active.record.attempt)
         return LeaseReply(leases=[self._leased(active) for active in held], closed=self._closed)
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
@@ -331,7 +332,7 @@ class RolloutQueue:
         if len(self._closed_attempts) > MAX_REMEMBERED:
             self.attempts.pop(self._closed_attempts.popleft(), None)
         if is_first:
-            self._hook.rollout_finished(rollout=rollout, attempt=record)
+            self._hook.call(hooks.rollout_finished, rollout=rollout, attempt=record)
             if rollout.ending:
                 self.ended = time.time()
         self._wake()

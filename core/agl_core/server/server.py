@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agl_core import hooks
 from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
@@ -82,7 +83,8 @@ class LightningServer:
         attribution = Attribution(keys, self.queue, source)
         self._gateway = Gateway(attribution, store, self.relay)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
-        self._plugins_routes = hook.server_routes(store, attribution.leased)
+        of_plugins = hook.call(hooks.server_routes, store, attribution.leased)
+        self._plugins_routes = [route for routes in of_plugins for route in routes or ()]
         self._listening: Listening | None = None
         self._watching: list[asyncio.Task[None]] = []
 

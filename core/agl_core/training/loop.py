@@ -7,10 +7,12 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
 
+from agl_core import hooks
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import EvalSection
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
@@ -214,7 +216,8 @@ class Trainer:
                 )
                 result = results[policy] = await self.session.stall.watched(update, "which makes an update")
                 self.session.versions[policy] = result.version
-                self.loaded.plugins.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
+                metrics = MappingProxyType(dict(result.metrics))
+                self.loaded.plugins.hook.call(hooks.policy_updated, policy, result.version, metrics)
         return results
 
     async def _record(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agl_core
-from agl_core import hookimpl, kinds
+from agl_core import hookimpl, hooks, kinds
 from agl_core.errors import EngineError, PluginError
 from agl_core.kinds import Register
 from agl_core.plugins import Plugins
@@ -78,7 +78,7 @@ def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
 
     rule = plugins.component(kinds.REWARD, "shortness", "[rewards]")
     seen: list[tuple[str, int]] = []
-    plugins.hook.policy_updated(policy="default", version=3, metrics={"seen": seen})
+    plugins.hook.call(hooks.policy_updated, policy="default", version=3, metrics={"seen": seen})
 
     assert (rule.origin, rule.doc) == (str(file), "1 if the answer is short.")
     episode = SimpleNamespace(result="abc")
