@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -152,14 +152,6 @@ def algorithm(
     return decorate
 
 
-@dataclass
-class _FunctionAdapter:
-    """An adapter of one function."""
-
-    framework: str
-    attach: Callable[[], Callable[[], Identity | None] | None]
-
-
 def adapter(
     framework: str, *, name: str | None = None, status_rules: Sequence[Any] = ()
 ) -> Callable[[Callable[[], Callable[[], Identity | None] | None]], Adapter]:
@@ -171,7 +163,7 @@ def adapter(
     """
 
     def decorate(function: Callable[[], Callable[[], Identity | None] | None]) -> Adapter:
-        attached = _FunctionAdapter(framework, function)
+        attached = cast("Adapter", SimpleNamespace(framework=framework, attach=function))
 
         def bring(register: Register) -> None:
             own_name, doc = name or function.__name__, inspect.getdoc(function)
@@ -204,29 +196,23 @@ def endless_task_source(*, name: str | None = None, held_out: int | None = None)
     relative to the configuration file.
     """
 
-    def make(function: Callable[..., Any], folder: Path, seed: int, **settings: Any) -> _Tasks:
+    def make(function: Callable[..., Any], folder: Path, seed: int, **settings: Any) -> Any:
         is_endless = held_out is None or settings["split"] == "train"
 
         def task(index: int) -> Task:
             return _checked(function.__name__, function(index, seed if is_endless else 0, **settings))
 
-        return _Tasks(None if is_endless else held_out, task)
+        return SimpleNamespace(size=None if is_endless else held_out, task=task)
 
     decorate: Callable[[Decorated], Decorated] = component(None, kinds.TASK_SOURCE, name, make)
     return decorate
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    size: int | None
-    task: Callable[[int], Task]
-
-
-def _listed(function: Callable[..., Iterable[Any]], folder: Path, seed: int, **settings: Any) -> _Tasks:
+def _listed(function: Callable[..., Iterable[Any]], folder: Path, seed: int, **settings: Any) -> Any:
     tasks = tuple(_checked(function.__name__, task) for task in function(**settings))
     if not tasks or len({task.id for task in tasks}) < len(tasks):
         raise PluginError(f"The task source '{function.__name__}' must list tasks, each with an id of its own.")
-    return _Tasks(len(tasks), tasks.__getitem__)
+    return SimpleNamespace(size=len(tasks), task=tasks.__getitem__)
 
 
 def _checked(source: str, task: Any) -> Task:
@@ -238,16 +224,8 @@ def _checked(source: str, task: Any) -> Task:
 def tracker(function: Decorated) -> Decorated:
     """Make `function(step, metrics, *, settings…)` a tracker; it is called with the metrics of each step."""
 
-    def make(function: Decorated, run_dir: Path, **settings: Any) -> _CalledTracker:
-        return _CalledTracker(partial(function, **settings))
+    def make(function: Decorated, run_dir: Path, **settings: Any) -> Any:
+        return SimpleNamespace(log=partial(function, **settings), close=lambda: None)  # Nothing is kept open.
 
     decorated: Decorated = component(function, kinds.TRACKER, None, make)
     return decorated
-
-
-@dataclass(frozen=True)
-class _CalledTracker:
-    log: Callable[[int, Mapping[str, float]], None]
-
-    def close(self) -> None:
-        """Nothing is kept open."""

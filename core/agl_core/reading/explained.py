@@ -221,7 +221,10 @@ async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutE
     keys, runs = counted_attempts(rollouts), await store.runs()
     attempts = {attempt.key: attempt for attempt in await store.attempts(*(key.rollout for key in keys))}
     rewards, records = by_attempt(await store.rewards(keys)), by_attempt(await store.training_records(keys))
-    weights = {(run.id, run.restart): reward_weights(run) for run in runs}
+    weights = {
+        (run.id, run.restart): {name: float(rule["weight"]) for name, rule in run.config.get("rewards", {}).items()}
+        for run in runs
+    }
 
     def entry(rollout: Rollout) -> RolloutEntry:
         key = AttemptKey(rollout.id, -1 if rollout.counted_attempt is None else rollout.counted_attempt)
@@ -253,8 +256,3 @@ def is_superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
         and rollout.step > r.resumed_step
         for r in runs
     )
-
-
-def reward_weights(run: Run) -> dict[str, float]:
-    """The weights of a run's reward rules in the terminal reward, by name."""
-    return {name: float(section["weight"]) for name, section in run.config.get("rewards", {}).items()}

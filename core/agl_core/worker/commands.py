@@ -61,7 +61,8 @@ class CommandPerAttempt(ForkedProcesses):
         memory: int | None = None,
     ) -> None:
         program, *arguments = command
-        if not has_program(program, folder):
+        # A name with a slash is a path from the folder.
+        if shutil.which(folder / program if os.path.dirname(program) else program) is None:
             raise AgentError(
                 f"agent.command: there is no program '{program}' to run, neither on the PATH nor relative to "
                 f"{folder}. Install it, or write its whole path."
@@ -115,11 +116,6 @@ class CommandPerAttempt(ForkedProcesses):
             its_end = f"; the end of its stderr: {tail}" if tail else ""
             return Ended(Ending.CRASHED, error=f"the command {fate(status)}{its_end}")
         return finished(_printed(output.of_the_command(recording)))
-
-
-def has_program(program: str, folder: Path) -> bool:
-    """True if a command that runs in `folder` finds its program; a name with a slash is a path from there."""
-    return shutil.which(folder / program if os.path.dirname(program) else program) is not None
 
 
 def _from(folder: Path, argument: str) -> str:
