@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from agl_core.learning.batch import left_out, staleness
 from agl_core.protocols import DrawContext
 from agl_core.store.interface import Store, Wanted
-from agl_core.training.metrics import Phase
+from agl_core.training.metrics import Advance
 from agl_core.training.rollouts import Collector, Drawn, Experience, Scored, warn_of_failed_rules
 from agl_core.types import AttemptKey, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
@@ -81,9 +81,9 @@ class SessionExperience:
         if self.tasks is not None:
             await self.tasks.cancel()
 
-    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
         """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
-        ended, waiting = await self._take(context.step, phase)
+        ended, waiting = await self._take(context.step, advance)
         ended.sort(key=lambda session: (not session.is_usable, session.time))
         usable = [session.scored for session in ended if session.is_usable]
         weights = capped_weights([scored.rollout.group for scored in usable])
@@ -97,7 +97,7 @@ class SessionExperience:
         if usable:
             metrics["sessions/reward"] = sum(episode_return(scored.episode) for scored in usable) / len(usable)
             metrics["sessions/weight"] = sum(weights) / len(usable)
-        tasks = Drawn([]) if self.tasks is None else await self.tasks.draw(updates_left, context, phase)
+        tasks = Drawn([]) if self.tasks is None else await self.tasks.draw(updates_left, context, advance)
         return replace(
             tasks,
             groups=[*tasks.groups, *groups],
@@ -108,7 +108,7 @@ class SessionExperience:
             note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",
         )
 
-    async def _take(self, step: int, phase: Phase) -> tuple[list[_Ended], int]:
+    async def _take(self, step: int, advance: Advance) -> tuple[list[_Ended], int]:
         """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
         again = await self.store.rollouts(run=self.run, mode=Mode.USE, step=step)
         if again:  # A learner that was killed before its checkpoint made this step with them.
@@ -120,7 +120,7 @@ class SessionExperience:
             waiting = await self._waiting()
             ended = await self._look(waiting, wanted)
             usable = [session for session in ended if session.is_usable]
-            phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
+            advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
             if len(usable) >= wanted:
                 return [*usable[:wanted], *(session for session in ended if not session.is_usable)], len(waiting)
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))

@@ -6,20 +6,19 @@ import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from agl_core.cli.words import harmless, plain
 from agl_core.config.models import ServerSection
 from agl_core.plugins import Plugins
-from agl_core.training.metrics import Observer, Phase, numbered
+from agl_core.training.metrics import Advance, Observer, numbered
 from agl_core.types import Mode, Verdict
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -107,15 +106,6 @@ class Screen(Console):
         return super().render_str(harmless(text), **options)
 
 
-@dataclass
-class _Bar(Phase):
-    progress: Progress
-    task: TaskID
-
-    def advance(self, share: float, note: str = "") -> None:
-        self.progress.update(self.task, completed=share, note=note)
-
-
 class ConsoleObserver(Observer):
     """A run's messages, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
 
@@ -123,9 +113,9 @@ class ConsoleObserver(Observer):
         self._console, self._steps = console, steps
 
     @contextmanager
-    def phase(self, name: str, step: int) -> Iterator[Phase]:
+    def phase(self, name: str, step: int) -> Iterator[Advance]:
         if not self._console.is_terminal:
-            yield Phase()
+            yield lambda share, note: None
             return
         columns = (
             TextColumn("{task.description}"),
@@ -135,7 +125,8 @@ class ConsoleObserver(Observer):
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
             title = f"{numbered(step, self._steps)}  {name}"
-            yield _Bar(progress, progress.add_task(title, total=1.0, note=""))
+            bar = progress.add_task(title, total=1.0, note="")
+            yield lambda share, note: progress.update(bar, completed=share, note=note)
 
     def say(self, text: str) -> None:
         self._console.print(text)

@@ -24,9 +24,9 @@ from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
 from agl_core.training.failures import Check, check_patience, check_serving, common_failure, failures, rollout_alarms
 from agl_core.training.metrics import (
+    Advance,
     MetricsLog,
     Observer,
-    Phase,
     contrast_metrics,
     drop_metrics,
     episode_metrics,
@@ -55,9 +55,9 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         raise
 
 
-def _part(phase: Phase, number: int, count: int) -> Progress:
+def _part(advance: Advance, number: int, count: int) -> Progress:
     """The progress of part `number` of `count` equal parts of a phase."""
-    return lambda share: phase.advance((number + share) / count)
+    return lambda share: advance((number + share) / count, "")
 
 
 class GroupSource(Protocol):
@@ -71,7 +71,7 @@ class GroupSource(Protocol):
     def unfinished(self) -> list[int]:
         """The positions of the groups that were begun and that no update has had."""
 
-    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
         """The groups of the next update; waits until there are enough."""
 
     async def cancel(self) -> None:
@@ -120,8 +120,8 @@ class Trainer:
             while self.state.step < last:
                 step = self.state.step + 1
                 started, before = time.monotonic(), await self._stats()
-                with self.observer.phase("rollouts", step) as phase:
-                    drawn = await self._experience.draw(last - self.state.step, self._draw_context(step), phase)
+                with self.observer.phase("rollouts", step) as advance:
+                    drawn = await self._experience.draw(last - self.state.step, self._draw_context(step), advance)
                 await uninterrupted(self._learn(step, drawn, started, before))
                 if every and (step % every == 0 or step == last):
                     await self._evaluate()
@@ -203,7 +203,7 @@ class Trainer:
     async def _update(self, step: int, batches: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
         results: dict[str, UpdateResult] = {}
-        with self.observer.phase("update", step) as phase:
+        with self.observer.phase("update", step) as advance:
             policies = [policy for policy in self.loaded.policies if policy in batches.batches]
             for number, policy in enumerate(policies):
                 algorithm = self.loaded.policies[policy].algorithm
@@ -212,7 +212,7 @@ class Trainer:
                     batches.batches[policy],
                     algorithm.component.name,
                     to_jsonable_python(algorithm.options.model_dump()),
-                    _part(phase, number, len(policies)),
+                    _part(advance, number, len(policies)),
                 )
                 result = results[policy] = await self.session.stall.watched(update, "which makes an update")
                 self.session.versions[policy] = result.version
@@ -396,8 +396,8 @@ class Evaluator:
     ) -> None:
         """Run the rollouts of one set in one mode, `tries` for each task; a task without a reward counts as 0."""
         started, name = time.monotonic(), f"{split}/{mode}"
-        with self.observer.phase(f"evaluation {split} {mode}", step) as phase:
-            episodes = await self.collector.collect(groups, phase)
+        with self.observer.phase(f"evaluation {split} {mode}", step) as advance:
+            episodes = await self.collector.collect(groups, advance)
         metrics = episode_metrics(episodes)
         evaluated.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
         evaluated.episodes[name] = episodes

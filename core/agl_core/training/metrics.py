@@ -8,11 +8,11 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -36,19 +36,16 @@ METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
 """In a run's folder."""
 
 
-class Phase:
-    """One phase under way: rollouts, update or evaluation. This one shows nothing."""
-
-    def advance(self, share: float, note: str = "") -> None:
-        """`share` of it (0 … 1) is done; `note` is what is known so far, the reward for instance."""
+Advance: TypeAlias = Callable[[float, str], None]
+"""Shows that a share (0 … 1) of a phase is done, and what is known so far, the reward for instance."""
 
 
 class Observer:
     """Shows progress. This one shows nothing; subclasses show what they are for."""
 
-    def phase(self, name: str, step: int) -> AbstractContextManager[Phase]:
+    def phase(self, name: str, step: int) -> AbstractContextManager[Advance]:
         """A context in which a phase runs."""
-        return nullcontext(Phase())
+        return nullcontext(lambda share, note: None)
 
     def say(self, text: str) -> None:
         """Print one line that stays on the screen."""

@@ -26,7 +26,7 @@ from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
 from agl_core.store.interface import Store
 from agl_core.training.failures import StallWatch
-from agl_core.training.metrics import Phase
+from agl_core.training.metrics import Advance
 from agl_core.types import (
     Annotation,
     Attempt,
@@ -214,7 +214,7 @@ class Collector:
     stall: StallWatch = field(default_factory=StallWatch)
     """Says why a wait is long."""
 
-    async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> list[Episode]:
+    async def collect(self, groups: Sequence[Sequence[Rollout]], advance: Advance) -> list[Episode]:
         """The episodes of these groups, when all are done; if cancelled, cancel the rollouts that are not."""
         rollouts = [rollout for group in groups for rollout in group]
         waiting = {rollout.id for rollout in rollouts}
@@ -225,7 +225,7 @@ class Collector:
                 for done in await self.finished(waiting):
                     waiting.discard(done.rollout.id)
                     scored[done.rollout.id] = done
-                phase.advance(1 - len(waiting) / len(rollouts), reward_note(done.episode for done in scored.values()))
+                advance(1 - len(waiting) / len(rollouts), reward_note(done.episode for done in scored.values()))
         finally:
             if waiting:
                 await self.queue.cancel(waiting)
@@ -365,7 +365,7 @@ class Experience:
         """The positions of the groups that were begun and that no update has had."""
         return sorted([*self._again, *(self._position[name] for name in self._under_way)])
 
-    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
         """The groups of the next update, in the order of their plan; waits until enough are complete.
 
         No more groups are begun than `updates_left` (this one included) can use.
@@ -376,7 +376,7 @@ class Experience:
         await self._begin(most)
         while (groups := self._buffer.draw(self._per_update, context)) is None:
             arrived += await self._receive()
-            phase.advance(self._share_complete(), reward_note(arrived))
+            advance(self._share_complete(), reward_note(arrived))
             await self._begin(most)
         return self._drawn(groups, before)
 

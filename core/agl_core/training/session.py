@@ -387,10 +387,10 @@ async def first_look(session: Session, observer: Observer) -> Look:
     task = session.tasks["train"].task(0)
     first = Rollout("", session.run, session.restart, "s0-look", task, Mode.EVAL_SAMPLED, 0, 0, position=0)
     planned = group_of(first, 3)
-    with observer.phase("first look", 0) as phase:
-        episodes = await session.collector.collect([planned[:1]], phase)
+    with observer.phase("first look", 0) as advance:
+        episodes = await session.collector.collect([planned[:1]], advance)
         if common_failure(episodes) is not None:
-            episodes += await session.collector.collect([[rollout] for rollout in planned[1:]], phase)
+            episodes += await session.collector.collect([[rollout] for rollout in planned[1:]], advance)
     fault = None if common_failure(episodes) is None else await failures(session.server.store, episodes)
     problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
