@@ -19,15 +19,7 @@ import orjson
 from starlette.responses import Response
 
 from agl_core.apis.answered import Answered, Message
-from agl_core.apis.dialect import (
-    Dialect,
-    ModelRequest,
-    Translation,
-    joined_parts,
-    unsupported,
-    without_none,
-    wrong,
-)
+from agl_core.apis.dialect import Dialect, ModelRequest, Translation, joined_parts, unsupported, without_none, wrong
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, Usage, called
 from agl_core.apis.streams import Block, BlockRenderer, Event

@@ -14,15 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agl_core.apis.answered import NOT_KEPT, Answered, Message
-from agl_core.apis.dialect import (
-    Dialect,
-    ModelRequest,
-    Translation,
-    joined_parts,
-    unsupported,
-    without_none,
-    wrong,
-)
+from agl_core.apis.dialect import Dialect, ModelRequest, Translation, joined_parts, unsupported, without_none, wrong
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, called, reasoning_of
 from agl_core.apis.streams import Block, BlockRenderer, Event, Renderer

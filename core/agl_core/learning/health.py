@@ -13,15 +13,7 @@ from typing import Any
 
 from agl_core.capture.status import message_text
 from agl_core.learning.tool_results import has_failed, tool_calls_of
-from agl_core.types import (
-    DropReason,
-    Ending,
-    Episode,
-    Evidence,
-    Symptom,
-    Transition,
-    Verdict,
-)
+from agl_core.types import DropReason, Ending, Episode, Evidence, Symptom, Transition, Verdict
 
 LOOP_REPEATS, LOOP_CHARACTERS = 5, 60
 """A response loops if it ends with a piece of text so many times, over so many characters."""

@@ -27,6 +27,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
@@ -36,14 +37,12 @@ from agl_core import kinds
 from agl_core.errors import AglError, ConfigError, EngineError, own_line
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext, Progress
+from agl_core.protocols import EngineContext
 
 START = 0
 """The number of the start: the answer says where the engine serves, or why it does not start."""
 HEADER = 8
 """Bytes of the length before each message."""
-PROGRESS_STEP = 0.01
-"""Progress is reported when it grew by this share."""
 Options = TypeVar("Options", bound=BaseModel)
 _log = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class Host(Generic[Options]):
             function = getattr(self._engine, method, None)
             if function is None:
                 raise EngineError(f"This engine does not support '{method}'.")
-            progress = (self._reporter(number),) if method == "update" else ()
+            progress = (partial(self._say, number, "progress"),) if method == "update" else ()
             value = function(*arguments, *progress)
             if method == "stats":
                 value = {**value, "peak_rss_bytes": float(peak_rss_bytes() + descendants_bytes())}
@@ -136,17 +135,6 @@ class Host(Generic[Options]):
             if not isinstance(error, AglError):
                 _log.exception("The engine failed in '%s'.", method)
             self._say(number, "error", described(error))
-
-    def _reporter(self, number: int) -> Progress:
-        reported = 0.0
-
-        def report(share: float) -> None:
-            nonlocal reported
-            if share >= reported + PROGRESS_STEP or share == 1.0:
-                reported = share
-                self._say(number, "progress", share)
-
-        return report
 
     def _say(self, number: int | None, kind: str, value: Any) -> None:
         data = message((number, kind, value))

@@ -27,15 +27,7 @@ from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
 from agl_core.types.forms import dump_json, without_halves
-from agl_core.wire import (
-    MAX_BODY,
-    MAX_DEPTH,
-    MAX_REPORTS,
-    MAX_RESULT,
-    Assignment,
-    CloseRequest,
-    RewardReport,
-)
+from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, Assignment, CloseRequest, RewardReport
 
 logger = logging.getLogger(__name__)
 

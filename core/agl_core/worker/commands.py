@@ -23,14 +23,7 @@ from agl_core.types import AttemptKey, Ending
 from agl_core.types.forms import parse_json
 from agl_core.wire import MAX_RESULT, Assignment
 from agl_core.worker.agent import Ended, attempt_variables, finished
-from agl_core.worker.processes import (
-    EXIT_GRACE,
-    ForkedProcesses,
-    ForkerGoneError,
-    ProcessSetup,
-    attempt_folder,
-    fate,
-)
+from agl_core.worker.processes import EXIT_GRACE, ForkedProcesses, ForkerGoneError, ProcessSetup, attempt_folder, fate
 
 _MAX_TEXT = 1 << 20
 """Characters of the end of a command's output as its result, if the last line is no JSON; JSON writes one as six bytes
