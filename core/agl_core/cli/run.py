@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -29,11 +28,10 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
 from agl_core.reading.explained import AttemptReport, reports_of
 from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
-from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
-from agl_core.training.run import first_free, new_run_dir, passthrough_key, removed_unless_begun
+from agl_core.training.run import first_free, new_run_dir, recording_server, removed_unless_begun
 from agl_core.training.session import engine_context
-from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
+from agl_core.types import AttemptKey, Ending, Mode, Rollout, Task
 from agl_core.wire import Lease, LeaseRequest, take_keys
 from agl_core.worker.agent import OTHER_KEY, Ended, attempt_variables, closing
 from agl_core.worker.processes import attempt_folder
@@ -141,13 +139,8 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         else:
             store = open_store(setting.folder, read_only=False)
         settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=agents)
-        keys = Keys(passthrough=passthrough_key(gateway))
-        server = LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys)
-        await stack.enter_async_context(store)
-        await stack.enter_async_context(server)
-        restart = len(await store.runs())
-        await store.put(Run(run_id, restart, time.time(), setting.described))
-        await server.queue.abandon(run_id)  # What an earlier restart left unfinished ends as lost.
+        serving = recording_server(store, (run_id, setting.described), upstream, settings, hook, gateway)
+        server, restart = await stack.enter_async_context(serving)
         id = f"{run_id}-{uuid.uuid4().hex[:8]}"
         rollout = Rollout(
             id=id,

@@ -6,11 +6,13 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from agl_core import private
@@ -18,6 +20,8 @@ from agl_core.config.check import cautions
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerError, StoreError, TrainingError
+from agl_core.plugins import RunHooks
+from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
@@ -28,6 +32,7 @@ from agl_core.training.failures import assertions_in
 from agl_core.training.loop import Evaluated, Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.session import Session, first_look, open_session
+from agl_core.types import Run
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
 from agl_core.worker.worker import on_signals
 
@@ -283,6 +288,27 @@ async def local_server(
             ended_well = True
         finally:
             await server.stop(over=ended_well)
+
+
+@asynccontextmanager
+async def recording_server(
+    store: Store,
+    run: tuple[str, Mapping[str, Any]],
+    upstream: Upstream,
+    settings: RunSettings,
+    hook: RunHooks,
+    gateway: GatewaySection,
+) -> AsyncIterator[tuple[LightningServer, int]]:
+    """The server of a run that is recorded without training, and the number of its restart, which begins with it.
+
+    `run` is its name and its description; what its earlier restarts left unfinished ends as lost.
+    """
+    keys = Keys(passthrough=passthrough_key(gateway))
+    async with store, LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys) as server:
+        restart = len(await store.runs())
+        await store.put(Run(run[0], restart, time.time(), run[1]))
+        await server.queue.abandon(run[0])
+        yield server, restart
 
 
 async def _has_begun(store: Store, file: Path) -> bool:
