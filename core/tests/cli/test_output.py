@@ -99,8 +99,8 @@ from agl_core.cli.screen import ConsoleObserver, Screen
 observer = ConsoleObserver(Screen(), 40)
 observer.say("a path that is not broken: " + "/somewhere" * 10)
 for step in (1, 2):
-    with observer.phase("evaluation eval_templates sampled", step) as phase:
-        phase.advance(0.5, "reward 0.123")
+    with observer.phase("evaluation eval_templates sampled", step) as advance:
+        advance(0.5, "reward 0.123")
     observer.say(f"step {step}")
 """
 
