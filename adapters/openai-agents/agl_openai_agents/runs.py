@@ -18,14 +18,7 @@ from typing import Any, TypeAlias
 
 from agents.agent_tool_state import get_agent_tool_state_scope, peek_agent_tool_run_result
 from agents.run_context import RunContextWrapper
-from agents.tracing import (
-    AgentSpanData,
-    GuardrailSpanData,
-    Span,
-    SpanData,
-    TurnSpanData,
-    get_current_span,
-)
+from agents.tracing import AgentSpanData, GuardrailSpanData, Span, SpanData, TurnSpanData, get_current_span
 from agents.tracing.processors import default_processor
 
 from agl_core.capture import (

@@ -13,14 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.capture.recording import SPANS, jsonable
-from agl_core.capture.status import (
-    Decided,
-    failure_status,
-    message_status,
-    message_text,
-    status_of,
-    unknown_status,
-)
+from agl_core.capture.status import Decided, failure_status, message_status, message_text, status_of, unknown_status
 from agl_core.types import Identity, Json, ToolResult, ToolStatus
 from agl_core.types.forms import parse_if_json
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from agl_core.cli.screen import Screen, Set
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.config.models import AgentSection, RunConfig, UntrainedConfig
+from agl_core.config.resolve import Problems
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
@@ -93,11 +93,9 @@ def _configured(
     """Which agent is run, and how, with `folder` absolute; and the run's folder, if that is the target."""
     own = None
     if entry is not None or command is not None:
-        try:
-            own = AgentSection(entry=entry, command=command)
-        except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"The agent of --entry or --command: {problem}.") from error
+        report = Problems(Path("The agent of --entry or --command"))
+        own = report.validated(AgentSection, {"entry": entry, "command": command})
+        report.raise_if_any()
     if target is None:
         if url is None or own is None or overrides:
             raise ConfigError(

@@ -313,11 +313,6 @@ class RunConfig(Section):
         """`plugins` as absolute paths: relative ones start at `folder`."""
         return tuple(((self.folder or Path()) / file.expanduser()).resolve() for file in self.plugins)
 
-    @property
-    def tables_of_plugins(self) -> dict[str, Any]:
-        """The tables that are not agl's own: those of plugins, if these are installed."""
-        return dict(self.model_extra or {})
-
     @field_validator("tasks")
     @classmethod
     def _has_train(cls, value: dict[str, TaskSection]) -> dict[str, TaskSection]:

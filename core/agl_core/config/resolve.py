@@ -106,7 +106,7 @@ def resolve(
     tasks, chosen_tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
     rewards, chosen_rewards = find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards)
     trackers, chosen_trackers = find.trackers(config.trackers)
-    sections = find.sections(config.tables_of_plugins)
+    sections = find.sections(config.model_extra or {})
     tables = {"policies": policies, "tasks": tasks, "rewards": rewards, "trackers": trackers}
     resolved = config.model_copy(update={**{name: table for name, (table, _) in single.items()}, **tables})
     own = {name: dict(chosen.settings) for name, chosen in sections.items()}

@@ -291,7 +291,7 @@ def test_tables_of_plugins_are_checked(loaded: Load, folder: Path) -> None:
             loaded({"garden": garden})
     loaded({"garden": {"rows": 4}})
     policies = load(folder / "train.toml", needs=(), plugins=Plugins.load())
-    assert policies.config.tables_of_plugins == {}, "that plugin file is not imported, and its settings may be secrets"
+    assert policies.config.model_extra == {}, "that plugin file is not imported, and its settings may be secrets"
 
 
 CHANGED = {
