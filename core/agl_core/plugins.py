@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import pluggy
@@ -173,8 +173,9 @@ class RunHooks:
         """By plugin and hook, how often it failed."""
 
     def call(self, hook: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
-        """What the plugins return for a hook, a function of `agl_core.hooks`."""
-        arguments = inspect.signature(hook).bind(*args, **kwargs).arguments
+        """What the plugins return for a hook, a function of `agl_core.hooks`. They cannot change a mapping."""
+        bound = inspect.signature(hook).bind(*args, **kwargs).arguments
+        arguments = {k: MappingProxyType(v) if isinstance(v, Mapping) else v for k, v in bound.items()}
         results: list[Any] = []
         for implementation in self._implementations(hook.__name__):
             with self._guard(implementation):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
@@ -216,8 +215,7 @@ class Trainer:
                 )
                 result = results[policy] = await self.session.stall.watched(update, "which makes an update")
                 self.session.versions[policy] = result.version
-                metrics = MappingProxyType(dict(result.metrics))
-                self.loaded.plugins.hook.call(hooks.policy_updated, policy, result.version, metrics)
+                self.loaded.plugins.hook.call(hooks.policy_updated, policy, result.version, result.metrics)
         return results
 
     async def _record(

@@ -177,28 +177,28 @@ def test_a_plugin_that_fails_is_named_and_counted_and_the_others_are_called(
     hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[str] = []
-    hooks = plugins_with(plugin(hook, lambda: 1 / 0), plugin(hook, lambda: calls.append(hook))).hook
+    run = plugins_with(plugin(hook, lambda: 1 / 0), plugin(hook, lambda: calls.append(hook))).hook
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            getattr(hooks, hook)(*CALLS[hook])
+            run.call(getattr(hooks, hook), *CALLS[hook])
     assert calls == [hook] * 3
-    assert hooks.failures == {("plugin0.py", hook): 3}
+    assert run.failures == {("plugin0.py", hook): 3}
     assert caplog.text.count("The plugin plugin0.py failed") == 1
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_each_hook_reaches_a_plugin_with_what_it_asks_for_and_nothing_can_be_changed() -> None:
     seen: list[Any] = []
-    hooks = plugins_with(
+    run = plugins_with(
         plugin("rollout_started", lambda rollout, attempt: seen.append((rollout, attempt))),
         plugin("rollout_finished", lambda attempt: seen.append(attempt)),
         plugin("policy_updated", lambda policy, version, metrics: seen.append((policy, version, dict(metrics)))),
         plugin("policy_updated", lambda metrics: metrics.clear()),
     ).hook
     for hook, arguments in CALLS.items():
-        getattr(hooks, hook)(*arguments)
+        run.call(getattr(hooks, hook), *arguments)
     assert seen == [CALLS["rollout_started"], CALLS["rollout_finished"][1], CALLS["policy_updated"]]
-    assert hooks.failures == {("plugin3.py", "policy_updated"): 1}, "metrics are read-only"
+    assert run.failures == {("plugin3.py", "policy_updated"): 1}, "metrics are read-only"
 
 
 def test_episode_built_is_a_chain_in_the_order_of_registration() -> None:
