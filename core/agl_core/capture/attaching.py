@@ -52,7 +52,8 @@ class Attachment:
             if known not in self._known:
                 self._known.add(known)
                 self._imports.do(adapter.framework, functools.partial(self._attach, adapter))
-                for parent, module in itertools.pairwise(itertools.accumulate(adapter.framework.split("."), _dotted)):
+                names = itertools.accumulate(adapter.framework.split("."), "{}.{}".format)
+                for parent, module in itertools.pairwise(names):
                     self._imports.do(parent, functools.partial(self._look_for, module, adapter))
 
     def detach(self) -> None:
@@ -94,10 +95,6 @@ class Attachment:
     def _failed(self, adapter: Adapter, error: Exception) -> None:
         self.failed[adapter.framework] = f"{type(error).__name__}: {error}"
         report_problem(f"Attaching to {adapter.framework}", error)
-
-
-def _dotted(parent: str, name: str) -> str:
-    return f"{parent}.{name}"
 
 
 def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:
@@ -236,6 +233,11 @@ def bootstrap_variables(
     name in the entry-point group `agl.frameworks`. A process that imports no framework, no HTTP library and no agl is
     left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says where.
     """
+    telemetry = {
+        f"{_TELEMETRY}TRACES_ENDPOINT": f"{base_url}{rollout_path(*attempt)}/v1/traces",
+        f"{_TELEMETRY}TRACES_HEADERS": f"Authorization=Bearer%20{api_key}",
+        f"{_TELEMETRY}TRACES_PROTOCOL": "http/protobuf",
+    }
     return {
         "AGL_BASE_URL": base_url,
         "AGL_API_KEY": api_key,
@@ -246,7 +248,7 @@ def bootstrap_variables(
         "AGL_LIBRARIES": ",".join(HTTP_LIBRARIES),
         "AGL_PLUGINS": os.pathsep.join(map(str, plugins)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), environment.get("PYTHONPATH")])),
-        **_telemetry(attempt, base_url, api_key, environment),
+        **({} if any(name.startswith(_TELEMETRY) for name in environment) else telemetry),
     }
 
 
@@ -254,16 +256,6 @@ def bootstrap_variables(
 def _own_frameworks(*files: Path) -> frozenset[str]:
     # What is installed does not change, and a worker asks for each attempt.
     return frozenset(adapter.framework for adapter in _adapters(files))
-
-
-def _telemetry(attempt: AttemptKey, base_url: str, api_key: str, environment: Mapping[str, str]) -> dict[str, str]:
-    if any(name.startswith(_TELEMETRY) for name in environment):
-        return {}
-    return {
-        f"{_TELEMETRY}TRACES_ENDPOINT": f"{base_url}{rollout_path(*attempt)}/v1/traces",
-        f"{_TELEMETRY}TRACES_HEADERS": f"Authorization=Bearer%20{api_key}",
-        f"{_TELEMETRY}TRACES_PROTOCOL": "http/protobuf",
-    }
 
 
 def attach_to_attempt(environment: Mapping[str, str]) -> None:
