@@ -216,7 +216,15 @@ async def open_session(
             runner = await asyncio.to_thread(choose_runner, config, loaded.plugins, server.base_url)
     run = await begin_restart(server, config, run_dir, resumed_step)
     async with AsyncExitStack() as stack:
-        engine, upstream = await _started_engine(loaded, run_dir, server, observer, stack, weights)
+        observer.say("starting the engine")
+        engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
+        stack.push_async_callback(engine.stop)
+        engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
+        upstream = await engine.start()
+        if weights is not None:
+            await engine.load(weights)
+        server.serve(upstream, await engine.versions())
+        stack.callback(server.relay.withdraw)
         worker = None
         if runner is not None:
             # Until the stack is closed, clients that agents make find the server.
@@ -247,27 +255,6 @@ async def open_session(
             queue = RecordedQueue(source, config, server.store, engine)
             of_training = collector(queue, rules if config.rewards else [ScoringRule("recorded", queue.reward)])
         yield Session(server, run.id, run.restart, engine, upstream, worker, of_training, evaluator, tasks, stall)
-
-
-async def _started_engine(
-    loaded: LoadedConfig,
-    run_dir: Path,
-    server: LightningServer,
-    observer: Observer,
-    stack: AsyncExitStack,
-    weights: Path | None,
-) -> tuple[Engine, Upstream]:
-    """The engine, serving the policies through the server until the stack is closed."""
-    observer.say("starting the engine")
-    engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
-    stack.push_async_callback(engine.stop)
-    engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
-    upstream = await engine.start()
-    if weights is not None:
-        await engine.load(weights)
-    server.serve(upstream, await engine.versions())
-    stack.callback(server.relay.withdraw)
-    return engine, upstream
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
