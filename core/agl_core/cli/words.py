@@ -91,19 +91,6 @@ def score(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def size(of: float) -> str:
-    """Bytes, in the unit that suits them.
-
-    >>> size(999), size(1536), size(5 * 2**30)
-    ('999 B', '1.5 KiB', '5.0 GiB')
-    """
-    units = ["TiB", "GiB", "MiB", "KiB", "B"]
-    while of >= 1024 and len(units) > 1:
-        of /= 1024
-        units.pop()
-    return f"{of:.0f} B" if units[-1] == "B" else f"{of:.1f} {units[-1]}"
-
-
 def plain(value: Any) -> Any:
     """A value made of JSON, dataclasses, records and paths, as JSON alone; numbers that JSON lacks become texts.
 
