@@ -87,7 +87,10 @@ class Stamper:
             try:
                 step = _begun_step(method, headers)
                 headers.update(self._headers(active, step))
-                _authorize(headers, active)
+                # The attempt's own key, whatever key the client has: one client may serve many attempts.
+                headers["authorization"] = f"Bearer {active.api_key}"
+                if "x-api-key" in headers:
+                    headers["x-api-key"] = active.api_key
             except Exception as error:
                 report_problem("Stamping a request", error)
         try:
@@ -168,13 +171,6 @@ def _address(url: str) -> str:
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2].removesuffix(f":{_DEFAULT_PORTS.get(parts.scheme)}")
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
-
-
-def _authorize(headers: MutableMapping[str, str], active: AttemptContext) -> None:
-    """Send the attempt's own key, whatever key the client has: one client may serve many attempts."""
-    if "x-api-key" in headers:
-        headers["x-api-key"] = active.api_key
-    headers["authorization"] = f"Bearer {active.api_key}"
 
 
 def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:

@@ -83,16 +83,11 @@ class Checkpoints:
             )
         return checkpoints[-1]
 
-    def named(self, name: str) -> Path:
-        """The checkpoint of this name; otherwise a CheckpointError lists those that exist."""
-        by_name = {path.name: path for path in self.all()}
-        if name not in by_name:
-            kept = ", ".join(by_name) or "none"
-            raise CheckpointError(f"{self.folder} keeps no checkpoint {name}. It has: {kept}.")
-        return by_name[name]
-
     def meant_by(self, name: str) -> Path | None:
-        """The checkpoint of a step or of `latest`, `best` or `stable`; None: what training started from (step 0)."""
+        """The checkpoint of a step or of `latest`, `best` or `stable`; None: what training started from (step 0).
+
+        CheckpointError lists those that exist, if it is none of them.
+        """
         path = None
         if name == "latest":
             path = self.latest()
@@ -103,7 +98,11 @@ class Checkpoints:
             if step == 0:
                 return None
             path = None if step is None else self.path(step)
-        return self.named(name if path is None else path.name)
+        by_name, wanted = {kept.name: kept for kept in self.all()}, name if path is None else path.name
+        if wanted not in by_name:
+            has = ", ".join(by_name) or "none"
+            raise CheckpointError(f"{self.folder} keeps no checkpoint {wanted}. It has: {has}.")
+        return by_name[wanted]
 
     def begin(self, step: int) -> Path:
         """An empty folder to write into; it becomes the checkpoint by `commit`."""

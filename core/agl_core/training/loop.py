@@ -187,7 +187,10 @@ class Trainer:
         }
         alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
         self.log.write(step, "train", {**metrics, **self.watch.held}, alarms)
-        self._count(step, drawn, stats)
+        state, self._latest = self.state, drawn
+        state.step = step
+        state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
+        self._count_memory(stats)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
         check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
@@ -283,13 +286,6 @@ class Trainer:
             "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in batches.batches.values())),
             "hooks/failed": float(self._hook_failures - before),
         }
-
-    def _count(self, step: int, drawn: Drawn, stats: Mapping[str, float]) -> None:
-        """Bring the state to the end of the step."""
-        state, self._latest = self.state, drawn
-        state.step = step
-        state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
-        self._count_memory(stats)
 
     def _say(self, where: str, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:

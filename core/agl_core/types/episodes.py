@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,8 @@ def are_equal(values: Iterable[float]) -> bool:
 
 def episode_return(episode: Episode) -> float:
     """The undiscounted return: the terminal reward plus what every call earned, the mean over its choices."""
-    return _terminal(episode) + sum(_mean_reward(choices) for _, choices in groupby(episode.transitions, key=_turn))
+    by_turn = groupby(episode.transitions, key=attrgetter("turn"))
+    return (episode.terminal or 0.0) + sum(_mean_reward(choices) for _, choices in by_turn)
 
 
 def discounted_returns(episode: Episode, gamma: float) -> list[float]:
@@ -161,25 +163,17 @@ def discounted_returns(episode: Episode, gamma: float) -> list[float]:
     Each choice of the last call has the terminal reward.
     """
     values: list[float] = []
-    after = _terminal(episode)
-    for _, same_call in groupby(reversed(episode.transitions), key=_turn):
+    after = episode.terminal or 0.0
+    for _, same_call in groupby(reversed(episode.transitions), key=attrgetter("turn")):
         choices = list(same_call)
         values += [choice.reward + after for choice in choices]
         after = gamma * (_mean_reward(choices) + after)
     return values[::-1]
 
 
-def _turn(transition: Transition) -> int:
-    return transition.turn
-
-
 def _mean_reward(choices: Iterable[Transition]) -> float:
     rewards = [choice.reward for choice in choices]
     return sum(rewards) / len(rewards)
-
-
-def _terminal(episode: Episode) -> float:
-    return episode.terminal or 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
