@@ -10,9 +10,8 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from rich.filesize import decimal as size
 
-from agl_core.cli.words import harmless, number, one_line, plain, said_by, score, status_text
+from agl_core.cli.words import harmless, number, one_line, plain, said_by, score, size, status_text
 from agl_core.reading.rollouts import message_text
 from agl_view.charts import sparkline
 

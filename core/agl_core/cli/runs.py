@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.filesize import decimal as size
 
 from agl_core.cli.screen import (
     Agent,
@@ -27,7 +26,7 @@ from agl_core.cli.screen import (
     print_json,
     table,
 )
-from agl_core.cli.words import number, one_line, plain, said_by, score, status_text
+from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
 from agl_core.learning.health import has_cut_prompt
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group

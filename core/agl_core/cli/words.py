@@ -8,9 +8,13 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import filesize
+
 if TYPE_CHECKING:  # These types take longer to import than the help of a command line may take.
     from agl_core.types import ToolResult
 
+size = filesize.decimal
+"""Bytes, in the unit that suits them."""
 ROUNDING = 1e-12
 """Rewards, credits, advantages and weights are not as small; the rounding error of a sum of them is."""
 
