@@ -13,6 +13,7 @@ from memory_store import MemoryStore
 
 from agl_core.apis.errors import no_upstream
 from agl_core.errors import ServerError, StoreError
+from agl_core.hooks import rollout_finished, rollout_started
 from agl_core.plugins import Plugins, RunHooks
 from agl_core.server import Keys, RolloutQueue
 from agl_core.store.sqlite import SqliteStore
@@ -128,8 +129,8 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     assert first.counted
     assert store.written == written, "the same report again changes nothing"
     started, finished = hooks.mock_calls
-    assert started == call.rollout_started(rollout=ANY, attempt=0)
-    assert finished == call.rollout_finished(rollout=ANY, attempt=(await store.attempts("a"))[0])
+    assert started == call.call(rollout_started, rollout=ANY, attempt=0)
+    assert finished == call.call(rollout_finished, rollout=ANY, attempt=(await store.attempts("a"))[0])
     assert [event.kwargs["rollout"].id for event in (started, finished)] == ["a", "a"]
     [done] = await queue.done(["a"])
     assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 0)
