@@ -170,9 +170,6 @@ class World:
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
 
-        async def no_tokens() -> Mapping[str, float]:
-            return {}
-
         session: Any = SimpleNamespace(
             server=SimpleNamespace(store=self.store),
             run="run",
