@@ -195,9 +195,9 @@ def _try_adapter(adapter: Any) -> None:
 
 def _try_run_hooks(plugins: Plugins, built: Episode) -> None:
     run = plugins.hook
-    run.rollout_started(make.rollout(), 0)
-    run.rollout_finished(make.rollout(), make.attempt())
-    run.policy_updated("default", 1, {})
+    run.call(hooks.rollout_started, make.rollout(), 0)
+    run.call(hooks.rollout_finished, make.rollout(), make.attempt())
+    run.call(hooks.policy_updated, "default", 1, {})
     assert run.episode_built(built) is built
     assert run.episode_built(replace(built, result="I cannot answer.")).dropped is DropReason.PLUGIN
     assert run.failures == {}
