@@ -3,138 +3,84 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
-from typing import Any, TypeVar
+import sqlite3
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
-from agl_core.errors import StoreError, StoreRefusedError
-from agl_core.store.interface import Record, Store
-from agl_core.types import (
-    Annotation,
-    Attempt,
-    AttemptKey,
-    Call,
-    Ending,
-    Reward,
-    Rollout,
-    RolloutState,
-    Run,
-    ToolResult,
-    TrainingRecord,
-)
-
-Kind = TypeVar("Kind")
+from agl_core.errors import StoreError
+from agl_core.store import tables
+from agl_core.store.codec import Pieces, merge
+from agl_core.store.connections import GroupWriter, Query, Result, Work
+from agl_core.store.interface import Record
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Attempt, AttemptKey, Ending, Rollout
 
 
-class MemoryStore(Store):
+class MemoryStore(SqliteStore):
     """Clear `writable` to make writes wait; set `failing` to make them fail. `written` are all writes, in order."""
 
     def __init__(self) -> None:
+        super().__init__(Path(":memory:"))
+        self._writer = self._readers = _OnTheLoop()  # type: ignore[assignment]
         self.written: list[Record] = []
         self.writable = asyncio.Event()
         self.writable.set()
         self.write_waits = asyncio.Event()
         self.failing = False
-        self._leases: dict[AttemptKey, tuple[str, int]] = {}
-        """Worker, and renewals."""
 
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...
 
-    async def put(self, *records: Record) -> None:
-        await self._wait_until_writable()
-        self.written.extend(records)
-
-    async def _wait_until_writable(self) -> None:
+    async def _written(
+        self, work: Callable[[GroupWriter], Awaitable[Result]], records: Sequence[Record] = ()
+    ) -> Result:
         if not self.writable.is_set():
             self.write_waits.set()
         await self.writable.wait()
         if self.failing:
             raise StoreError("scripted failure")
+        result = await super()._written(work, records)
+        self.written += records if result else ()
+        return result
 
     async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
-        await self._wait_until_writable()
-        claimed = []
-        for waiting in (await self.rollouts(state=RolloutState.QUEUED))[:count]:
-            attempt = Attempt(waiting.id, len(await self.attempts(waiting.id)), worker, time.time())
-            claimed.append((replace(waiting, state=RolloutState.RUNNING), attempt))
-            self.written.extend(claimed[-1])
-            self._leases[attempt.key] = worker, renewals
+        claimed = await super().claim(worker, count, renewals)
+        self.written += chain.from_iterable(claimed)
         return claimed
 
-    async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
-        await self._wait_until_writable()
-        for key, (holder, renewals) in self._leases.items():
-            if key in attempts or (holder == worker and not renewals):
-                self._leases[key] = holder, renewals + 1
-        return set(attempts) & self._leases.keys()
-
-    async def end(self, attempt: AttemptKey, *records: Record) -> bool:
-        await self._wait_until_writable()
-        if self._leases.pop(attempt, None) is None:
-            return False
-        self.written.extend(records)
-        return True
-
     async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
-        await self._wait_until_writable()
-        waiting = [rollout for rollout in await self.rollouts(state=RolloutState.QUEUED) if rollout.id in ids]
-        self.written.extend(replace(rollout, state=RolloutState.DONE, ending=ending) for rollout in waiting)
-        return len(waiting), [key for key in self._leases if key.rollout in ids]
+        before = await self.done(ids)
+        withdrawn = await super().withdraw(ids, ending)
+        self.written += [rollout for rollout in await self.done(ids) if rollout not in before]
+        return withdrawn
 
-    async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
-        waiting = len(await self.rollouts(state=RolloutState.QUEUED))
-        return waiting, {key: renewals for key, (_, renewals) in self._leases.items()}
 
-    async def done(self, ids: Collection[str]) -> list[Rollout]:
-        return [rollout for rollout in await self.rollouts(state=RolloutState.DONE) if rollout.id in ids]
+class _OnTheLoop(GroupWriter):
+    """The one connection of a database in memory, which reads and writes at once."""
 
-    def _latest(self, kind: type[Kind], key: Callable[[Any], object]) -> list[Kind]:
-        """The records of a kind, each as it was written last, in the order in which they came."""
-        return list({key(record): record for record in self.written if isinstance(record, kind)}.values())
+    def __init__(self) -> None:
+        self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._connection.create_function("merged", 3, merge, deterministic=True)
+        for statement in tables.SCHEMA:
+            self._connection.execute(statement)
+        self._pieces = Pieces(1)
 
-    def _of(self, kind: type[Kind], attempts: Iterable[AttemptKey]) -> list[Kind]:
-        wanted = set(attempts)
-        return [record for record in self._all(kind) if (record.rollout, record.attempt) in wanted]
+    def check(self) -> None: ...
 
-    def _all(self, kind: type[Any]) -> list[Any]:
-        return [record for record in self.written if isinstance(record, kind)]
+    async def run(self, query: Query[Result]) -> Result:
+        return query(self._connection)
 
-    async def runs(self) -> list[Run]:
-        return self._all(Run)
+    between_writes = run
 
-    async def rollouts(self, **wanted: Any) -> list[Rollout]:
-        rollouts = self._latest(Rollout, lambda rollout: rollout.id)
-        return [one for one in rollouts if all(value in (None, getattr(one, key)) for key, value in wanted.items())]
-
-    async def rollout(self, prefix: str) -> Rollout:
-        for rollout in self._latest(Rollout, lambda rollout: rollout.id):
-            if rollout.id == prefix:
-                return rollout
-        raise StoreRefusedError(f"No rollout has the id {prefix!r}.")
-
-    async def attempts(self, *rollouts: str) -> list[Attempt]:
-        attempts = self._latest(Attempt, lambda attempt: attempt.key)
-        return [attempt for id in dict.fromkeys(rollouts) for attempt in attempts if attempt.rollout == id]
-
-    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        wanted = set(attempts)
-        calls = [call for call in self._latest(Call, lambda call: call.id) if call.key in wanted]
-        return sorted(calls, key=lambda call: call.sequence)
-
-    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return self._of(ToolResult, attempts)
-
-    async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return self._of(Reward, attempts)
-
-    async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
-        return self._of(Annotation, attempts)
-
-    async def erased(self, ids: Iterable[str]) -> set[str]:
-        return set()
-
-    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return self._of(TrainingRecord, attempts)
+    async def write(self, work: Work[Result]) -> Result:
+        pieces = self._pieces.take()
+        result: Any
+        [result] = self._write_each(pieces, [work])
+        if isinstance(result, Exception):
+            self._pieces.give_back(pieces)
+            raise result
+        outcome: Result = result
+        return outcome

@@ -110,7 +110,7 @@ def done(connection: sqlite3.Connection, ids: Collection[str]) -> list[Rollout]:
     rows = connection.execute(
         "SELECT body FROM json_each(?) AS asked CROSS JOIN rollouts ON rollouts.id = asked.value "
         "WHERE rollouts.state = ? ORDER BY rollouts.seq",
-        (orjson.dumps(list(ids)).decode(), RolloutState.DONE.value),
+        (orjson.dumps(list(set(ids))).decode(), RolloutState.DONE.value),
     )
     return decode(Rollout, rows)
 
