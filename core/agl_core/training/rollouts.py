@@ -149,7 +149,8 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     episodes = []
     for rollout in rollouts:
         if (records := by_rollout.get(rollout.id)) is None:
-            episodes.append(_lost(rollout))
+            nothing = Attempt(rollout.id, 0, "", started=0.0, ending=rollout.ending or Ending.CANCELLED)
+            episodes.append(replace(build_episode(rollout, nothing, ()), dropped=DropReason.ENDING))
             continue
         if records.pruned:
             raise StoreRefusedError(
@@ -159,11 +160,6 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
         reported = [reward for reward in records.rewards if reward.source == AGENT_SOURCE]
         episodes.append(hook.episode_built(replace(records, rewards=reported).episode(rollout)))
     return episodes
-
-
-def _lost(rollout: Rollout) -> Episode:
-    attempt = Attempt(rollout.id, 0, "", started=0.0, ending=rollout.ending or Ending.CANCELLED)
-    return replace(build_episode(rollout, attempt, ()), dropped=DropReason.ENDING)
 
 
 def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
@@ -317,15 +313,6 @@ class Drawn:
         return [episode for group in self.groups for episode in group]
 
 
-def has_contrast(group: Sequence[Episode]) -> bool:
-    """True if the returns of a group's rollouts differ, without those that are dropped."""
-    return not are_equal([episode_return(episode) for episode in group if episode.dropped is None])
-
-
-def _without_contrast(episode: Episode) -> Episode:
-    return episode if episode.dropped else replace(episode, dropped=DropReason.NO_CONTRAST)
-
-
 class Experience:
     """Keeps groups in flight and draws them for updates. `plan` makes the group at a position (0, 1, …) of training.
 
@@ -416,8 +403,14 @@ class Experience:
             if len(done) == len(rollouts):
                 complete = await self._collector.complete(done)
                 del self._running[name]
-                if len(self._replaced) < self._refill and not has_contrast([scored.episode for scored in complete]):
-                    self._replaced[name] = [replace(s, episode=_without_contrast(s.episode)) for s in complete]
+                returns = [episode_return(scored.episode) for scored in complete if scored.episode.dropped is None]
+                if len(self._replaced) < self._refill and are_equal(returns):
+                    self._replaced[name] = [
+                        s
+                        if s.episode.dropped
+                        else replace(s, episode=replace(s.episode, dropped=DropReason.NO_CONTRAST))
+                        for s in complete
+                    ]
                     continue
                 self._complete[name] = complete
                 self._buffer.add([scored.episode for scored in complete])

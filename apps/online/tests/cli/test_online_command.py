@@ -66,7 +66,7 @@ def deployment(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("COLUMNS", "200")
     with ScriptedUpstream() as model:
         page = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
-        (tmp_path / "support.toml").write_text(page.replace("http://127.0.0.1:8000/v1", model.url))
+        (tmp_path / "support.toml").write_text(page.replace("http://127.0.0.1:8300/v1", model.url))
         yield Place(tmp_path, model, agl)
 
 
