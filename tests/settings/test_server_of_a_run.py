@@ -37,26 +37,6 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-async def keys_of_a_session(bench: Bench, run_dir: Path) -> tuple[str, str]:
-    loaded = bench.load({"workers.embedded": False})
-    async with (
-        local_server(loaded, run_dir) as server,
-        open_session(loaded, run_dir, server, Observer()),
-    ):
-        return server.worker_key, server.keys.secret
-
-
-async def test_workers_of_the_same_user_find_it(bench: Bench, run_dir: Path) -> None:
-    first = await keys_of_a_session(bench, run_dir)
-    file = run_dir / SERVER_FILE
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert json.loads(file.read_text())["worker_key"] == first[0]
-    assert await keys_of_a_session(bench, run_dir) == first, "whoever holds a key can go on when a run is resumed"
-    others = {file_.name: file_.read_bytes() for file_ in files(run_dir) if file_ != file}
-    assert {"config.toml", "store.sqlite"} <= others.keys()
-    assert [name for name, content in others.items() if any(key.encode() in content for key in first)] == []
-
-
 async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
     before = os.umask(0)
     try:
@@ -64,6 +44,8 @@ async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
         folder = new_run_dir(loaded)
         async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Observer()):
             serving = modes(folder)
+            keys = [server.worker_key.encode(), server.keys.secret.encode()]
+            telling = {file.name for file in files(folder) if any(key in file.read_bytes() for key in keys)}
         ran = await bench.run({"seed": 5})
         ran.summary.write()
         after = modes(ran.folder)
@@ -73,6 +55,7 @@ async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
         os.umask(before)
     assert {"store.sqlite", "store.sqlite-wal", SERVER_FILE, "config.toml"} <= serving.keys()
     assert {"metrics.jsonl", "summary.json", "state.json"} <= after.keys()
+    assert telling == {SERVER_FILE}
     written = {**serving, **after}
     assert {name: mode for name, mode in written.items() if mode != 0o600 and name not in OF_OTHERS} == {}
     assert {stat.S_IMODE(f.stat().st_mode) for f in (folder, ran.folder)} == {0o700}
@@ -102,6 +85,11 @@ async def test_with_a_key_it_does(bench: Bench, run_dir: Path, monkeypatch: pyte
         open_session(loaded, run_dir, server, Observer()),
     ):
         assert (server.worker_key, server.keys.operator) == ("chosen-by-me", "chosen-too")
+        assert server.base_url.startswith("http://127.0.0.1:")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for key, status in (("chosen-by-me", 200), ("chosen-by-mf", 401)):
+                sent = await client.get(f"{server.base_url}/agl/v1/health", headers={"Authorization": f"Bearer {key}"})
+                assert sent.status_code == status
         assert not {WORKER_KEY, OPERATOR_KEY} & os.environ.keys(), "what agents start inherits the environment"
         server_file = json.loads((run_dir / SERVER_FILE).read_text())
     assert server_file["worker_key"] is None

@@ -12,6 +12,9 @@ import pkgutil
 import re
 import socket
 import ssl
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +135,13 @@ def run_snippets(page: Path) -> dict[str, Any]:
     for snippet in blocks(page, "python"):
         exec(compile(snippet, page.name, "exec"), names)
     return names
+
+
+def run_python(program: str, **options: Any) -> None:
+    """Run a program in a Python process of its own, where nothing is imported yet; it has to succeed."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
 
 
 def weather(city: str) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
+from testing_aids import run_python
 
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.types import Ending, FinishReason
@@ -97,5 +95,4 @@ def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph()
         (transition,) = callback.transitions()
         assert transition.response["content"] == "hi"
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(program)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ import pydantic
 import pytest
 from agents import Agent, GuardrailFunctionOutput, RunConfig, RunContextWrapper, function_tool
 from agents.mcp import MCPServerStdio
+from testing_aids import run_python
 
 import agl_core
 from agl_core.capture import running, unpack_variables
@@ -362,6 +361,4 @@ def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None
         assert agents.names == ["alice"]
         assert not attachment.failed, attachment.failed
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_python(program, cwd=tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInfer
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
+from testing_aids import run_python
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_otel import AglSpanProcessor
@@ -111,7 +109,4 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
         assert trace.get_tracer_provider() is mine
         assert not attachment.failed
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(program, cwd=tmp_path)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInfer
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.trace import StatusCode, Tracer
+from testing_aids import run_python
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode, Source, ToolResult, ToolStatus
@@ -214,14 +212,7 @@ async def test_an_agent_in_another_process_by_environment_alone(intake: IntakeSt
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{intake.stack.key(key)}",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
     }
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    await asyncio.to_thread(run_python, program, env=environment)
     assert [call.agent for call in await intake.stack.calls(key)] == ["far away"]
 
 

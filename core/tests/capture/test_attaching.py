@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_aids import run_python
 
 import agl_core
 from agl_core.capture import Identity
@@ -125,8 +126,7 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
                 library.Client(transport=transport).get("http://h/v1")
             assert (seen[0]["x-agl-rollout"], seen[0]["x-agl-agent"]) == ("r/0", "named"), seen
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(program)
 
 
 # Python processes of commands: agl attaches itself where an HTTP library or a framework is imported.

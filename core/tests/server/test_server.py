@@ -319,17 +319,6 @@ async def test_it_does_not_listen_elsewhere_without_a_key_of_your_choice(host: s
             pass
 
 
-async def test_with_a_key_of_your_choice_it_listens_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, http: httpx.AsyncClient
-) -> None:
-    monkeypatch.setenv("AGL_WORKER_KEY", "chosen")
-    async with running_stack(host="0.0.0.0", keys=Keys.of_run(tmp_path / "server.json")) as stack:
-        assert stack.server.base_url.startswith("http://127.0.0.1:")
-        url = f"{stack.server.base_url}/agl/v1/health"
-        assert (await http.get(url, headers={"Authorization": "Bearer chosen"})).status_code == 200
-        assert (await http.get(url, headers={"Authorization": "Bearer chosem"})).status_code == 401
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 async def test_it_listens_on_any_loopback_address(host: str) -> None:
     async with running_stack(host=host) as stack:

@@ -241,6 +241,7 @@ async def test_model_servers_without_ids_or_streams(returns_ids: bool) -> None:
             assert call.choices[0].message["content"] == LONG.text
             assert (call.prompt_ids is not None) is returns_ids
             assert (call.choices[0].response_ids is not None) is returns_ids
+            assert (call.choices[0].logprobs is not None) is returns_ids
     async with running_stack(upstream_fields=lambda _: {"streams": False}) as stack:
         stack.upstream.script(LONG)
         assert id_and_text(await streamed(stack, await stack.lease()))[1] == LONG.text

@@ -128,14 +128,6 @@ async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
     assert call.choices[0].parse_error == "no closing brace"
 
 
-async def test_replies_without_ids_are_recorded_and_counted(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.returns_ids = False
-    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
-    (call,) = await stack.calls(key)
-    assert call.prompt_ids is call.choices[0].response_ids is call.choices[0].logprobs is None
-
-
 async def test_an_upstream_that_returns_no_ids_is_not_asked_for_them() -> None:
     async with running_stack(upstream_fields=lambda _: {"returns_ids": False}) as stack:
         key = await stack.lease()
