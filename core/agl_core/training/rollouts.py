@@ -139,9 +139,8 @@ def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
 async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
     """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
 
-    It has the recorded rewards that the agent reported, and what others said; rules compute theirs again. A rollout
-    without a counted attempt (it was cancelled, or its worker was lost) is an episode dropped for its ending.
-    StoreRefusedError if calls of a rollout were pruned.
+    It has the recorded rewards that the agent reported; rules compute theirs again. A rollout without a counted attempt
+    (cancelled, or lost with its worker) is an episode dropped for its ending. StoreRefusedError if calls were pruned.
     """
     keys = {*counted_attempts(rollouts)}
     attempts = [attempt for attempt in await store.attempts(*(key.rollout for key in keys)) if attempt.key in keys]
@@ -225,11 +224,9 @@ class Collector:
         finally:
             if waiting:
                 await self.queue.cancel(waiting)
-        complete: list[Scored] = []
-        for group in groups:
-            complete += await self.complete([scored[rollout.id] for rollout in group])
-        warn_of_failed_rules(complete)
-        return [done.episode for done in complete]
+        complete = [await self.complete([scored[rollout.id] for rollout in group]) for group in groups]
+        warn_of_failed_rules([done for group in complete for done in group])
+        return [done.episode for group in complete for done in group]
 
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
@@ -406,9 +403,7 @@ class Experience:
                 returns = [episode_return(scored.episode) for scored in complete if scored.episode.dropped is None]
                 if len(self._replaced) < self._refill and are_equal(returns):
                     self._replaced[name] = [
-                        s
-                        if s.episode.dropped
-                        else replace(s, episode=replace(s.episode, dropped=DropReason.NO_CONTRAST))
+                        replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST))
                         for s in complete
                     ]
                     continue
