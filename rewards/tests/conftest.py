@@ -15,13 +15,7 @@ from agl_core import kinds
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.types import (
-    Episode,
-    Task,
-    ToolResult,
-    ToolStatus,
-    Transition,
-)
+from agl_core.types import Episode, Task, ToolResult, ToolStatus, Transition
 
 
 class Episodes:

@@ -32,18 +32,7 @@ from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import (
-    Attempt,
-    Call,
-    Choice,
-    Ending,
-    FinishReason,
-    Mode,
-    Rollout,
-    RolloutState,
-    Sampling,
-    Task,
-)
+from agl_core.types import Attempt, Call, Choice, Ending, FinishReason, Mode, Rollout, RolloutState, Sampling, Task
 
 GROUP = 8
 """Rollouts of one task."""

@@ -33,18 +33,7 @@ from agl_core.testing.upstream import END_TOKEN, logprob, served
 from agl_core.types import Call, Episode, Transition
 from agl_core.worker.agent import PLACEHOLDER_KEY
 
-from .driver import (
-    API_NAMES,
-    Cell,
-    Expected,
-    Parallel,
-    Program,
-    Question,
-    Reply,
-    Scenario,
-    Setting,
-    Turn,
-)
+from .driver import API_NAMES, Cell, Expected, Parallel, Program, Question, Reply, Scenario, Setting, Turn
 
 _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""

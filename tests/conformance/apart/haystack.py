@@ -14,16 +14,7 @@ from haystack.hooks import hook
 from haystack.tools import Tool, create_tool_from_function
 from haystack.utils import Secret
 
-from ..driver import (
-    CHAT,
-    RESPONSES,
-    Agent,
-    InexpressibleError,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from ..driver import CHAT, RESPONSES, Agent, InexpressibleError, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS
 from . import Haystack
 

@@ -18,17 +18,7 @@ from autogen_core.models import AssistantMessage, ChatCompletionClient, ModelInf
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from ..driver import (
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Agent,
-    Driver,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from ..driver import CHAT, MESSAGES, RESPONSES, Agent, Driver, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 
 _MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)

@@ -17,19 +17,7 @@ from langgraph.types import Command
 
 from agl_langchain import AglCallback
 
-from ..driver import (
-    ATTACH,
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Agent,
-    Driver,
-    Gap,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from ..driver import ATTACH, CHAT, MESSAGES, RESPONSES, Agent, Driver, Gap, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 
 CALLBACK = "AglCallback()"

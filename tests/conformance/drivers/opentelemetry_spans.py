@@ -18,18 +18,7 @@ from opentelemetry.trace import Tracer
 from agl_otel import AglSpanProcessor
 
 from ...support.testing_aids import instrumenting
-from ..driver import (
-    ATTACH,
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Driver,
-    Gap,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from ..driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Scenario, Setting
 from .by_hand import NO_CHOICES, Loop, Reporter
 from .conversations import ModelReply, client_of
 
