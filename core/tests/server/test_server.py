@@ -25,7 +25,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Ending, Mode, Run
+from agl_core.types import AttemptKey, Ending, Run
 from agl_core.wire import (
     ACTIVITY,
     CLOSE,
@@ -40,7 +40,6 @@ from agl_core.wire import (
     HeartbeatRequest,
     HeldAttempt,
     LeaseRequest,
-    RewardReport,
 )
 from agl_core.worker.client import LightningClient, UnreachableError
 
@@ -55,23 +54,14 @@ def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:
     )
 
 
-async def test_a_worker_leases_and_closes_over_the_wire(stack: Stack) -> None:
+async def test_a_report_of_no_attempt_is_refused_and_nothing_is_lent_once_the_run_is_over(stack: Stack) -> None:
     await stack.server.queue.enqueue([make.rollout("a")])
     async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-        reply = await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))
-        (lease,) = reply.leases
-        assert (lease.rollout, lease.mode, lease.task_input) == ("a", Mode.TRAIN, {"question": "?"})
-        async with openai.AsyncOpenAI(base_url=f"{stack.server.base_url}{lease.path}/v1", api_key=lease.key) as agent:
-            await agent.chat.completions.create(**GOOD)
-        request = CloseRequest(ending=Ending.FINISHED, result="4", rewards=[RewardReport(value=1)])
-        first, second = [await client.ask(CLOSE, request, lease) for _ in range(2)]
-        assert first.counted
-        assert second.counted
-        assert (await stack.server.queue.done(["a"]))[0].ending is Ending.FINISHED
+        (lease,) = (await client.ask(LEASE, ALL)).leases
         secret = stack.server.keys.of_lease(AttemptKey("nobody", 0))
         unknown = lease.model_copy(update={"rollout": "nobody", "secret": secret})
         with pytest.raises(ServerError, match=r"404.*no attempt 0 of rollout nobody"):
-            await client.ask(CLOSE, request, unknown)
+            await client.ask(CLOSE, CloseRequest(ending=Ending.FINISHED), unknown)
         stack.server.queue.close()
         assert (await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))).closed
 
