@@ -99,6 +99,7 @@ OWN: dict[str, dict[str, Any]] = {
         "content": None,
         "tool_calls": [call("c1", "f", '{ "z":1.0,\n"a" : [1e2, "\\u00e9", null, true] , "b":{}}')],
     },
+    "half a surrogate": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", r'{"a": "\ud83c"}')]},
     "arguments that are no JSON": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", '{"city": ')]},
     "arguments that are no object": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", "[1]")]},
     "deep arguments": {

@@ -230,19 +230,6 @@ async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
     ]
 
 
-async def test_half_a_surrogate_pair_in_what_the_model_wrote_is_none_in_the_tool_result(stack: Stack) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
-    own = {"role": "assistant", "content": None, "tool_calls": [call("c", "add", r'{"a": "\ud83c"}')]}
-    stack.upstream.script(reply(own))
-    await client.chat.completions.create(model="default", messages=HELLO)
-    again: Any = [*HELLO, own, {"role": "tool", "tool_call_id": "c", "content": "2"}]
-    await client.chat.completions.create(model="default", messages=again)
-    assert stack.upstream.received[1].body["messages"][1] == own
-    (transition, _) = (await closed(stack, key)).transitions
-    assert [result.arguments for result in transition.tool_results] == [{"a": "\ufffd"}]
-
-
 async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: Stack) -> None:
     """A tool that cuts a text in the middle of an emoji writes one, and every later request repeats it."""
     key = await stack.lease()
