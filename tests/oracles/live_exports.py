@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from agl_core.reading.export import Format, export_run
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Reward, RolloutState, Run
+
+from ..support.testing_aids import write_store
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
@@ -63,11 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 records.append(then)
             records.append(make.call(0, make.choice(message=reply), rollout=name, request=request))
 
-    async def put() -> None:
-        async with SqliteStore(folder / "store.sqlite") as store:
-            await store.put(*records)
-
-    asyncio.run(put())
+    write_store(folder / "store.sqlite", *records)
     return folder
 
 

@@ -24,9 +24,6 @@ from .oracle_batches import Batch
 
 Outputs = dict[str, Tensor]
 
-EPSILON = 1e-4
-"""TRL adds it to a group's standard deviation; it has no setting for it."""
-
 
 class ScriptedTrainer(GRPOTrainer):
     """TRL's trainer, told what the log-probabilities are."""

@@ -73,10 +73,6 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
     assert {name for name in other if f"def {name}(" not in code} == set()
 
 
-def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
-    exercise(Plugins.load(files))
-
-
 async def test_the_examples_of_tests_pass(files: list[Path]) -> None:
     Plugins.load(files)
     exec(FILES["test_my_agent.py"] + FILES["test_my_algorithm.py"], names := dict[str, Any]())
@@ -109,8 +105,8 @@ store = {{ name = "fast_disk" }}
     assert loaded.tasks["train"].options.model_dump() == {"count": 500}
 
 
-def exercise(plugins: Plugins) -> None:
-    """Try each of the page's components; AssertionError for one that does not do what the page says."""
+def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
+    plugins = Plugins.load(files)
 
     def built(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
         component = plugins.component(kind, name, "the page")

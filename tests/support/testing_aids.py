@@ -5,6 +5,7 @@ Tests of packages import it as `testing_aids` (pyproject.toml's `pythonpath`), t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import os
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from agl_core.store.interface import Record
+from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Episode
 
 
@@ -142,6 +145,16 @@ def run_python(program: str, **options: Any) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
+
+
+def write_store(path: Path, *records: Record) -> None:
+    """Put records into a store where no event loop runs."""
+
+    async def put() -> None:
+        async with SqliteStore(path) as store:
+            await store.put(*records)
+
+    asyncio.run(put())
 
 
 def weather(city: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
@@ -14,10 +13,10 @@ import numpy as np
 import orjson
 import tomli_w
 from starlette.testclient import TestClient
+from testing_aids import write_store
 
 from agl_core.learning.certificate import digest
 from agl_core.store.interface import Record
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Attempt,
@@ -97,11 +96,8 @@ class Folder:
         (folder / "config.toml").write_text(tomli_w.dumps(CONFIG))
         (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in metrics))
 
-        async def put() -> None:
-            async with SqliteStore(folder / "store.sqlite") as store:
-                await store.put(Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 2.0}}}), *records)
-
-        asyncio.run(put())
+        run = Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 2.0}}})
+        write_store(folder / "store.sqlite", run, *records)
         return folder
 
     def trained(self, name: str = "calc") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 import tomli_w
 from agl_command import working_folder  # noqa: F401
+from testing_aids import write_store
 from typer.testing import CliRunner, Result
 
 from agl_core.store.interface import Record
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import (
@@ -132,11 +131,7 @@ class RecordedRun:
         ]
 
     def put(self, *records: Record, to: Path | None = None) -> None:
-        async def putting() -> None:
-            async with SqliteStore(to or self.store) as store:
-                await store.put(*records)
-
-        asyncio.run(putting())
+        write_store(to or self.store, *records)
 
     def agl(self, *arguments: str) -> Result:
         """Run a command here; errors that agl raises on purpose are the result's exception."""

@@ -15,8 +15,8 @@ from agl_core.types import AttemptKey, Ending, Rollout, RolloutState
 A = AttemptKey("a", 0)
 
 
-async def claimed(store: SqliteStore, count: int = 9, worker: str = "w") -> list[AttemptKey]:
-    return [attempt.key for _, attempt in await store.claim(worker, count, 0)]
+async def claimed(store: SqliteStore, count: int = 9) -> list[AttemptKey]:
+    return [attempt.key for _, attempt in await store.claim("w", count, 0)]
 
 
 def ended(rollout: Rollout) -> Rollout:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from memory_store import MemoryStore
+from testing_aids import write_store
 
 from agl_core.builtin.credit import identical
 from agl_core.builtin.tasks import Recorded, RecordedOptions
@@ -18,7 +19,6 @@ from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.learning.rewards import ScoringRule
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan
@@ -104,11 +104,7 @@ def record_run(
         if reward:
             records.append(Reward(name, 0, "right", float(member), "right"))
 
-    async def put() -> None:
-        async with SqliteStore(folder / "store.sqlite") as store:
-            await store.put(*records)
-
-    asyncio.run(put())
+    write_store(folder / "store.sqlite", *records)
 
 
 class Taken:
