@@ -83,12 +83,8 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
         if chat.stream:
             chunks = stream_reply(model, exchange, backend)
             first = await _unless_gone(request, anext(chunks))  # Until then an error has a status of its own.
-            if first is None:
-                return HttpResponse(status_code=499)
             return StreamingResponse(_events(first, chunks), 200, headers, media_type="text/event-stream")
         generated = await _unless_gone(request, backend.generate(exchange.request))
-        if generated is None:
-            return HttpResponse(status_code=499)
         headers[HEADER_POLICY] = str(generated.version)
         return _json(model.finish(exchange, generated), headers=headers)
 
@@ -120,8 +116,8 @@ def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Result | None:
-    """Generate, but give up when the client hangs up."""
+async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Result:
+    """Generate; ChatError when the client hangs up before."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -130,7 +126,9 @@ async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Res
     generating, watching = asyncio.ensure_future(generate), asyncio.ensure_future(hang_up())
     try:
         await asyncio.wait({generating, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return generating.result() if generating.done() else None
+        if generating.done():
+            return generating.result()
+        raise ChatError("The client hung up.", status=499)
     finally:
         generating.cancel()
         watching.cancel()
@@ -251,7 +249,18 @@ class ModelServer:
             replies.append((normalise([message])[0], response.ids))
         if exchange.session is not None:
             self._sessions.record(exchange.session, exchange.messages, exchange.prompt, replies)
-        body = self._body(exchange, generated, choices)
+        prompt, completion = len(exchange.prompt.ids), sum(len(r.ids) for r in generated.responses)
+        body = {
+            **self.head(exchange),
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": min(prompt, generated.reused)},
+            },
+        }
         if exchange.chat.return_token_ids:
             body["prompt_token_ids"] = exchange.prompt.ids.tolist()
             body["agl"] = {
@@ -288,20 +297,6 @@ class ModelServer:
     def head(self, exchange: Exchange) -> dict[str, Any]:
         """The fields that a reply and each of its chunks begin with."""
         return {"id": exchange.request.id, "created": int(time.time()), "model": self.name}
-
-    def _body(self, exchange: Exchange, generated: Generated, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        prompt, completion = len(exchange.prompt.ids), sum(len(r.ids) for r in generated.responses)
-        return {
-            **self.head(exchange),
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": min(prompt, generated.reused)},
-            },
-        }
 
 
 def _one_call_end(chat: ChatRequest, tool_format: ToolFormat | None) -> tuple[str, ...]:

@@ -40,9 +40,10 @@ class ChatText:
         """True if tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
-        self._eos_texts: dict[int, str] = {
+        self.eos_texts: dict[int, str] = {
             token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)
         }
+        """The end tokens as templates write them."""
         markers = {*(self.tool_format.markers if self.tool_format else ())}
         if self.thinking:
             markers |= {self.thinking.first, self.thinking.last}
@@ -90,13 +91,13 @@ class ChatText:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_after(self, token: int, text: str) -> list[int]:
-        """Token ids of a text that follows a special token (some tokenizers begin a text differently)."""
-        ids = self.encode(self._eos_texts.get(token, "") + text) if token in self._eos_texts else []
+        """Token ids of a text that follows an end token (some tokenizers begin a text differently)."""
+        ids = self.encode(self.eos_texts[token] + text)
         return ids[1:] if ids[:1] == [token] else self.encode(text)
 
     def split_end(self, written: str) -> tuple[str, str]:
         """The text of a rendered reply, and the last end token in it; "" if the template writes none."""
-        ends = [(at, mark) for mark in self._eos_texts.values() if (at := written.rfind(mark)) >= 0]
+        ends = [(at, mark) for mark in self.eos_texts.values() if (at := written.rfind(mark)) >= 0]
         if not ends:
             return written.rstrip(), ""
         at, mark = max(ends)
@@ -104,13 +105,9 @@ class ChatText:
 
     def until_end(self, text: str) -> tuple[str, str]:
         """The text before its first end token, and that token; "" if there is none."""
-        ends = [(at, mark) for mark in self._eos_texts.values() if (at := text.find(mark)) >= 0]
+        ends = [(at, mark) for mark in self.eos_texts.values() if (at := text.find(mark)) >= 0]
         at, mark = min(ends, default=(len(text), ""))
         return text[:at], mark
-
-    def end_text(self, token: int) -> str:
-        """An end token as templates write it."""
-        return self._eos_texts[token]
 
     def parser(self, prompt: str, tools: Tools) -> ReplyParser:
         """A parser of one reply to a prompt, which looks for calls if there are tools."""
@@ -363,7 +360,7 @@ class Sessions:
             return np.array(self._text.encode(full[start + len(text) :]), np.int32)
         last = int(choice.ids[-1])
         # The sampled end token stands for another one that the template writes, but not for the mark of what follows.
-        if mark != self._text.end_text(last) and mark != self._text.split_end(render()[start:])[1]:
+        if mark != self._text.eos_texts[last] and mark != self._text.split_end(render()[start:])[1]:
             mark = ""
         rest = full[start + len(written) + len(mark) :]
         return np.array(self._text.encode_after(last, rest), np.int32)

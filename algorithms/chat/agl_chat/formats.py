@@ -114,6 +114,9 @@ class ToolFormat(abc.ABC):
 class Tagged(ToolFormat):
     """Each call stands between the first two markers."""
 
+    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+    call_end: str | None = "</tool_call>"
+
     def split(self, text: str) -> tuple[list[str], list[str]]:
         first, last = self.markers[:2]
         pieces = re.split(f"{re.escape(first)}(.*?){re.escape(last)}", text, flags=re.DOTALL)
@@ -131,8 +134,6 @@ class Hermes(Tagged):
     name = "hermes"
     signs, no_signs = ("<tool_call>",), ("<function=", "<arg_key>")  # Later families put XML between the same tags.
     start = ('<tool_call>\n{"name": "', 'NAME", "arguments":')
-    markers = ("<tool_call>", "</tool_call>")
-    call_end = "</tool_call>"
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [json_call(one_json(body.strip()))]
@@ -144,8 +145,6 @@ class QwenXml(Tagged):
     name = "qwen3_coder"
     signs = ("<tool_call>", "<function=")
     start = ("<tool_call>\n<function=", "NAME>\n")
-    markers = ("<tool_call>", "</tool_call>")
-    call_end = "</tool_call>"
     _FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
     _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
@@ -163,7 +162,6 @@ class Glm(Tagged):
     signs = ("<tool_call>", "<arg_key>")
     start = ("<tool_call>", "NAME\n")
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    call_end = "</tool_call>"
     _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:

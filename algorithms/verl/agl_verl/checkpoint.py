@@ -5,14 +5,14 @@ FOLDER/
                        policy its adapter (peft)
   verl/actor, critic   veRL's shards: weights (of a LoRA policy its adapter), optimizer, schedule, random state of every
                        worker; Megatron's weights are in Hugging Face format there too
-  checkpoint.json      the format, the version, and how many workers wrote the shards
+  checkpoint.json      the format, the version, how many workers wrote the shards, who alone can read them, and whether
+                       there is a critic
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,23 +31,12 @@ WRAPPED, TIED = "base_model.model.", "lm_head.weight"
 _OF_THE_BASE = frozenset({"config.json", "generation_config.json", "model.safetensors.index.json"})
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A checkpoint's description of itself, `checkpoint.json`."""
-
-    version: int
-    workers: int
-    """Shards can be read by as many workers as wrote them."""
-    critic: bool
-    format: str = FORMAT
-
-
 def shards(folder: Path) -> Path:
     """Where veRL's own files are."""
     return folder / "verl"
 
 
-def finish(folder: Path, described: Described, spec: PolicySpec) -> None:
+def finish(folder: Path, spec: PolicySpec, *, version: int, workers: int, critic: bool) -> None:
     """Put the policy's weights where they are looked for, and say what this is; veRL wrote its files before."""
     actor, model = shards(folder) / "actor", folder / "model"
     exported, read_again = actor / "huggingface", actor / "model" / "huggingface"
@@ -69,7 +58,8 @@ def finish(folder: Path, described: Described, spec: PolicySpec) -> None:
             write_adapter(exported, model, LoraSection.model_validate(dict(spec.lora)), spec.name or spec.model)
             for file in exported.glob("*.safetensors"):
                 file.unlink()
-        (folder / "checkpoint.json").write_text(json.dumps(asdict(described)), encoding="utf-8")
+        described = {"version": version, "workers": workers, "critic": critic, "format": FORMAT}
+        (folder / "checkpoint.json").write_text(json.dumps(described), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {folder} cannot be written: {error}. Make room or choose a folder that every node may "
@@ -77,27 +67,27 @@ def finish(folder: Path, described: Described, spec: PolicySpec) -> None:
         ) from error
 
 
-def read(folder: Path, *, workers: int, critic: bool) -> Described:
-    """A checkpoint's description; CheckpointError if this engine cannot go on from it."""
+def read(folder: Path, *, workers: int, critic: bool) -> int:
+    """A checkpoint's version; CheckpointError if this engine cannot go on from it."""
     try:
-        content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+        described = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint of the veRL engine: {error}.") from error
-    if content.get("format") != FORMAT:
+    if described.get("format") != FORMAT:
         raise CheckpointError(
             f"The checkpoint {folder} was not written by the veRL engine, so its optimizer cannot be restored. To "
             f"start from its weights, name them in a new run: policies.default.model.path = '{folder / 'model'}'."
         )
-    described = Described(**content)
-    if described.workers != workers:
+    if described["workers"] != workers:
         raise CheckpointError(
-            f"The checkpoint {folder} has the shards of {described.workers} workers, and {workers} would read them. "
+            f"The checkpoint {folder} has the shards of {described['workers']} workers, and {workers} would read them. "
             f"Resume with as many GPUs, or start a new run from its weights: policies.default.model.path = "
             f"'{folder / 'model'}'."
         )
-    if critic and not described.critic:
+    if critic and not described["critic"]:
         raise CheckpointError(f"The checkpoint {folder} has no critic. Resume with the algorithm it was written with.")
-    return described
+    version: int = described["version"]
+    return version
 
 
 def write_adapter(exported: Path, folder: Path, lora: LoraSection, base: str) -> None:

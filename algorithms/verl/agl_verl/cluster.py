@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -118,9 +117,8 @@ class Watch:
 
     def wait(self) -> str:
         """Return as soon as Ray misses a part, with words for the loss."""
-        pause = threading.Event()
         while True:
-            pause.wait(_INTERVAL)
+            time.sleep(_INTERVAL)
             try:
                 actors = self._actors.keys() - {name for _, name in _ours()}
                 remaining = _nodes()

@@ -257,11 +257,23 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradie
     for role, optimizer in optimizers(options, spec, algorithm).items():
         settings |= {f"{role}.optim.{name}": value for name, value in optimizer.items()}
     if context.deterministic:
-        settings |= _deterministic(cpu)
+        if cpu:
+            raise ConfigError(
+                "[train] deterministic: on a CPU vLLM's replies depend on what else it decodes. Set it to false, or "
+                "use a GPU or the torch engine."
+            )
+        settings[f"{ROLLOUT}.full_determinism"] = True
     if spec.lora is not None:
         settings |= _lora(LoraSection.model_validate(dict(spec.lora)), len(context.policies))
-    if options.serving_gpus:
-        settings |= _separate(options)
+    if options.serving_gpus:  # Servers on GPUs of their own, each replica on one node; they get every update's weights.
+        settings |= {
+            "actor_rollout_ref.hybrid_engine": False,
+            f"{ROLLOUT}.nnodes": options.serving_gpus // options.tensor_parallel,
+            f"{ROLLOUT}.n_gpus_per_node": options.tensor_parallel,
+            f"{ROLLOUT}.checkpoint_engine.backend": "nccl",
+            "trainer.v1.separate_async.parameter_sync_step": 1,
+            "data.train_batch_size": 1,  # veRL wants that many times the mini-batch; batches are agl's.
+        }
     if cpu:
         settings |= {
             f"{ROLLOUT}.enforce_eager": True,
@@ -331,15 +343,6 @@ def optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradient
     return {role: {"lr": rate, **shared} for role, rate in rates.items()}
 
 
-def _deterministic(cpu: bool) -> dict[str, Any]:
-    if cpu:
-        raise ConfigError(
-            "[train] deterministic: on a CPU vLLM's replies depend on what else it decodes. Set it to false, or use a "
-            "GPU or the torch engine."
-        )
-    return {f"{ROLLOUT}.full_determinism": True}
-
-
 def _lora(lora: LoraSection, policies: int) -> dict[str, Any]:
     """So many adapters, which vLLM puts on requests that name them (`agl_verl.servers`)."""
     if not lora.alpha.is_integer():
@@ -357,18 +360,6 @@ def _lora(lora: LoraSection, policies: int) -> dict[str, Any]:
         settings[f"{model}.lora_alpha"] = int(lora.alpha)
         settings[f"{model}.target_modules"] = list(targets)
     return settings
-
-
-def _separate(options: VerlOptions) -> dict[str, Any]:
-    """Servers on GPUs of their own, each replica on one node; they get weights after every update."""
-    return {
-        "actor_rollout_ref.hybrid_engine": False,
-        f"{ROLLOUT}.nnodes": options.serving_gpus // options.tensor_parallel,
-        f"{ROLLOUT}.n_gpus_per_node": options.tensor_parallel,
-        f"{ROLLOUT}.checkpoint_engine.backend": "nccl",
-        "trainer.v1.separate_async.parameter_sync_step": 1,
-        "data.train_batch_size": 1,  # veRL wants that many times the mini-batch; batches are agl's.
-    }
 
 
 def refuse_decided(override: str) -> None:
@@ -437,10 +428,6 @@ def _new(key: str) -> str:
 
 def _hydra(value: Any) -> str:
     """A value as Hydra's command line has it."""
-    if value is None:
-        return "null"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_hydra(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_hydra, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

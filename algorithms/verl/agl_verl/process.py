@@ -112,16 +112,16 @@ class Driver:
         with self._usable():
             for name, spec in self._specs.items():
                 self._trainer.save(name, checkpoint.shards(folder / name))
-                described = checkpoint.Described(self._trainer.version, self._workers, self._trainer.use_critic)
-                checkpoint.finish(folder / name, described, spec)
+                version, critic = self._trainer.version, self._trainer.use_critic
+                checkpoint.finish(folder / name, spec, version=version, workers=self._workers, critic=critic)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
         with self._usable():
             for name, policy in self._trainer.policies.items():
                 critic = policy.chosen.build().needs_critic
-                described = checkpoint.read(folder / name, workers=self._workers, critic=critic)
-                self._trainer.load(name, checkpoint.shards(folder / name), described.version)
+                version = checkpoint.read(folder / name, workers=self._workers, critic=critic)
+                self._trainer.load(name, checkpoint.shards(folder / name), version)
 
     def versions(self) -> Mapping[str, int]:
         """The versions being served."""

@@ -14,12 +14,11 @@ servers without their base. Without a GPU these parts of veRL and vLLM are mende
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import math
 import os
 import types
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from agl_core.config.sections import rate_share
@@ -116,7 +115,7 @@ def send_adapters() -> None:
     """Make FSDP's training workers send a policy's adapter alone to any server: it has the base, in this process."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    FSDPEngine.get_per_tensor_param = functools.partialmethod(FSDPEngine.get_per_tensor_param, base_sync_done=True)
+    FSDPEngine.get_per_tensor_param = partialmethod(FSDPEngine.get_per_tensor_param, base_sync_done=True)
 
 
 def answer_for_vllm() -> None:

@@ -14,7 +14,7 @@ from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.loading import load_model
-from agl_verl.checkpoint import Described, finish, shards
+from agl_verl.checkpoint import finish, shards
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -48,7 +48,7 @@ def checkpoint(trained: Any, tmp_path: Path) -> Path:
     plain = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     plain.save_pretrained(exported, state_dict=trained.state_dict())
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(exported)
-    finish(tmp_path, Described(version=1, workers=1, critic=False), SPEC)
+    finish(tmp_path, SPEC, version=1, workers=1, critic=False)
     return tmp_path
 
 
@@ -86,4 +86,4 @@ def test_an_export_without_an_adapter_is_an_error(tmp_path: Path) -> None:
     exported = shards(tmp_path) / "actor" / "huggingface"
     AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).save_pretrained(exported)
     with pytest.raises(CheckpointError, match="no LoRA weights"):
-        finish(tmp_path, Described(version=1, workers=1, critic=False), SPEC)
+        finish(tmp_path, SPEC, version=1, workers=1, critic=False)

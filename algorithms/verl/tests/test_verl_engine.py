@@ -15,7 +15,7 @@ import pytest
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import environment
-from agl_verl.checkpoint import Described, finish, read, shards
+from agl_verl.checkpoint import finish, read, shards
 from agl_verl.engine import VerlEngine
 from agl_verl.environment import check_flash_attention
 from agl_verl.gate import read_counters
@@ -54,10 +54,10 @@ def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: 
     written.mkdir(parents=True)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         (written / name).write_text(name)
-    finish(tmp_path, Described(version=7, workers=2, critic=False), SPEC)
+    finish(tmp_path, SPEC, version=7, workers=2, critic=False)
     assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(os.listdir(written)) == ["config.json", "tokenizer.json"], "veRL reads the configuration there"
-    assert read(tmp_path, workers=2, critic=False).version == 7
+    assert read(tmp_path, workers=2, critic=False) == 7
     with pytest.raises(CheckpointError, match="2 workers, and 4"):
         read(tmp_path, workers=4, critic=False)
     with pytest.raises(CheckpointError, match="no critic"):
@@ -69,7 +69,7 @@ def test_what_megatron_reads_again_stays_where_it_wrote_it(tmp_path: Path) -> No
     written.mkdir(parents=True)
     (written / "model.safetensors").write_text("weights")
     for _ in range(2):
-        finish(tmp_path, Described(version=7, workers=2, critic=False), SPEC)
+        finish(tmp_path, SPEC, version=7, workers=2, critic=False)
         assert (tmp_path / "model" / "model.safetensors").read_text() == "weights"
         assert (written / "model.safetensors").read_text() == "weights"
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_engine_is_refused_with_the_way_to_use_its_weigh
 def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path) -> None:
     (shards(tmp_path) / "actor" / "huggingface").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="share"):
-        finish(tmp_path, Described(version=1, workers=1, critic=False), SPEC)
+        finish(tmp_path, SPEC, version=1, workers=1, critic=False)
 
 
 KNOWN_ERRORS = [
