@@ -21,13 +21,12 @@ from typing import Any, TypeAlias
 from starlette.datastructures import Headers
 
 from agl_core.apis.reply import RawReply, Reply, called, reasoning_of
+from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.types import Call, Json
 from agl_core.types.forms import parse_if_json
 
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
-HEADER_STAINLESS = "x-stainless-retry-count"
-"""OpenAI's and Anthropic's SDKs count their retries in it, from 0."""
 MAX_KEPT = 1000
 """Finished exchanges kept per attempt; the oldest goes first."""
 MAX_KEPT_BYTES = 64 << 20
@@ -246,7 +245,7 @@ class Budget:
 
 def retry_count(headers: Headers) -> int:
     """How often the client's SDK has sent this request before."""
-    value = headers.get(HEADER_STAINLESS, "0")
+    value = headers.get(HEADER_RETRIES, "0")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import functools
 import threading
 import uuid
 import zlib
@@ -142,7 +141,7 @@ class IdentityScope:
     where the token of a context variable cannot be used.
     """
 
-    __slots__ = ("_outer", "identity", "is_open", "steps", "variables")
+    __slots__ = ("identity", "is_open", "outer", "steps", "variables")
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class IdentityScope:
         steps: Steps | None = None,
         variables: Mapping[str, Json] | None = None,
     ) -> None:
-        self.identity, self._outer, self.is_open = identity, outer, True
+        self.identity, self.outer, self.is_open = identity, outer, True
         self.variables: Mapping[str, Json] = variables or (outer.variables if outer else {})
         """The semantic variables that the framework has; if it has none, those of the scope around this one."""
         self.steps = steps
@@ -161,25 +160,9 @@ class IdentityScope:
         """End it in all contexts; closing it again changes nothing."""
         self.is_open = False
 
-    def innermost_open(self) -> IdentityScope | None:
-        scope: IdentityScope | None = self
-        while scope is not None and not scope.is_open:
-            scope = scope._outer
-        return scope
 
-
-@dataclass(slots=True)
-class _ProcessState:
-    """State that holds in every context of this process."""
-
-    attempt: AttemptContext | None = None
-
-
-@functools.cache
-def _this_process() -> _ProcessState:
-    return _ProcessState()
-
-
+_of_process: AttemptContext | None = None
+"""The attempt that holds in every context of this process."""
 _attempt: ContextVar[AttemptContext | None] = ContextVar("agl_attempt", default=None)
 _scope: ContextVar[IdentityScope | None] = ContextVar("agl_identity", default=None)
 _variables: ContextVar[Mapping[str, Json] | None] = ContextVar("agl_variables", default=None)
@@ -187,7 +170,7 @@ _variables: ContextVar[Mapping[str, Json] | None] = ContextVar("agl_variables", 
 
 def current_attempt() -> AttemptContext | None:
     """The attempt that this context, or else the whole process, runs; None outside any rollout."""
-    return _attempt.get() or _this_process().attempt
+    return _attempt.get() or _of_process
 
 
 @contextmanager
@@ -209,7 +192,8 @@ def running(active: AttemptContext) -> Iterator[None]:
 
 def start_running(active: AttemptContext | None) -> None:
     """The whole process belongs to this attempt from now on, in every thread and task; None: to none."""
-    _this_process().attempt = active
+    global _of_process
+    _of_process = active
 
 
 def state(**values: Any) -> None:
@@ -267,7 +251,9 @@ def current_identity() -> Identity | None:
 def current_scope() -> IdentityScope | None:
     """The innermost open scope of this context."""
     scope = _scope.get()
-    return scope and scope.innermost_open()
+    while scope is not None and not scope.is_open:
+        scope = scope.outer
+    return scope
 
 
 def enter_identity(

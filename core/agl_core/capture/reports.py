@@ -36,22 +36,15 @@ def reward(value: float, name: str = "reward") -> None:
 
     >>> reward(0.5, name="tests_passed")
     """
-    number = _finite(value)
-    if number is None:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise AgentError(f"agl_core.reward('{name}'): {value!r} is not a finite number. Give it an int or a float.")
     active = current_attempt()
     if active is not None:
         active.recording.reward(RewardReport(name=name, value=number))
-
-
-def _finite(value: Any) -> float | None:
-    if isinstance(value, str | bytes):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def record_tool_result(

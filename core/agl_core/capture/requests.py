@@ -39,6 +39,8 @@ HEADER_CALL = "x-agl-call"
 """On the server's reply: the id of the call that it answers."""
 HEADER_IGNORED = "x-agl-ignored"
 """On the server's reply: the fields of the request that only tune a hosted service, and were ignored."""
+HEADER_RETRIES = "x-stainless-retry-count"
+"""How the clients of OpenAI and Anthropic number the retries of a request, 0 first."""
 HEADER_MOVED = "x-agl-moved"
 """On a request to an upstream: its rollout was with another server before."""
 HEADER_POLICY = "x-agl-policy-version"
@@ -47,8 +49,6 @@ HEADER_POLICY = "x-agl-policy-version"
 Resolver: TypeAlias = Callable[[], Identity | None]
 """Asks a framework who makes the request that is being sent; None if it does not know."""
 
-_RETRY_COUNT = "x-stainless-retry-count"
-"""How the clients of OpenAI and Anthropic number the retries of a request, 0 first."""
 _MAX_HEADER = 512
 MODEL_CALL = re.compile(
     r"/chat/completions$|/v1/(?:completions|responses)$|:(?:stream)?(?:G|g)enerateContent$|:(?:streamR|r)awPredict$"
@@ -179,7 +179,7 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     if scope is None or scope.steps is None or method != "POST":
         return None
     step = current_step()
-    is_retry = headers.get(_RETRY_COUNT, "0") != "0"
+    is_retry = headers.get(HEADER_RETRIES, "0") != "0"
     return (
         step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)
     )

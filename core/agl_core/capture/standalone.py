@@ -74,7 +74,12 @@ class CapturedRollout:
         `id` should not be the reply's own: some servers give every reply the same one. The sampling is what the
         request asked for, because nothing else is known.
         """
-        sampling = sampling_of(request)
+        sampling = Sampling(
+            temperature=request.get("temperature"),
+            top_p=request.get("top_p"),
+            max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
+            seed=request.get("seed"),
+        )
         call = Call(
             id=id,
             rollout=self.id,
@@ -147,20 +152,6 @@ class Capture:
     def clear(self) -> None:
         with self._lock:
             self._rollouts.clear()
-
-
-def sampling_of(request: Mapping[str, Json]) -> Sampling:
-    """The sampling that a request asks for.
-
-    >>> sampling_of({"model": "m", "max_completion_tokens": 8}).max_tokens
-    8
-    """
-    return Sampling(
-        temperature=request.get("temperature"),
-        top_p=request.get("top_p"),
-        max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
-        seed=request.get("seed"),
-    )
 
 
 def ids_of(ids: Any) -> Tokens | None:

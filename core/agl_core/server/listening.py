@@ -194,7 +194,8 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._unread > MAX_HEAD_BYTES:
-            self._refuse(_head_too_large())
+            problem = f"The request's URL and headers have more than {MAX_HEAD_BYTES >> 10} KiB."
+            self._refuse(ApiError(431, problem, code="headers_too_large"))
         elif self._late is None and (self._unread or not self._in_head):
             self._expect()
 
@@ -301,12 +302,6 @@ def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
 def body_too_large(most: int) -> ApiError:
     """The answer to a body of more than `most` bytes."""
     return ApiError(413, f"The request body is larger than {most >> 20} MiB.", code="body_too_large")
-
-
-def _head_too_large() -> ApiError:
-    return ApiError(
-        431, f"The request's URL and headers have more than {MAX_HEAD_BYTES >> 10} KiB.", code="headers_too_large"
-    )
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

@@ -78,6 +78,8 @@ class LightningServer:
         self.keys, self._host, self._port = keys, listen.host, listen.port
         self.relay = Relay(self.queue.lend)
         self.relay.withdraw()
+        self.versions = self.relay.versions
+        """The version being served of each policy, for upstreams whose replies do not name it."""
         self._upstream, self._settings = upstream, settings
         self._source = source
         attribution = Attribution(keys, self.queue, source)
@@ -92,11 +94,6 @@ class LightningServer:
     def base_url(self) -> str:
         """Where the server listens, without a path; known once it has started."""
         return url_of(self._host, self._port)
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """The version being served of each policy, for upstreams whose replies do not name it."""
-        return self.relay.versions
 
     async def start(self) -> None:
         """Listen; ServerError if a port is taken."""

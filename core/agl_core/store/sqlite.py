@@ -32,6 +32,7 @@ from agl_core.types import (
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
+_NOT_OPEN = "The store {} is not open. Open it first (`async with`), and do not use it once closed."
 
 
 class SqliteStore(Store):
@@ -147,23 +148,20 @@ class SqliteStore(Store):
     async def _written(
         self, work: Callable[[GroupWriter], Awaitable[Result]], records: Sequence[Record] = ()
     ) -> Result:
+        if self._read_only:
+            raise StoreError(
+                f"The store {self._path} was opened to read only. Write through the process that runs the training."
+            )
+        if self._readers is None or self._writer is None:
+            raise StoreError(_NOT_OPEN.format(self._path))
         try:
-            return await work(self._writable())
+            return await work(self._writer)
         except (sqlite3.Error, ValueError, OverflowError) as error:
             raise explain(self._path, error, " or ".join(map(name_of, records)) or "a record") from error
 
-    def _writable(self) -> GroupWriter:
-        if self._readers is None or self._writer is None:
-            raise StoreError(
-                f"The store {self._path} was opened to read only. Write through the process that runs the training."
-                if self._read_only
-                else f"The store {self._path} is not open. Open it first (`async with`), and do not use it once closed."
-            )
-        return self._writer
-
     async def _read(self, query: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
         if self._readers is None:
-            raise StoreError(f"The store {self._path} is not open. Open it first (`async with`), not once closed.")
+            raise StoreError(_NOT_OPEN.format(self._path))
         try:
             return await self._readers.run(lambda connection: query(connection, *arguments))
         except sqlite3.Error as error:

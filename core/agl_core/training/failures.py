@@ -20,7 +20,7 @@ from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.training.metrics import counts
-from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, ToolResult
+from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, Source, ToolResult
 from agl_core.wire import Activity, RunningAttempt
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
     See docs/security.md.
     """
     tool_results = _tool_results(episodes)
-    asserted = Counter(result.source.value for result in tool_results if result.source.is_asserted).most_common()
+    asserted = Counter(
+        result.source.value for result in tool_results if result.source is not Source.CONVERSATION
+    ).most_common()
     if not asserted:
         return None
     sources = ", ".join(f"{source} {count}" for source, count in asserted)

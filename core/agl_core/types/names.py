@@ -105,11 +105,6 @@ class Source(StrEnum):
     COMMAND = "command"
     """A report of a process of the agent's command."""
 
-    @property
-    def is_asserted(self) -> bool:
-        """True if only the agent's side asserts it, and nothing that the gateway recorded shows it."""
-        return self is not Source.CONVERSATION
-
 
 class CreditKind(StrEnum):
     """The meaning of a credited value: what one step earned, or a sum that contains what came after."""
