@@ -96,11 +96,6 @@ class Reply:
         sampled = sum(0 if choice.response_ids is None else len(choice.response_ids) for choice in self.choices)
         return Usage.read(self.completion.get("usage"), self.prompt_ids, sampled)
 
-    @property
-    def has_ids(self) -> bool:
-        """True if prompt and every choice came with token ids."""
-        return self.prompt_ids is not None and all(choice.response_ids is not None for choice in self.choices)
-
 
 def read_reply(body: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool) -> Reply:
     """Take apart what the upstream answered with status 200; ApiError 502 if it is no chat completion.

@@ -44,19 +44,12 @@ def new_span() -> str:
 class Step:
     """A call, and what follows until the next one."""
 
-    __slots__ = ("_is_running", "agent", "is_followed", "span", "steps", "thread")
+    __slots__ = ("agent", "is_followed", "span", "steps", "thread")
 
     def __init__(self, steps: Steps, agent: str | None) -> None:
         self.steps, self.agent, self.span, self.thread = steps, agent, new_span(), threading.get_ident()
         self.is_followed = False
         """A context that inherited this step has begun another."""
-        self._is_running = True
-
-    def end_call(self) -> None:
-        """The call has its reply, or failed; a second time changes nothing."""
-        if self._is_running:
-            self._is_running = False
-            self.steps.end_call()
 
 
 _step: ContextVar[Step | None] = ContextVar("agl_step", default=None)
@@ -77,7 +70,8 @@ class Steps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
+        self._running: set[Step] = set()
+        """Those whose call has no reply yet."""
         self._latest: Step | None = None
         self._have_overlapped = False
 
@@ -87,16 +81,16 @@ class Steps:
         with self._lock:
             if before is not None:
                 before.is_followed = True
-            self._have_overlapped |= self._running > 0
+            self._have_overlapped |= bool(self._running)
             self._latest = step
-            self._running += 1
+            self._running.add(step)
         _step.set(step)
         return step
 
-    def end_call(self) -> None:
-        """One of the calls has ended."""
+    def end_call(self, step: Step) -> None:
+        """The call of this step has its reply, or failed; a second time changes nothing."""
         with self._lock:
-            self._running -= 1
+            self._running.discard(step)
 
     def span(self) -> str | None:
         """The span of `step`, if there is one."""

@@ -36,8 +36,9 @@ def reward(value: float, name: str = "reward") -> None:
 
     >>> reward(0.5, name="tests_passed")
     """
+    given: Any = value
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
+        number = math.nan if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):

@@ -97,7 +97,7 @@ class Stamper:
             yield
         finally:
             if step is not None:
-                step.end_call()
+                step.steps.end_call(step)
 
     def _headers(self, active: AttemptContext, step: Step | None) -> dict[str, str]:
         who = current_identity() or Identity()
