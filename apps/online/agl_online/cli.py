@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -135,7 +134,7 @@ def learn(
     console = Screen()
     console.print(f"run folder: {run_dir}")
     learning = partial(learner.learn, loaded, run_dir)
-    train_and_report(loaded, run_dir, learning, os.environ.get(OPERATOR_KEY), console, f"agl learn {run_dir}")
+    train_and_report(loaded, run_dir, learning, console, f"agl learn {run_dir}")
 
 
 def _read(target: Path, overrides: Sequence[str], needs: Collection[Kind] = kinds.KINDS) -> tuple[LoadedConfig, Path]:

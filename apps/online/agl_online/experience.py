@@ -37,17 +37,6 @@ _SHORTEST, _SHARE = 0.5, 20
 """Seconds between two looks, and how many times longer than a look they are at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A session that a step can take."""
-
-    time: float
-    """When it ended, in Unix seconds."""
-    scored: Scored
-    is_usable: bool
-    """True if a step has something to train on in it."""
-
-
 @dataclass(eq=False)
 class SessionExperience:
     """Each update gets the sessions of its step, each a group of one, and groups of rollouts of `tasks`, if any.
@@ -83,15 +72,14 @@ class SessionExperience:
 
     async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
         """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
-        ended, waiting = await self._take(context.step, advance)
-        ended.sort(key=lambda session: (not session.is_usable, session.time))
-        usable = [session.scored for session in ended if session.is_usable]
+        usable, unusable, waiting = await self._take(context.step, advance)
+        ended = [*usable, *unusable]
         weights = capped_weights([scored.rollout.group for scored in usable])
-        groups = [[session.scored.episode] for session in ended]
-        warn_of_failed_rules([session.scored for session in ended])
+        groups = [[scored.episode] for scored in ended]
+        warn_of_failed_rules(ended)
         metrics = {
             "sessions/trained": float(len(usable)),
-            "sessions/dropped": float(len(ended) - len(usable)),
+            "sessions/dropped": float(len(unusable)),
             "sessions/waiting": float(max(0, waiting - len(ended))),
         }
         if usable:
@@ -101,28 +89,27 @@ class SessionExperience:
         return replace(
             tasks,
             groups=[*tasks.groups, *groups],
-            weights=[*tasks.weights, *weights, *(1.0 for _ in range(len(ended) - len(usable)))],
+            weights=[*tasks.weights, *weights, *(1.0 for _ in unusable)],
             new=[*tasks.new, *(episode for [episode] in groups)],
-            rollouts=[*tasks.rollouts, *(session.scored.rollout for session in ended)],
+            rollouts=[*tasks.rollouts, *(scored.rollout for scored in ended)],
             metrics={**tasks.metrics, **metrics},
             note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",
         )
 
-    async def _take(self, step: int, advance: Advance) -> tuple[list[_Ended], int]:
+    async def _take(self, step: int, advance: Advance) -> tuple[list[Scored], list[Scored], int]:
         """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
         again = await self.store.rollouts(run=self.run, mode=Mode.USE, step=step)
         if again:  # A learner that was killed before its checkpoint made this step with them.
-            return await self._look(again, len(again)), 0
+            return *await self._look(again, len(again)), 0
         wanted = self.settings.sessions_per_step
         while True:
             started = time.monotonic()
             await self.between()
             waiting = await self._waiting()
-            ended = await self._look(waiting, wanted)
-            usable = [session for session in ended if session.is_usable]
+            usable, unusable = await self._look(waiting, wanted)
             advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
             if len(usable) >= wanted:
-                return [*usable[:wanted], *(session for session in ended if not session.is_usable)], len(waiting)
+                return usable[-wanted:], unusable, len(waiting)
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
 
     async def _waiting(self) -> list[Rollout]:
@@ -133,10 +120,10 @@ class SessionExperience:
         earliest, latest = await self.store.rollouts(**first), await self.store.rollouts(**last)
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
-    async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> list[_Ended]:
-        """Those of these sessions that a step can take, the latest first; not many more than `wanted` usable ones.
+    async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> tuple[list[Scored], list[Scored]]:
+        """The sessions that a step can train on, not many more than `wanted`, and those to drop, by their ends.
 
-        The latest come from versions that are nearest to the weights.
+        They are the latest, which come from versions that are nearest to the weights.
         """
         now, ids = time.time(), [rollout.id for rollout in rollouts]
         ends = {attempt.rollout: attempt.ended or now for attempt in await self.store.attempts(*ids)}
@@ -147,21 +134,22 @@ class SessionExperience:
         young = [rollout for rollout in latest if now - ends.get(rollout.id, 0.0) <= _MAX_AGE]
         old = latest[len(young) :][-_MAX_DROPPED:]
         changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != judgements[rollout.id]]
-        ended: list[_Ended] = []
+        usable, unusable = list[Scored](), list[Scored]()
         for start in range(0, len(changed), 2 * wanted):
             for scored in await self.collector.scored(changed[start : start + 2 * wanted]):
                 id = scored.rollout.id
                 if scored.episode.dropped is DropReason.NO_REWARD:
                     self._unrewarded[id] = judgements[id]
                 else:
-                    ended.append(self._ended(ends[id], scored))
-            if sum(session.is_usable for session in ended) >= wanted:
+                    session, is_usable = self._taken(scored)
+                    (usable if is_usable else unusable).append(session)
+            if len(usable) >= wanted:
                 break  # The others wait; in the end they are too old.
-        too_old = await self.collector.scored(old)
-        return [*ended, *(self._ended(ends.get(scored.rollout.id, 0.0), scored, is_old=True) for scored in too_old)]
+        unusable += [self._taken(scored, is_old=True)[0] for scored in await self.collector.scored(old)]
+        return usable[::-1], unusable[::-1]
 
-    def _ended(self, end: float, scored: Scored, *, is_old: bool = False) -> _Ended:
-        """A session as a step takes it."""
+    def _taken(self, scored: Scored, *, is_old: bool = False) -> tuple[Scored, bool]:
+        """A session as a step takes it, and True if the step has something to train on in it."""
         episode = scored.episode
         ages = [self._age(transition) for transition in episode.transitions]
         # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
@@ -174,7 +162,7 @@ class SessionExperience:
         if episode.dropped is None and is_stale:
             episode = replace(episode, dropped=DropReason.STALE)
         trained = (left_out(transition, self.agents) is None for transition in episode.transitions)
-        return _Ended(end, replace(scored, episode=episode), episode.dropped is None and any(trained))
+        return replace(scored, episode=episode), episode.dropped is None and any(trained)
 
     def _age(self, transition: Transition) -> int | None:
         """The updates since; None if the weights do not come from what answered."""

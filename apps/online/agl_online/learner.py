@@ -149,12 +149,16 @@ class Learner(Trainer):
         await self._attend()
 
     async def _attend(self) -> None:
-        """Look at the canary, begin one, and follow what was decided, by an operator too."""
+        """Decide on the canary if the sessions say so, begin one, and follow what was decided, by an operator too."""
         await self.session.engine.versions()  # EngineError if it was lost.
         standing = self.ledger.current()
         try:
-            if standing.canary is not None:
-                await self._look_at(standing.canary)
+            if (tried := standing.canary) is not None:
+                assert standing.stable is not None, "the run is deployed"
+                outcomes = await self._outcomes.since(standing.decided[tried].time, standing.serving)
+                decision = judge_canary(tried, standing.stable, outcomes, self.section.canary)
+                if decision is not None:
+                    self._decide(decision)
             elif standing.passed is not None:
                 state, reason = State.STABLE, "It passed the gate, and there is to be no canary."
                 if share := self.section.canary.share:
@@ -164,15 +168,6 @@ class Learner(Trainer):
             self.observer.say(str(error))
         await self._follow()
         await self.deployed.refresh()
-
-    async def _look_at(self, tried: int) -> None:
-        """Promote the canary, or roll it back, if the sessions say so."""
-        standing = self.ledger.current()
-        assert standing.stable is not None, "the run is deployed"
-        outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
-        decision = judge_canary(tried, standing.stable, outcomes, self.section.canary)
-        if decision is not None:
-            self._decide(decision)
 
     async def _follow(self) -> None:
         """Take the weights back to the stable version if they come from one that was rejected or rolled back."""

@@ -9,7 +9,7 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -89,23 +89,23 @@ def doctor(
 
 def _findings(target: Path | None, upstream: str | None, key_env: str | None, model: str | None) -> Findings:
     if target is not None and target.suffix != ".toml":
-        yield from _checked("run", lambda: _run(target))
+        yield from _checked("run", _run(target))
         return
     yield Finding("ok", "Python", platform.python_version())
     if missing := [name for name in SERVER_MODULES if importlib.util.find_spec(name) is None]:
         remedy = "pip install 'agl-core[server]' (an environment that only runs agents or workers does not need it)"
         yield Finding("note", "server", f"{', '.join(missing)} missing", remedy)
-    yield from _checked("plugins", _plugins)
+    yield from _checked("plugins", _plugins())
     if target is not None:
-        yield from _checked("configuration", lambda: _configuration(target))
+        yield from _checked("configuration", _configuration(target))
     if upstream is not None:
-        yield from _checked("model server", lambda: _server(upstream, key_env, model))
+        yield from _checked("model server", _server(upstream, key_env, model))
 
 
-def _checked(subject: str, look: Callable[[], Findings]) -> Findings:
-    """The findings of `look`; the message of an error that agl raises on purpose says what to do."""
+def _checked(subject: str, findings: Findings) -> Findings:
+    """These findings; the message of an error that agl raises on purpose says what to do."""
     try:
-        yield from look()
+        yield from findings
     except AglError as error:
         text, _, remedy = str(error).partition(". ")
         yield Finding("FAIL", subject, text, remedy or "see above")
@@ -132,7 +132,7 @@ def _configuration(file: Path) -> Findings:
             f"(docs/security.md)"
         )
         yield Finding("ok", "agent's reach", text)
-    yield from _checked("start", lambda: _start(loaded))
+    yield from _checked("start", _start(loaded))
 
 
 def _start(loaded: LoadedConfig) -> Findings:
@@ -201,7 +201,7 @@ def _run(run: Path) -> Findings:
         steps = len(health.verdicts)
         yield Finding("ok", "alarms", f"none in {steps} steps" if steps else "no step was made yet")
     if entry.state == "running":
-        yield from _checked("waiting", lambda: _waiting(folder))
+        yield from _checked("waiting", _waiting(folder))
 
 
 def _waiting(folder: Path) -> Findings:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -28,10 +29,11 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
 from agl_core.reading.explained import AttemptReport, reports_of
 from agl_core.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
+from agl_core.server import Keys, LightningServer
 from agl_core.server.upstream import RunSettings
-from agl_core.training.run import first_free, new_run_dir, recording_server, removed_unless_begun
+from agl_core.training.run import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_core.training.session import engine_context
-from agl_core.types import AttemptKey, Ending, Mode, Rollout, Task
+from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
 from agl_core.wire import Lease, LeaseRequest, take_keys
 from agl_core.worker.agent import OTHER_KEY, Ended, attempt_variables, closing
 from agl_core.worker.processes import attempt_folder
@@ -59,8 +61,6 @@ class _Setting:
     """Where a run is recorded, and what answers its calls: an upstream, or the engine of a configuration."""
 
     folder: Path
-    is_new: bool
-    """Nothing was recorded there before."""
     described: Mapping[str, Any]
     """Stored as the run's configuration."""
     answering: Upstream | LoadedConfig
@@ -89,7 +89,7 @@ def run(
     else:
         setting = _configured(config, name)
     _say(f"recording to {setting.folder}")
-    with removed_unless_begun(setting.folder if setting.is_new else None) as begun:
+    with removed_unless_begun(setting.folder) as begun:
         status = asyncio.run(_record(command, setting, begun))
     raise typer.Exit(status)
 
@@ -109,16 +109,15 @@ def _forwarding(
         _say(ANEW)
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
     folder = RUNS / check_name(name or "capture")
-    is_new = name is None or not is_capture(folder)
-    if is_new:
+    if name is None or not is_capture(folder):
         folder = first_free(folder, lambda new: write_capture(new, described))
-    return _Setting(folder, is_new, described, upstream)
+    return _Setting(folder, described, upstream)
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
     loaded = load(config, [f"name={name}"] if name else [])
     folder = new_run_dir(loaded)
-    return _Setting(folder, True, loaded.config.model_dump(mode="json"), loaded)
+    return _Setting(folder, loaded.config.model_dump(mode="json"), loaded)
 
 
 async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
@@ -139,8 +138,13 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         else:
             store = open_store(setting.folder, read_only=False)
         settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=agents)
-        serving = recording_server(store, (run_id, setting.described), upstream, settings, hook, gateway)
-        server, restart = await stack.enter_async_context(serving)
+        keys = Keys(passthrough=passthrough_key(gateway))
+        await stack.enter_async_context(store)
+        serving = LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys)
+        server = await stack.enter_async_context(serving)
+        restart = len(await store.runs())
+        await store.put(Run(run_id, restart, time.time(), setting.described))
+        await server.queue.abandon(run_id)  # What earlier restarts left unfinished ends as lost.
         id = f"{run_id}-{uuid.uuid4().hex[:8]}"
         rollout = Rollout(
             id=id,

@@ -94,7 +94,7 @@ def train(
     console.print(f"run folder: {run_dir}")
     is_new = resume is None
     training = partial(run_training, loaded, run_dir, resume=not is_new, checkpoint=checkpoint, look=is_new)
-    train_and_report(loaded, run_dir, training, os.environ.get(OPERATOR_KEY), console)
+    train_and_report(loaded, run_dir, training, console)
 
 
 def _find_checkpoint(target: str) -> tuple[Path, str | None]:
@@ -115,11 +115,12 @@ def train_and_report(
     loaded: LoadedConfig,
     run_dir: Path,
     training: Callable[[ConsoleObserver], Awaitable[Summary]],
-    operator_key: str | None,
     console: Screen,
     go_on: str | None = None,
 ) -> None:
     """Train while the browser can show the run, and print the result; for `go_on` see `print_summary`."""
+
+    operator_key = os.environ.get(OPERATOR_KEY)  # The server takes it out of the environment.
 
     async def work() -> Summary:
         async with show_in_browser(run_dir, loaded.config.server, operator_key, console):

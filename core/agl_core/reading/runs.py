@@ -72,7 +72,7 @@ class Pruned:
 
 def find_run(folder: Path | None) -> Path:
     """A run's folder, named as such or by its name below ./runs; None: the newest one. ConfigError if there is none."""
-    folders = _folders_in(RUNS)
+    folders = run_folders(RUNS)
     if folder is None:
         if not folders:
             raise ConfigError("There are no runs below ./runs. Name a run's folder, or train first: agl train CONFIG.")
@@ -87,10 +87,10 @@ def find_run(folder: Path | None) -> Path:
 
 def list_runs(runs: Path) -> list[RunEntry]:
     """The runs below a folder, the oldest first."""
-    return [read_entry(folder) for folder in _folders_in(runs)]
+    return [read_entry(folder) for folder in run_folders(runs)]
 
 
-def _folders_in(runs: Path) -> list[Path]:
+def run_folders(runs: Path) -> list[Path]:
     """The oldest first."""
     files = sorted(runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: (file.stat().st_mtime, file))
     return [file.parent for file in files]

@@ -17,7 +17,7 @@ from agl_core.learning.batch import BatchPlan, make_batches
 from agl_core.learning.rewards import AGENT_SOURCE, failure_text, score_all, score_groups
 from agl_core.reading.explained import RolloutEntry, entries_of, is_superseded, members_of
 from agl_core.reading.importing import import_file
-from agl_core.reading.runs import find_run, is_capture, is_run, open_store
+from agl_core.reading.runs import find_run, is_capture, is_run, open_store, run_folders
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import recorded_episodes, scoring_rules
 from agl_core.types import (
@@ -168,14 +168,14 @@ def _run_of(file: Path, loaded: LoadedConfig) -> Path:
     runs, name = loaded.config.runs, loaded.config.name
     if file.name == CONFIG_FILE and is_run(file.parent):
         return file.parent
-    folders = [path.parent for path in runs.glob(f"*/{CONFIG_FILE}")]
+    folders = run_folders(runs)
     of_name = [folder for folder in folders if re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)]
     if not of_name:
         raise ConfigError(
             f"There is no run '{name}' below {runs}. {nearest(name, (folder.name for folder in folders))} "
             f"Name a run's folder with --run, or train first: agl train {file}."
         )
-    return max(of_name, key=lambda folder: (folder / CONFIG_FILE).stat().st_mtime)
+    return of_name[-1]
 
 
 async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:

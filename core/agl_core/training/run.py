@@ -6,13 +6,11 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from agl_core import private
@@ -20,8 +18,6 @@ from agl_core.config.check import cautions
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerError, StoreError, TrainingError
-from agl_core.plugins import RunHooks
-from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
@@ -32,7 +28,6 @@ from agl_core.training.failures import assertions_in
 from agl_core.training.loop import Evaluated, Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.session import Session, first_look, open_session
-from agl_core.types import Run
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
 from agl_core.worker.worker import on_signals
 
@@ -65,7 +60,7 @@ async def train(
         )
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.train.keep_checkpoints)
     async with AsyncExitStack() as stack:
-        begun = stack.enter_context(removed_unless_begun(run_dir if is_new(run_dir) and not resume else None))
+        begun = stack.enter_context(removed_unless_begun(None if resume else run_dir))
         weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
         state = read_state(weights) if weights else RunState()
         resolved = config.model_dump(mode="json")
@@ -145,7 +140,7 @@ async def evaluate(
     does not resume the run. The folder of a new run is removed if it cannot be started.
     """
     step = read_state(checkpoint).step if checkpoint else 0
-    with removed_unless_begun(run_dir if is_new(run_dir) else None) as begun:
+    with removed_unless_begun(run_dir) as begun:
         async with (
             local_server(loaded, run_dir) as server,
             open_session(loaded, run_dir, server, observer, weights=checkpoint) as session,
@@ -232,19 +227,14 @@ def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool
         ) from error
 
 
-def is_new(run_dir: Path) -> bool:
-    """True if a run's folder has nothing but its configuration."""
-    return all(file.name == CONFIG_FILE for file in run_dir.iterdir())
-
-
 @contextmanager
 def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
     """Remove a new run's folder if the block fails before it calls the function that it gets: nothing is in it yet.
 
-    If the engine left a log, which its errors name, the log stays until a run takes the name. None: there is nothing to
-    remove.
+    A run is new if its folder has nothing but its configuration. If the engine left a log, which its errors name, the
+    log stays until a run takes the name. None: there is nothing to remove.
     """
-    has_begun = False
+    has_begun = folder is None or any(file.name != CONFIG_FILE for file in folder.iterdir())
 
     def begun() -> None:
         nonlocal has_begun
@@ -273,14 +263,21 @@ async def local_server(
     `source_of` makes what opens rollouts from outside, if anything does.
 
     Workers on this machine find it by the file in the run's folder. If the block ends by an error, they wait until the
-    run is resumed.
+    run is resumed. StoreError if the store is empty, and that file says that a run was begun.
     """
     file = run_dir / SERVER_FILE
+    before = ServerFile.read(file)
     keys = replace(Keys.of_run(file), passthrough=passthrough_key(loaded.config.gateway))
     async with loaded.store.build(run_dir) as store:
-        begun = await _has_begun(store, file)
+        begun = bool(await store.runs())
+        if not begun and before is not None and before.begun:
+            raise StoreError(
+                f"The store {run_dir / 'store.sqlite'} is empty, but {file} says that a run was begun: what was "
+                f"recorded of it is lost, or is elsewhere. Put the store back, with its log (-wal) if it has one, or "
+                f"restore a backup. To start a new run, remove {file}."
+            )
         source = None if source_of is None else await source_of(store, keys)
-        server = await _started(loaded, store, keys, file, source)
+        server = await _started(loaded, store, keys, before, source)
         ended_well = False
         try:
             keys.write(file, server.base_url, begun=begun or source is not None)
@@ -290,43 +287,8 @@ async def local_server(
             await server.stop(over=ended_well)
 
 
-@asynccontextmanager
-async def recording_server(
-    store: Store,
-    run: tuple[str, Mapping[str, Any]],
-    upstream: Upstream,
-    settings: RunSettings,
-    hook: RunHooks,
-    gateway: GatewaySection,
-) -> AsyncIterator[tuple[LightningServer, int]]:
-    """The server of a run that is recorded without training, and the number of its restart, which begins with it.
-
-    `run` is its name and its description; what its earlier restarts left unfinished ends as lost.
-    """
-    keys = Keys(passthrough=passthrough_key(gateway))
-    async with store, LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys) as server:
-        restart = len(await store.runs())
-        await store.put(Run(run[0], restart, time.time(), run[1]))
-        await server.queue.abandon(run[0])
-        yield server, restart
-
-
-async def _has_begun(store: Store, file: Path) -> bool:
-    """True if the store has a run. StoreError if it has none, but the file of an earlier server names one."""
-    if await store.runs():
-        return True
-    before = ServerFile.read(file)
-    if before is not None and before.begun:
-        raise StoreError(
-            f"The store {file.with_name('store.sqlite')} is empty, but {file} says that a run was begun: what "
-            f"was recorded of it is lost, or is elsewhere. Put the store back, with its log (-wal) if it has one, or "
-            f"restore a backup. To start a new run, remove {file}."
-        )
-    return False
-
-
 async def _started(
-    loaded: LoadedConfig, store: Store, keys: Keys, file: Path, source: RolloutSource | None
+    loaded: LoadedConfig, store: Store, keys: Keys, before: ServerFile | None, source: RolloutSource | None
 ) -> LightningServer:
     """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
     settings = loaded.config.server
@@ -345,7 +307,6 @@ async def _started(
         await server.start()
         return server
 
-    before = ServerFile.read(file)
     if not settings.port and before is not None and (port := urlsplit(before.base_url).port):
         with suppress(ServerError):
             return await listening(port)

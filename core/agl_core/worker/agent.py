@@ -306,14 +306,15 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
     tools are cut until the server takes the report; if that is not enough, the last tool results and rewards are left
     out.
     """
-    ended = _bounded(ended)
+    if ended.result is not None and (checked := finished(ended.result)).ending is not Ending.FINISHED:
+        ended = checked
     tool_results, rewards = list(recording.tool_results), list(recording.rewards)
     if isinstance(ended.result, int | float) and not isinstance(ended.result, bool):
         rewards.append(RewardReport(name="result", value=ended.result))
     request = CloseRequest(
         ending=ended.ending,
         result=ended.result,
-        error=ended.error,
+        error=None if ended.error is None else str(jsonable(ended.error, _MAX_ERROR)),
         tool_results=tool_results[:MAX_REPORTS],
         rewards=rewards[:MAX_REPORTS],
         bypassed=recording.bypassed_calls,
@@ -331,13 +332,6 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
             "An attempt reported more tool results or rewards than a report can carry; only the first ones are kept."
         )
     return request
-
-
-def _bounded(ended: Ended) -> Ended:
-    """The same end, with a result and an error that can be reported."""
-    if ended.result is not None and (checked := finished(ended.result)).ending is not Ending.FINISHED:
-        return checked
-    return Ended(ended.ending, ended.result, None if ended.error is None else str(jsonable(ended.error, _MAX_ERROR)))
 
 
 def _can_be_taken(request: CloseRequest) -> bool:
