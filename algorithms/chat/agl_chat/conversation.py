@@ -20,7 +20,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from agl_chat.formats import Message, Parsed, ToolFormat, Tools
+from agl_chat.formats import Message, ToolFormat, Tools
 from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
 from agl_chat.plain_text import PlainText, in_plain_text
 from agl_chat.requests import ChatError, normalise
@@ -303,7 +303,7 @@ class Sessions:
             choices = session.get(before[at], [])
             echoed = _echoed(choices, messages[at])
             for choice in echoed:
-                tail = self._tail(full, choice, messages[at], functools.partial(render, at + 1, False), tools)
+                tail = self._tail(full, choice, functools.partial(render, at + 1, False), tools)
                 if tail is not None:
                     return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, cause)
             cause = cause or self._cause(messages[at], echoed, choices, session)
@@ -328,14 +328,7 @@ class Sessions:
     def _has_ended(self, choice: RecordedChoice) -> bool:
         return len(choice.ids) > 0 and int(choice.ids[-1]) in self._text.eos_ids
 
-    def _tail(
-        self,
-        full: str,
-        choice: RecordedChoice,
-        message: Message,
-        render: Callable[[], str],
-        tools: Tools,
-    ) -> Tokens | None:
+    def _tail(self, full: str, choice: RecordedChoice, render: Callable[[], str], tools: Tools) -> Tokens | None:
         """Ids of what stands after the reply in `full`; None if the template writes prompt or reply otherwise now."""
         start = choice.prompt_length
         if _digest(full[:start]) != choice.prompt_digest:
@@ -343,13 +336,13 @@ class Sessions:
 
         def is_reply(written: str) -> bool:
             parsed = self._text.parser(full[:start], tools).parse(written)
-            return _means(parsed, message) and parsed.reasoning == choice.reasoning
+            calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls]
+            echo = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+            return meaning(echo) == choice.meaning and parsed.reasoning == choice.reasoning
 
         written, mark = self._text.until_end(full[start:])
-        if not mark or not is_reply(
-            written
-        ):  # No end token after the reply: it ends where a shorter conversation does.
-            upto = render()
+        if not mark or not is_reply(written):
+            upto = render()  # No end token after the reply: it ends where a shorter conversation does.
             written, mark = self._text.split_end(upto[start:])
             if not full.startswith(upto) or len(upto) <= start or not is_reply(written):
                 return None
@@ -408,11 +401,6 @@ def _with_reasoning(message: Message, choices: Sequence[RecordedChoice]) -> Mess
 
 def _call_ids(message: Message) -> tuple[str | None, ...]:
     return tuple(call.get("id") for call in message.get("tool_calls", ()))
-
-
-def _means(written: Parsed, message: Message) -> bool:
-    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in written.calls]
-    return meaning({"role": "assistant", "content": written.content, "tool_calls": calls}) == meaning(message)
 
 
 def _digest(text: str) -> bytes:

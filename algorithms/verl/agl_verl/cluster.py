@@ -36,9 +36,8 @@ def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], ve
     """
     added = dict(variables)
     if cpu:
-        added["OMP_NUM_THREADS"] = os.environ.get(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus(options)))
-        )
+        threads = max(1, (os.cpu_count() or 1) // gpus(options))
+        added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
     environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **added}}
     if options.address is not None:
         _join(options.address, environment)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import httpx
@@ -27,8 +27,6 @@ OPEN = frozenset({"/health", "/metrics"})
 SECONDS_TO_END = 30.0
 """For streams that have begun when weights are to be exchanged: clients do not ask again for one that is cut off, so it
 often costs the attempt. Where nothing streams, an exchange does not wait."""
-_REFUSED = 1008
-"""A WebSocket's code for it."""
 
 
 class Gate:
@@ -119,7 +117,7 @@ class KeyedApp:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": _REFUSED})
+            await send({"type": "websocket.close", "code": 1008})  # Refused.
         elif not self._may_pass(scope):
             error = {
                 "message": "This server answers its run alone: the key is missing or wrong.",
@@ -161,14 +159,8 @@ def read_counters(urls: Iterable[str]) -> dict[str, float]:
                     f"The vLLM server at {url} does not answer ({type(error).__name__}). Resume the run from its last "
                     f"checkpoint."
                 ) from error
-            for name, value in _parsed(reply.text):
-                totals[name] += value
+            for line in reply.text.splitlines():  # In Prometheus' text format: NAME{LABELS} VALUE.
+                name, _, rest = line.partition("{")
+                if name in _COUNTERS:
+                    totals[_COUNTERS[name]] += float(rest.rpartition("}")[2].split()[0])
     return totals
-
-
-def _parsed(exposition: str) -> Iterator[tuple[str, float]]:
-    """agl's names and values of the counters in Prometheus' text format."""
-    for line in exposition.splitlines():
-        name, _, rest = line.partition("{")
-        if name in _COUNTERS:
-            yield _COUNTERS[name], float(rest.rpartition("}")[2].split()[0])

@@ -112,7 +112,7 @@ class Driver:
         with self._usable():
             for name, spec in self._specs.items():
                 self._trainer.save(name, checkpoint.shards(folder / name))
-                version, critic = self._trainer.version, self._trainer.use_critic
+                version, critic = self.versions()[name], self._trainer.use_critic
                 checkpoint.finish(folder / name, spec, version=version, workers=self._workers, critic=critic)
 
     def load(self, folder: Path) -> None:

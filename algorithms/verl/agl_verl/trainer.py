@@ -170,11 +170,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
         self.context_length = int(served.max_model_len)
 
-    @property
-    def version(self) -> int:
-        """Of the policy in the workers."""
-        return self._policy.version
-
     def hold(self, name: str) -> None:
         """Have a policy in the workers: its weights and optimizer, and agl's losses for its algorithm."""
         self._policy = policy = self.policies[name]
@@ -202,7 +197,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._update = Update(usable, samples, prepared, sent, [], {})
         metrics: dict[str, Any] = {}
         self.timing_raw = {}
-        step = self.version + 1
+        step = self._policy.version + 1
         if len(sent):
             self.global_steps = step
             self._set_temperature(usable.batch, sent)
@@ -214,7 +209,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             self._expect()
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
         prepared, old_R = self._update.prepared or Prepared.of_nothing(usable, samples), self._update.old_R
-        gap = {} if old_R is None else prepared.serving_gap(old_R, self.version)
+        gap = {} if old_R is None else prepared.serving_gap(old_R, self._policy.version)
         self._policy.version = step
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
         measured = named(metrics) | seconds | prepared.metrics() | gap
@@ -223,9 +218,9 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def save(self, name: str, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""
         self.hold(name)
-        self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.version)
+        self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self._policy.version)
         if self.use_critic:
-            self.critic_wg.save_checkpoint(str(folder / "critic"), None, self.version)
+            self.critic_wg.save_checkpoint(str(folder / "critic"), None, self._policy.version)
 
     def load(self, name: str, folder: Path, version: int) -> None:
         """Restore what `save` wrote, and serve it as this version."""
@@ -283,7 +278,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def _balance_batch(self, batch: KVBatchMeta, metrics: Any, *unused: Any, **settings: Any) -> KVBatchMeta:
         """Deal the rows out: an optimizer step has those of whole rollouts, and each worker equally many."""
         update = self._update
-        seed = [self._seed, self.version]
+        seed = [self._seed, self._policy.version]
         update.steps = minibatches(update.usable.batch, update.sent, self._algorithm.minibatches, seed)
         row_of_transition = {int(i): row for row, key in enumerate(batch.keys) for i in update.chains[key]}
         lengths = [tag["seq_len"] for tag in batch.tags]
