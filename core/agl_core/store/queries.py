@@ -171,8 +171,13 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     """Those of these attempts: by attempt as asked, then in the order they started."""
     sql = f"SELECT asked.key, body, pieces, arrays {_ASKED} asked.key, records.seq"
     rows = connection.execute(sql, (_asked(keys), Call.__name__)).fetchall()
-    data = _pieces(connection, {number for _, _, numbers, _ in rows for number in numbers_in(numbers)})
-    placed = [(place, decode_call(body, numbers, arrays, data)) for place, body, numbers, arrays in rows]
+    numbers = {number for _, _, column, _ in rows for number in numbers_in(column)}
+    numbered = connection.execute(
+        "SELECT pieces.seq, pieces.data FROM json_each(?) AS asked CROSS JOIN pieces ON pieces.seq = asked.value",
+        (orjson.dumps(list(numbers)).decode(),),
+    )
+    pieces: dict[int, Data] = dict(numbered)
+    placed = [(place, decode_call(body, column, arrays, pieces)) for place, body, column, arrays in rows]
     return [call for _, call in sorted(placed, key=lambda pair: (pair[0], pair[1].sequence))]
 
 
@@ -189,16 +194,6 @@ def training_records(connection: sqlite3.Connection, keys: Iterable[AttemptKey])
 
 def _asked(keys: Iterable[AttemptKey]) -> str:
     return orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
-
-
-def _pieces(connection: sqlite3.Connection, numbers: set[int]) -> dict[int, Data]:
-    numbers_json = orjson.dumps(list(numbers)).decode()
-    return dict(
-        connection.execute(
-            "SELECT pieces.seq, pieces.data FROM json_each(?) AS asked CROSS JOIN pieces ON pieces.seq = asked.value",
-            (numbers_json,),
-        )
-    )
 
 
 def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Sequence[str]) -> int:
