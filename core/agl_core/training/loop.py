@@ -168,9 +168,10 @@ class Trainer:
 
         `before` are the engine's counters when the step `started`.
         """
-        settings = self.loaded.config.train
+        settings, max_staleness = self.loaded.config.train, self.loaded.config.asynchronous.max_staleness
         ages = staleness_metrics(drawn.episodes, self.session.versions)
-        batches = self._batches(step, drawn)
+        groups = without_stale(drawn.groups, self.session.versions, max_staleness)
+        batches = make_batches(groups, self._plan, weights=drawn.weights, step=step)
         rolled_out = time.monotonic()
         results = await self._update(step, batches)
         updated = time.monotonic()
@@ -195,12 +196,6 @@ class Trainer:
         self._say(f"step {step}", alarms)
         check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
         check_patience(step, self.watch.steps, settings.patience)
-
-    def _batches(self, step: int, drawn: Drawn) -> StepBatches:
-        """The training data of the groups, without what is too old."""
-        max_staleness = self.loaded.config.asynchronous.max_staleness
-        groups = without_stale(drawn.groups, self.session.versions, max_staleness)
-        return make_batches(groups, self._plan, weights=drawn.weights, step=step)
 
     async def _update(self, step: int, batches: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
