@@ -223,7 +223,6 @@ async def steps(make: Make, setup: Setup, model: Model, dtype: str, starts: Sequ
                 chains = lineages(batch, np.arange(len(batch)))
                 lengths_N = np.diff(batch.offsets)
                 by_lineage = sum(int(lengths_N[chain[-1]]) for chain in chains)
-                largest = metrics.get("rollout_probs_diff_max")
                 rows.append(
                     (
                         model.name,
@@ -235,7 +234,7 @@ async def steps(make: Make, setup: Setup, model: Model, dtype: str, starts: Sequ
                         f"{by_lineage / seconds:,.0f}",
                         memory(),
                         f"{metrics['grad_norm']:.2e}",
-                        "-" if largest is None else f"{largest:.1e}",
+                        f"{metrics['logprob_gap_max']:.1e}",
                         f"{metrics['prob_gap_mean']:.1e}",
                     )
                 )
@@ -252,6 +251,6 @@ async def steps(make: Make, setup: Setup, model: Model, dtype: str, starts: Sequ
     columns = (
         "model", "step", "conversations", "tokens of all calls", "of the rows", "sampled, tokens/s",
         "trained, tokens of rows/s", "memory, GiB", "gradient norm",
-        "served and trained, probabilities: largest difference", "mean",
+        "served and trained: largest difference of log-probabilities", "mean of probabilities",
     )  # fmt: skip
     return Table(columns, rows, beyond)
