@@ -17,7 +17,7 @@ import torch
 
 from agl_algorithms.prepared import lineages
 from agl_chat.api import ModelServer, create_app
-from agl_chat.backends import VllmBackend, client_of
+from agl_chat.backends import VllmBackend
 from agl_chat.conversation import load_text
 
 from .agreement import BOUNDS, Served
@@ -105,8 +105,10 @@ async def vllm_turns(setup: Setup) -> Table:
             app = create_app(
                 {"m": ModelServer("m", text, context_length)}, VllmBackend(server, text.eos_ids), api_key="key"
             )
-            async with client_of(app, "key") as client:
-                client.base_url = client.base_url.join("/v1/")
+            transport, headers = httpx.ASGITransport(app), {"authorization": "Bearer key"}
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://chat/v1", headers=headers, timeout=None
+            ) as client:
                 await converse(client, "m", Size(4, 2, 16))
                 talk = await converse(client, "m", size)
         used = memory()
