@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 44991,
-    "files of the product": 226,
-    "lines of the core": 27111,
-    "lines of the core's largest room": 3614,
-    "lines of all Python": 101026,
+    "lines of the product": 44809,
+    "files of the product": 224,
+    "lines of the core": 26704,
+    "lines of the core's largest room": 3505,
+    "lines of all Python": 102647,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 145,
