@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from agl_core.apis.answered import HEADER_STAINLESS
-from agl_core.capture.requests import rollout_path
+from agl_core.capture.requests import HEADER_RETRIES, rollout_path
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
@@ -117,7 +116,7 @@ class LossyRelay:
         self._lost, self._count = lost, 0
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
-        is_retry = request.headers.get(HEADER_STAINLESS, "0") != "0"
+        is_retry = request.headers.get(HEADER_RETRIES, "0") != "0"
         number = self._count
         self._count += not is_retry
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agl_core.apis.answered import HEADER_STAINLESS
+from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.config.models import SamplingSection
 from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
@@ -25,12 +25,12 @@ from agl_online.wire import HEADER_SESSION, ApplicationKeys
 
 KEYS = Keys()
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
-FIRST, AGAIN = {HEADER_STAINLESS: "0"}, {HEADER_STAINLESS: "1"}
+FIRST, AGAIN = {HEADER_RETRIES: "0"}, {HEADER_RETRIES: "1"}
 
 
 @pytest.mark.parametrize(
     "tries",
-    [[FIRST, AGAIN], [FIRST, AGAIN, {HEADER_STAINLESS: "2"}]],
+    [[FIRST, AGAIN], [FIRST, AGAIN, {HEADER_RETRIES: "2"}]],
     ids=["counted by the SDK", "through two restarts"],
 )
 async def test_a_call_whose_reply_was_lost_with_the_server_counts_once(
