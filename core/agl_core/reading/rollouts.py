@@ -198,8 +198,10 @@ async def read_recorded(folder: Path, rollouts: Sequence[Rollout]) -> list[Recor
     """These rollouts of `recorded_groups`, with what was recorded of them."""
     async with open_store(folder) as store:
         entries = await entries_of(store, rollouts)
-        records = await read_attempts(store, [entry.attempt for entry in entries if entry.attempt is not None])
+        attempts = [entry.attempt for entry in entries if entry.attempt is not None]
+        # Later epochs of training ask for a rollout again, and may do so together with an earlier one.
+        records = await read_attempts(store, [*{attempt.key: attempt for attempt in attempts}.values()])
     return [
         RecordedRollout(entry.rollout, own.attempt, own.calls, own.tool_results, own.rewards, entry.reward)
-        for entry, own in zip(entries, records.values(), strict=True)
+        for entry, own in zip(entries, (records[attempt.key] for attempt in attempts), strict=True)
     ]
