@@ -76,7 +76,7 @@ def attempt_maker(server: ScriptedUpstream) -> Callable[..., AttemptContext]:
 
 
 def free_port() -> int:
-    """A port that the system gives to nobody by itself: while what listens there has not begun, or is started again."""
+    """A port outside the range that the system hands out, so that it is still free when a server starts there."""
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

@@ -103,7 +103,7 @@ class GatedBackend:
 
 
 class KeyedApp:
-    """An ASGI app for those who have the key, and nobody posts to: some of vLLM's routes would sample past the gate.
+    """An ASGI app that takes the key and refuses every POST: some of vLLM's routes would sample past the gate.
 
     Without the key only `OPEN` is answered; vLLM leaves more unguarded.
     """
