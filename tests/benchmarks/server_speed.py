@@ -343,7 +343,7 @@ Figures: TypeAlias = tuple[float, float]
 
 
 async def call_figures(server: Server, scale: float, concurrency: int) -> Figures:
-    result = await calls(server, concurrency, scale)
+    result = await calls(server, concurrency, 4 * scale)
     return result.through.calls_per_second, result.cpu
 
 

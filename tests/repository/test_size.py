@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 44809,
+    "lines of the product": 44806,
     "files of the product": 224,
-    "lines of the core": 26704,
+    "lines of the core": 26707,
     "lines of the core's largest room": 3505,
-    "lines of all Python": 102647,
+    "lines of all Python": 102649,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 145,

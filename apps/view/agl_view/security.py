@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import hmac
 import secrets
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.datastructures import URL
@@ -13,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agl_core.server.keys import carries, is_loopback
+from agl_core.server.keys import carries, equal_secrets, is_loopback
 
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
@@ -70,19 +68,19 @@ class Guard:
             return PlainTextResponse("This server answers only to 127.0.0.1 and localhost.", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("These pages can only be read.", 405, {"Allow": "GET, HEAD"})
-        if _same(request.cookies.get(self._cookie, ""), self._session):
+        if equal_secrets(request.cookies.get(self._cookie, ""), self._session):
             given = request.query_params.get("token")
             return None if given is None else self._without_token(request)
         if not _is_here(request):
             key = self._operator_key
-            if key is not None and (carries(request, key) or _same(_password(request), key)):
+            if key is not None and (carries(request, key) or equal_secrets(_password(request), key)):
                 return None
             return PlainTextResponse(
                 "From another machine these pages need the operator's key as the password; the name does not matter.",
                 401,
                 {"WWW-Authenticate": 'Basic realm="agl", charset="UTF-8"'},
             )
-        if not _same(request.query_params.get("token", ""), self._token):
+        if not equal_secrets(request.query_params.get("token", ""), self._token):
             return PlainTextResponse(
                 "Open the address that agl view printed (or agl train, or agl serve): it ends in ?token=… The token "
                 "changes with each start.",
@@ -111,7 +109,3 @@ def _password(request: Request) -> str:
         return base64.b64decode(sent).decode().partition(":")[2] if scheme.lower() == "basic" else ""
     except ValueError:
         return ""
-
-
-def _same(one: Any, other: str) -> bool:
-    return hmac.compare_digest(str(one).encode("utf-8", "replace"), other.encode())

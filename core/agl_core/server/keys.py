@@ -273,7 +273,7 @@ class Keys:
 
     def holds(self, secret: str, attempt: AttemptKey) -> bool:
         """True if this is the secret of the attempt's lease."""
-        return _same(secret, self.of_lease(attempt))
+        return equal_secrets(secret, self.of_lease(attempt))
 
     def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey:
         """The attempt whose agent's key the request carries; ApiError 401 if it is none of these."""
@@ -302,10 +302,11 @@ def _sent(request: Request) -> list[str]:
 
 
 def carries(request: Request, key: str) -> bool:
-    return any(_same(sent, key) for sent in _sent(request))
+    return any(equal_secrets(sent, key) for sent in _sent(request))
 
 
-def _same(sent: str, key: str) -> bool:
+def equal_secrets(sent: str, key: str) -> bool:
+    """Compare in a time that tells nothing of the key."""
     return hmac.compare_digest(sent.encode(errors="surrogatepass"), key.encode())
 
 

@@ -401,8 +401,14 @@ async def test_when_a_server_dies_its_rollouts_go_on_at_the_other() -> None:
         async def everyone_asks() -> None:
             await asyncio.gather(*(client.chat.completions.create(**REQUEST) for client in clients))
 
-        await everyone_asks()
+        release = asyncio.Event()
+        for server in (dying, staying):
+            server.script(*(Hold(release=release) for _ in range(4)))
+        first = asyncio.create_task(everyone_asks())
+        await until(lambda: len(dying.received) + len(staying.received) == 8)
         assert (len(dying.received), len(staying.received)) == (4, 4)
+        release.set()
+        await first
         before = {request.headers["x-agl-rollout"] for request in staying.received}
         await everyone_asks()
         assert {request.headers["x-agl-rollout"] for request in staying.received} == before, "each where it was"
