@@ -8,10 +8,12 @@ from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
     from agl_algorithms.grpo import group_statistics
-    from agl_algorithms.plugin import PolicyGradientOptions
-    from agl_algorithms.policy_gradient import Logprobs, PolicyGradient, Samples, policy_ratio, whitened
+    from agl_algorithms.plugin import AlgorithmOptions, PolicyGradientOptions
+    from agl_algorithms.policy_gradient import Algorithm, Logprobs, PolicyGradient, Samples, policy_ratio, whitened
 
 __all__ = [
+    "Algorithm",
+    "AlgorithmOptions",
     "Logprobs",
     "PolicyGradient",
     "PolicyGradientOptions",
@@ -23,5 +25,9 @@ __all__ = [
 
 __getattr__ = lazily(
     __name__,
-    **{**dict.fromkeys(__all__, ".policy_gradient"), "PolicyGradientOptions": ".plugin", "group_statistics": ".grpo"},
+    **{
+        **dict.fromkeys(__all__, ".policy_gradient"),
+        **dict.fromkeys(("AlgorithmOptions", "PolicyGradientOptions"), ".plugin"),
+        "group_statistics": ".grpo",
+    },
 )

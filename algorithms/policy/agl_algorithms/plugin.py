@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agl_core import Capability, CreditKind, hookimpl, kinds
 
 if TYPE_CHECKING:
-    from agl_algorithms.policy_gradient import PolicyGradient
+    from agl_algorithms.policy_gradient import Algorithm
     from agl_core.kinds import Register
 
 Aggregation = Literal["rollout", "token-mean", "sequence-mean"]
@@ -20,10 +20,31 @@ RatioLevel = Literal["token", "sequence"]
 WhiteningUnit = Literal["tokens", "transitions"]
 
 
-class PolicyGradientOptions(BaseModel):
-    """Settings of `agl_algorithms.PolicyGradient`; a setting without effect is refused."""
+class AlgorithmOptions(BaseModel):
+    """Settings of `agl_algorithms.Algorithm`; a setting without effect is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    aggregation: Aggregation = Field(
+        "rollout",
+        description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
+        "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
+    )
+    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
+    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
+
+    def needs(self) -> frozenset[Capability]:
+        """The needs of an algorithm with these settings: token ids."""
+        return frozenset({Capability.TOKEN_IDS})
+
+    def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"'{name}' has no effect here: {remedy}")
+
+
+class PolicyGradientOptions(AlgorithmOptions):
+    """Settings of `agl_algorithms.PolicyGradient`; a setting without effect is refused."""
 
     clip: float | None = Field(
         None,
@@ -34,11 +55,6 @@ class PolicyGradientOptions(BaseModel):
     )
     clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
-    aggregation: Aggregation = Field(
-        "rollout",
-        description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
-        "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
-    )
     importance_cap: float | None = Field(
         None,
         ge=0,
@@ -49,13 +65,10 @@ class PolicyGradientOptions(BaseModel):
     importance_level: RatioLevel = Field(
         "token", description="One importance weight per token, or one per transition: the product over its tokens."
     )
-    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
-    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
 
     def needs(self) -> frozenset[Capability]:
-        """The needs of an algorithm with these settings: token ids; with a KL term a reference model."""
-        reference = {Capability.REFERENCE} if self.beta > 0 else set()
-        return frozenset({Capability.TOKEN_IDS} | reference)
+        """With a KL term a reference model besides."""
+        return super().needs() | ({Capability.REFERENCE} if self.beta > 0 else set())
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -68,11 +81,6 @@ class PolicyGradientOptions(BaseModel):
         if not self.importance_cap:
             self._refuse_changed(("importance_level",), "set importance_cap (2 is usual).")
         return self
-
-    def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
-        for name in names:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"'{name}' has no effect here: {remedy}")
 
 
 class GrpoOptions(PolicyGradientOptions):
@@ -156,21 +164,21 @@ class PpoOptions(TimeOptions):
         return super().needs() | {Capability.CRITIC}
 
 
-def build_grpo(options: GrpoOptions) -> PolicyGradient:
+def build_grpo(options: GrpoOptions) -> Algorithm:
     """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
     from agl_algorithms.grpo import Grpo
 
     return Grpo(options)
 
 
-def build_reinforce(options: ReinforceOptions) -> PolicyGradient:
+def build_reinforce(options: ReinforceOptions) -> Algorithm:
     """Returns normalised over the batch, clipped ratio, neither critic nor groups (arXiv 2501.03262)."""
     from agl_algorithms.reinforce import Reinforce
 
     return Reinforce(options)
 
 
-def build_ppo(options: PpoOptions) -> PolicyGradient:
+def build_ppo(options: PpoOptions) -> Algorithm:
     """A learned critic, advantages by GAE, clipped ratio and clipped value loss (arXiv 1707.06347)."""
     from agl_algorithms.ppo import Ppo
 

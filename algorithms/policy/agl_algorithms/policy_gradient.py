@@ -1,4 +1,4 @@
-"""The update of every policy-gradient algorithm: token weights, clipped surrogate, KL, importance, whitening.
+"""An algorithm, and the update of every policy-gradient algorithm: token weights, clipped surrogate, KL, whitening.
 
     r    = exp(log π − log π_old)
     loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − low, 1 + high)·A) · ρ  +  β · k3(π ‖ π_initial) )
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agl_algorithms.plugin import Aggregation, PolicyGradientOptions, RatioLevel, WhiteningUnit
+from agl_algorithms.plugin import Aggregation, AlgorithmOptions, PolicyGradientOptions, RatioLevel, WhiteningUnit
 from agl_core.types import rounding
 
 MAX_LOG_RATIO = 20.0
@@ -87,32 +87,23 @@ class Logprobs:
     """Under the initial weights; None unless the algorithm needs a reference."""
 
 
-class PolicyGradient(ABC):
-    """An algorithm with its options; holds no state between updates. Subclasses define the advantages.
+class Algorithm(ABC):
+    """An algorithm with its options; holds no state between updates. Subclasses define its advantages and its loss.
 
     An engine calls these methods and reads these attributes, and never the options: whatever class has them is an
     algorithm too. One that needs a critic, which the engine holds and trains, has those of `agl_algorithms.ppo.Ppo`.
-
-    >>> class Advantages(PolicyGradient):
-    ...     def advantages(self, samples, values_R=None):
-    ...         return samples.at_tokens(samples.values_N)
-    >>> Advantages(PolicyGradientOptions(beta=0.1)).needs_reference
-    True
     """
 
     needs_critic = False
-    ratio: RatioLevel = "token"
-    """One ratio for each token, or one for each transition."""
+    needs_reference = False
+    """The loss gets log-probabilities under the initial weights."""
 
-    def __init__(self, options: PolicyGradientOptions) -> None:
+    def __init__(self, options: AlgorithmOptions) -> None:
         self.options = options
         self.epochs = options.epochs
         """Passes over the batch in one update."""
         self.minibatches = options.minibatches
         """Optimizer steps in one pass."""
-        self.needs_reference = options.beta > 0
-        self.clip = options.clip_range
-        """The bounds of the ratio below and above 1."""
 
     @abstractmethod
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
@@ -133,6 +124,37 @@ class PolicyGradient(ABC):
         """[R] token weights over the whole batch by `aggregation`, before corrections (`Batch.weight_N`)."""
         return token_weights(samples, self.options.aggregation)
 
+    @abstractmethod
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The weighted sum over tokens; metrics are sums of weight × value too, or (`…_max`) the largest value.
+
+        Sums, not means: the losses of micro-batches add up to the loss of the whole. The samples are those of a
+        micro-batch: only `transition_R`, `mask_R` and `behaviour_R` have a meaning here.
+        """
+
+
+class PolicyGradient(Algorithm):
+    """Clipped surrogate, importance weights and a KL term. Subclasses define the advantages.
+
+    >>> class Advantages(PolicyGradient):
+    ...     def advantages(self, samples, values_R=None):
+    ...         return samples.at_tokens(samples.values_N)
+    >>> Advantages(PolicyGradientOptions(beta=0.1)).needs_reference
+    True
+    """
+
+    options: PolicyGradientOptions
+    ratio: RatioLevel = "token"
+    """One ratio for each token, or one for each transition."""
+
+    def __init__(self, options: PolicyGradientOptions) -> None:
+        super().__init__(options)
+        self.needs_reference = options.beta > 0
+        self.clip = options.clip_range
+        """The bounds of the ratio below and above 1."""
+
     def surrogate(self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[R] the ratio, [R] the policy's loss before importance, KL and weights, and [R] bool where it is clipped."""
         ratio_R = policy_ratio(samples, logprobs, self.ratio)
@@ -141,10 +163,7 @@ class PolicyGradient(ABC):
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weighted sum over tokens; metrics are sums of weight × value too, or (`…_max`) the largest value.
-
-        Sums, not means: the losses of micro-batches add up to the loss of the whole. The samples are those of a
-        micro-batch: only `transition_R`, `mask_R` and `behaviour_R` have a meaning here.
+        """See `Algorithm.loss`.
 
         Metrics: policy_loss, kl_behaviour (k3 of KL(behaviour ‖ current), because the behaviour policy sampled the
         tokens), ratio_mean, ratio_max, clip_fraction; with `beta` kl_reference (k3 of KL(current ‖ initial), as in the

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.policy_gradient import PolicyGradient, Samples
+from agl_algorithms.policy_gradient import Algorithm, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.errors import PluginError
 from agl_core.learning.batch import Usable
@@ -162,7 +162,7 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
     )
 
 
-def prepare(usable: Usable, samples: Samples, algorithm: PolicyGradient, values_R: Tensor | None = None) -> Prepared:
+def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
     """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
 
     Transitions whose advantage or weight is not finite, and those that the algorithm does not need, are dropped with

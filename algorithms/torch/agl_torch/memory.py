@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from agl_algorithms.policy_gradient import PolicyGradient
+from agl_algorithms.policy_gradient import Algorithm
 from agl_algorithms.ppo import Ppo
 from agl_core.protocols import Progress
 from agl_core.types import Workload
@@ -73,7 +73,7 @@ BACKWARD_COST = 2.0
 """A backward pass takes about as long as two forward passes."""
 
 
-def passes_of(algorithm: PolicyGradient) -> float:
+def passes_of(algorithm: Algorithm) -> float:
     """The cost of an update per token, in forward passes over it."""
     steps = algorithm.epochs * algorithm.minibatches
     passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1)
@@ -95,7 +95,7 @@ STEP_SECONDS = 1e-8
 _TIMED_TOKENS, _TIMED_PASSES = 128, 3
 
 
-def memory_bytes(loaded: LoadedModel, algorithm: PolicyGradient, *, tokens_per_pass: int, cache: int) -> int:
+def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: int, cache: int) -> int:
     """The most that one policy takes, while it trains or while it samples: an update has the cache's memory."""
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
@@ -107,7 +107,7 @@ def memory_bytes(loaded: LoadedModel, algorithm: PolicyGradient, *, tokens_per_p
     return int(weights * (1 + copies) + optimizers + max(update, cache))
 
 
-def seconds(loaded: LoadedModel, algorithm: PolicyGradient, work: Workload) -> float:
+def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
     """Of sampling and training; in both, the rollouts of a group share its prompt."""
     token = token_seconds(loaded.model, loaded.device)
     rollouts = work.groups * work.group_size

@@ -22,7 +22,7 @@ import uvicorn
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from agl_algorithms.policy_gradient import PolicyGradient
+from agl_algorithms.policy_gradient import Algorithm
 from agl_chat.api import ModelServer, create_app
 from agl_chat.conversation import ChatText, tokenized
 from agl_core.config.sections import OptimizerSection
@@ -64,7 +64,7 @@ class Policy:
     loaded: LoadedModel
     trainer: PolicyTrainer
     sampler: Sampler
-    algorithm: PolicyGradient | None
+    algorithm: Algorithm | None
     """None if the run names none: updates then name theirs."""
 
 
@@ -152,9 +152,9 @@ class Policies:
             raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
         return self.policies[name]
 
-    def _algorithm(self, name: str, options: Mapping[str, Any]) -> PolicyGradient:
+    def _algorithm(self, name: str, options: Mapping[str, Any]) -> Algorithm:
         component, checked = find_algorithm(self._plugins, name, options)
-        algorithm: PolicyGradient = component.build(checked)
+        algorithm: Algorithm = component.build(checked)
         return algorithm
 
     @contextmanager

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agl_algorithms.policy_gradient import Logprobs, PolicyGradient
+from agl_algorithms.policy_gradient import Algorithm, Logprobs
 from agl_algorithms.ppo import Ppo, explained_variance
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
@@ -66,7 +66,7 @@ class PolicyTrainer:
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def update(self, batch: Batch, algorithm: PolicyGradient, progress: Progress | None = None) -> UpdateResult:
+    def update(self, batch: Batch, algorithm: Algorithm, progress: Progress | None = None) -> UpdateResult:
         """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
 
         The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient is

@@ -28,7 +28,7 @@ from agl_core.training.child import find_algorithm
 from agl_verl.plugin import VerlOptions
 
 if TYPE_CHECKING:
-    from agl_algorithms.policy_gradient import PolicyGradient
+    from agl_algorithms.policy_gradient import Algorithm
     from agl_algorithms.ppo import Ppo
 
 
@@ -58,16 +58,16 @@ class ChosenAlgorithm:
         chosen = list(cls.of_policies(context).values())
         return max(chosen, key=lambda one: one.build().needs_critic)
 
-    def build(self) -> PolicyGradient:
+    def build(self) -> Algorithm:
         """The algorithm; made once in each process."""
         return _build(self)
 
 
 @lru_cache(maxsize=8)
-def _build(chosen: ChosenAlgorithm) -> PolicyGradient:
+def _build(chosen: ChosenAlgorithm) -> Algorithm:
     plugins = Plugins.load(chosen.plugin_files)
     component, options = find_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
-    algorithm: PolicyGradient = component.build(options)
+    algorithm: Algorithm = component.build(options)
     return algorithm
 
 
@@ -177,7 +177,7 @@ def packs(options: VerlOptions, *, cpu: bool) -> bool:
     return options.attention == "flash_attention_2" or (options.attention == "auto" and not cpu)
 
 
-def _check_engine(options: VerlOptions, context: EngineContext, algorithm: PolicyGradient, cpu: bool) -> None:
+def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Algorithm, cpu: bool) -> None:
     """ConfigError for settings that the model engine does not go with."""
     spec = next(iter(context.policies.values()))
     engine = model_engine(options)
@@ -200,7 +200,7 @@ def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Polic
             raise ConfigError(f"[engine.verl] overrides: {ENGINE}={engine} does not go with these settings: {what}.")
 
 
-def mapped(options: VerlOptions, context: EngineContext, algorithm: PolicyGradient, cpu: bool) -> dict[str, Any]:
+def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, cpu: bool) -> dict[str, Any]:
     """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
     _check_engine(options, context, algorithm, cpu)
     spec = next(iter(context.policies.values()))
@@ -325,7 +325,7 @@ def _fsdp(options: VerlOptions, context: EngineContext, spec: PolicySpec, dtype:
     }
 
 
-def optimizers(options: VerlOptions, spec: PolicySpec, algorithm: PolicyGradient) -> dict[str, dict[str, Any]]:
+def optimizers(options: VerlOptions, spec: PolicySpec, algorithm: Algorithm) -> dict[str, dict[str, Any]]:
     """veRL's settings of a policy's optimizer and, if there is one, its critic's."""
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
@@ -372,7 +372,7 @@ def refuse_decided(override: str) -> None:
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
 
-def overrides(options: VerlOptions, context: EngineContext, *, algorithm: PolicyGradient, cpu: bool) -> list[str]:
+def overrides(options: VerlOptions, context: EngineContext, *, algorithm: Algorithm, cpu: bool) -> list[str]:
     """The run's overrides, as on veRL's command line: agl's settings, then the user's own."""
     for override in options.overrides:
         refuse_decided(override)
@@ -380,7 +380,7 @@ def overrides(options: VerlOptions, context: EngineContext, *, algorithm: Policy
     return [*(f"{_new(key)}{key}={_hydra(value)}" for key, value in settings.items()), *options.overrides]
 
 
-def compose(options: VerlOptions, context: EngineContext, *, algorithm: PolicyGradient, cpu: bool) -> DictConfig:
+def compose(options: VerlOptions, context: EngineContext, *, algorithm: Algorithm, cpu: bool) -> DictConfig:
     """veRL's whole configuration for a run.
 
     ConfigError if an override means nothing to veRL, or is agl's to decide.
