@@ -148,3 +148,39 @@ async def test_in_a_rollout_the_cache_neither_answers_nor_keeps(stack: Stack) ->
         outside = [(await asyncio.to_thread(alone, question=question)).answer for _ in range(2)]
     assert outside == ["three", "three"], "the second reply is the cache's"
     assert [call.agent for call in await attempt.calls()] == [None]
+
+
+class Streamed(dspy.Module):  # type: ignore[misc]
+    """A draft, and an answer that is streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafter = dspy.ReAct("question -> draft", tools=[add])
+        self.writer = dspy.Predict("question, draft -> answer")
+
+    def forward(self, question: str) -> Any:
+        return self.writer(question=question, draft=self.drafter(question=question).draft)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_in_the_threads_of_streamify_calls_and_tools_have_their_agents(stack: Stack, asynchronous: bool) -> None:
+    values: list[Any] = []
+
+    async def read(stream: AsyncIterator[Any]) -> None:
+        values.extend([value async for value in stream])
+
+    def program(question: str) -> None:
+        stream = dspy.streamify(
+            Streamed(), stream_listeners=[dspy.streaming.StreamListener("answer")], async_streaming=asynchronous
+        )(question=question)
+        asyncio.run(read(stream)) if asynchronous else values.extend(stream)
+
+    drafted = fields(reasoning="So.", draft="It is 3.")
+    episode = await play(
+        stack, program, acts("add", a=1, b=2), acts("finish"), drafted, fields(answer="The answer is 3, I think.")
+    )
+    assert tools_by_call(episode) == [("drafter", ("add", "ok")), ("drafter",), ("drafter",), ("writer",)]
+    chunks = [value.chunk for value in values if isinstance(value, dspy.streaming.StreamResponse)]
+    assert "".join(chunks) == "The answer is 3, I think."
+    assert isinstance(values[0], dspy.streaming.StatusMessage)
+    assert isinstance(values[-1], dspy.Prediction)

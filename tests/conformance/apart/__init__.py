@@ -115,7 +115,6 @@ class DSPy(Apart):
     name = "DSPy (agl-dspy)"
     apis = (CHAT,)
     without = dict.fromkeys((RESPONSES, MESSAGES), "The tests play DSPy's default API.")
-    streaming = (False,)
     gaps = (
         Gap("handoff", "DSPy has no handoff: the user's own code decides which module is next."),
         Gap("three choices (n)", "DSPy asks for n replies by n requests, and each is a call."),

@@ -30,9 +30,20 @@ def program(scenario: Scenario, setting: Setting) -> Program:
 
     async def run(question: Question) -> None:
         with dspy.context(lm=lm, adapter=_AsItIs()):
-            await asyncio.gather(*(team.acall(task=question.text) for team in teams))
+            await asyncio.gather(*(_ask(team, question.text, setting.streaming) for team in teams))
 
     return run
+
+
+async def _ask(team: _Team, task: str, streaming: bool) -> None:
+    """The question to a team; streaming, what comes is status messages, chunks of replies, and the prediction last."""
+    if not streaming:
+        await team.acall(task=task)
+        return
+    stream = dspy.streamify(team, is_async_program=True)
+    async for value in stream(task=task):
+        last = value
+    assert isinstance(last, dspy.Prediction)
 
 
 class _AsItIs(dspy.Adapter):  # type: ignore[misc]
