@@ -121,6 +121,7 @@ async def score_groups(
     scored: Sequence[tuple[Episode, list[Exception]]],
     rules: Sequence[ScoringRule],
     endings: Mapping[Ending, float | Json],
+    turn: asyncio.Lock | None = None,
 ) -> list[tuple[Episode, list[Exception]]]:
     """The rewards of `score` for whole groups, with those of the rules that see a group at once; in the same order.
 
@@ -138,7 +139,7 @@ async def score_groups(
     groups: dict[tuple[Mode, str], list[_EpisodeScores]] = {}
     for scores in compared.values():
         groups.setdefault((scores.episode.mode, scores.episode.group), []).append(scores)
-    turn = asyncio.Lock()
+    turn = turn or asyncio.Lock()
     fitting = {mode: [scoring for scoring in together if mode in scoring.modes] for mode, _ in groups}
     await asyncio.gather(*(_compare(group, fitting[mode], turn) for (mode, _), group in groups.items()))
     return [

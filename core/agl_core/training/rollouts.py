@@ -224,7 +224,7 @@ class Collector:
         finally:
             if waiting:
                 await self.queue.cancel(waiting)
-        complete = [await self.complete([scored[rollout.id] for rollout in group]) for group in groups]
+        complete = await self.complete([[scored[rollout.id] for rollout in group] for group in groups])
         warn_of_failed_rules([done for group in complete for done in group])
         return [done.episode for group in complete for done in group]
 
@@ -241,9 +241,14 @@ class Collector:
         await self.store.put(*(reward for episode, _ in scored for reward in _rewards_of_rules(episode)))
         return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 
-    async def complete(self, group: Sequence[Scored]) -> list[Scored]:
-        """A complete group with the rewards of the rules that compare its rollouts."""
-        scored = await score_groups([(done.episode, done.reward_errors) for done in group], self.rules, self.endings)
+    async def complete(self, groups: Iterable[Sequence[Scored]]) -> list[list[Scored]]:
+        """Complete groups with the rewards of the rules that compare their rollouts, all groups at the same time."""
+        turn = asyncio.Lock()
+        return list(await asyncio.gather(*(self._compared(group, turn) for group in groups)))
+
+    async def _compared(self, group: Sequence[Scored], turn: asyncio.Lock) -> list[Scored]:
+        outcomes = [(done.episode, done.reward_errors) for done in group]
+        scored = await score_groups(outcomes, self.rules, self.endings, turn)
         known = {reward for done in group for reward in _rewards_of_rules(done.episode)}
         await self.store.put(*(r for episode, _ in scored for r in _rewards_of_rules(episode) if r not in known))
         return [Scored(done.rollout, *outcome) for done, outcome in zip(group, scored, strict=True)]
@@ -395,20 +400,19 @@ class Experience:
         finished = await self._collector.finished(self._waiting)
         for scored in finished:
             self._running[scored.rollout.group][scored.rollout.id] = scored
-        for name, rollouts in list(self._running.items()):
-            done = [scored for scored in rollouts.values() if scored is not None]
-            if len(done) == len(rollouts):
-                complete = await self._collector.complete(done)
-                del self._running[name]
-                returns = [episode_return(scored.episode) for scored in complete if scored.episode.dropped is None]
-                if len(self._replaced) < self._refill and are_equal(returns):
-                    self._replaced[name] = [
-                        replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST))
-                        for s in complete
-                    ]
-                    continue
-                self._complete[name] = complete
-                self._buffer.add([scored.episode for scored in complete])
+        done = {name: [s for s in rollouts.values() if s is not None] for name, rollouts in self._running.items()}
+        done = {name: group for name, group in done.items() if len(group) == len(self._running[name])}
+        for name, complete in zip(done, await self._collector.complete(done.values()), strict=True):
+            del self._running[name]
+            returns = [episode_return(scored.episode) for scored in complete if scored.episode.dropped is None]
+            if len(self._replaced) < self._refill and are_equal(returns):
+                self._replaced[name] = [
+                    replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST))
+                    for s in complete
+                ]
+                continue
+            self._complete[name] = complete
+            self._buffer.add([scored.episode for scored in complete])
         return [scored.episode for scored in finished]
 
     def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -291,3 +292,23 @@ async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_ar
     assert seen == [["a", "b"]]
     stored = await store.rewards([AttemptKey("a", 0), AttemptKey("b", 0)])
     assert [(r.rollout, r.value, r.source) for r in stored] == [("a", 0.0, "half"), ("b", 1.0, "half")]
+
+
+async def test_groups_that_are_complete_are_compared_at_the_same_time_each_by_itself() -> None:
+    """The repeats of one task in an evaluation are groups of one, whatever their name."""
+    seen: list[str] = []
+    everyone = threading.Semaphore(0)
+
+    async def compare(episodes: Sequence[Episode]) -> list[float]:
+        [episode] = episodes
+        seen.append(episode.rollout)
+        if len(seen) == 3:
+            everyone.release(3)
+        assert await asyncio.to_thread(everyone.acquire, timeout=30)
+        return [1.0]
+
+    queue, store = ScriptedQueue(), MemoryStore()
+    rollouts = await recorded(store, "a", "b", "c")
+    queue.finish("a", "b", "c")
+    collected = await collect(collecting(queue, store, GroupRewardRule(compare)), *([one] for one in rollouts))
+    assert [(episode.rollout, episode.terminal) for episode in collected] == [("a", 1.0), ("b", 1.0), ("c", 1.0)]
