@@ -55,6 +55,13 @@ class PolicyGradientOptions(AlgorithmOptions):
     )
     clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
+    entropy: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="Weight of a bonus for the entropy of the policy's distribution at each token, in nats: keeps it "
+        "exploring (0.001 to 0.01 are usual); 0: none.",
+    )
     importance_cap: float | None = Field(
         None,
         ge=0,

@@ -1,10 +1,11 @@
 """An algorithm, and the update of every policy-gradient algorithm: token weights, clipped surrogate, KL, whitening.
 
     r    = exp(log π − log π_old)
-    loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − low, 1 + high)·A) · ρ  +  β · k3(π ‖ π_initial) )
+    loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − low, 1 + high)·A) · ρ  +  β · k3(π ‖ π_initial)  −  c · H(π) )
 
-with token weights w (`token_weights`) and ρ = min(π_old / π_behaviour, cap), of the token or of its whole response, or
-1 without a cap. Algorithms differ in the advantages A alone.
+with token weights w (`token_weights`), ρ = min(π_old / π_behaviour, cap), of the token or of its whole response, or 1
+without a cap, and the entropy H of π's distribution at the token (PPO's bonus, arXiv 1707.06347, equation 9; c is
+`entropy`). Algorithms differ in the advantages A alone.
 
 Tensors are flat (ragged data without pads). Axis suffixes: _N transitions, _R response tokens of all transitions, one
 after the other. An engine with padded rows first selects tokens by mask, so both engines run the same functions.
@@ -85,6 +86,9 @@ class Logprobs:
     """As recorded when sampled; the same as `old_R` where that is not known."""
     reference_R: Tensor | None = None
     """Under the initial weights; None unless the algorithm needs a reference."""
+    entropy_R: Tensor | None = None
+    """The entropy of the distribution that each token is of, in nats, under the weights being trained; carries the
+    gradient. None unless the algorithm needs it."""
 
 
 class Algorithm(ABC):
@@ -97,6 +101,8 @@ class Algorithm(ABC):
     needs_critic = False
     needs_reference = False
     """The loss gets log-probabilities under the initial weights."""
+    needs_entropy = False
+    """The loss gets entropies."""
 
     def __init__(self, options: AlgorithmOptions) -> None:
         self.options = options
@@ -113,12 +119,14 @@ class Algorithm(ABC):
         """
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
-        """[N] bool: transitions with a weighted token that has an advantage, or (with a KL term) any weighted token.
+        """[N] bool: transitions with a weighted token that has an advantage; with a KL or an entropy term, with any
+        weighted token.
 
         The others need not be computed.
         """
         counts_R = self.weights(samples) > 0
-        return samples.sums(counts_R if self.needs_reference else counts_R & (advantages_R != 0)) > 0
+        of_all = self.needs_reference or self.needs_entropy
+        return samples.sums(counts_R if of_all else counts_R & (advantages_R != 0)) > 0
 
     def weights(self, samples: Samples) -> Tensor:
         """[R] token weights over the whole batch by `aggregation`, before corrections (`Batch.weight_N`)."""
@@ -152,6 +160,7 @@ class PolicyGradient(Algorithm):
     def __init__(self, options: PolicyGradientOptions) -> None:
         super().__init__(options)
         self.needs_reference = options.beta > 0
+        self.needs_entropy = options.entropy > 0
         self.clip = options.clip_range
         """The bounds of the ratio below and above 1."""
 
@@ -187,6 +196,10 @@ class PolicyGradient(Algorithm):
                 raise ValueError("A loss with beta > 0 needs the log-probabilities of the reference (needs_reference).")
             kl_R = per_token["kl_reference"] = kl_k3(logprobs.current_R, logprobs.reference_R)
             loss_R = loss_R + self.options.beta * kl_R
+        if self.needs_entropy:
+            if logprobs.entropy_R is None:
+                raise ValueError("A loss with entropy > 0 needs the policy's entropy at each token (needs_entropy).")
+            loss_R = loss_R - self.options.entropy * logprobs.entropy_R
         loss, metrics = weighted(loss_R, per_token, weights_R)
         metrics["ratio_max"] = torch.where(weights_R > 0, ratio_R, 0.0).max().detach()
         return loss, metrics

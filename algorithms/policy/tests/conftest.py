@@ -42,18 +42,20 @@ def make_samples(rows: Sequence[Row], behaviour_R: Tensor | None = None) -> Samp
 
 
 def make_logprobs(tokens: int, seed: int, spread: float = 0.3) -> Logprobs:
-    """Random log-probabilities around each other; `current_R` is a leaf that wants a gradient."""
+    """Random log-probabilities around each other; `current_R` is a leaf that wants a gradient, entropies follow it."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(scale: float) -> Tensor:
         return torch.randn(tokens, generator=generator, dtype=torch.float64) * scale
 
     old = -draw(1.0).abs() - 0.5
+    current = (old + draw(spread)).requires_grad_()
     return Logprobs(
-        current_R=(old + draw(spread)).requires_grad_(),
+        current_R=current,
         old_R=old,
         behaviour_R=old + draw(spread),
         reference_R=old + draw(spread),
+        entropy_R=-current * current.exp(),
     )
 
 
@@ -83,11 +85,13 @@ def select(samples: Samples, logprobs: Logprobs, order: list[int]) -> tuple[Samp
     lengths = torch.tensor([int((samples.transition_R == i).sum()) for i in order])
     picked = samples.part(torch.tensor(order), tokens, torch.repeat_interleave(torch.arange(len(order)), lengths))
     assert logprobs.reference_R is not None
+    assert logprobs.entropy_R is not None
     compared = Logprobs(
         logprobs.current_R[tokens],
         logprobs.old_R[tokens],
         logprobs.behaviour_R[tokens],
         logprobs.reference_R[tokens],
+        logprobs.entropy_R[tokens],
     )
     return picked, compared, tokens
 

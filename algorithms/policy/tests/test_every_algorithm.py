@@ -30,7 +30,7 @@ Change: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 EVERY_KIND: list[PolicyGradient] = [
     Grpo(GrpoOptions()),
     Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
-    Grpo(GrpoOptions(clip_high=0.28, aggregation="sequence-mean")),
+    Grpo(GrpoOptions(clip_high=0.28, aggregation="sequence-mean", entropy=0.1)),
     Grpo(GrpoOptions(ratio="sequence", clip=0.1, clip_high=0.2, importance_cap=1.1)),
     Reinforce(ReinforceOptions()),
     Reinforce(ReinforceOptions(across_calls=True, gamma=0.7, whitening="transitions", beta=0.1, clip_high=0.3)),
@@ -48,6 +48,7 @@ OF_ALL: list[Change] = [
     ({}, {"clip_high": 0.4}),
     ({}, {"aggregation": "token-mean"}),
     ({}, {"aggregation": "sequence-mean"}),
+    ({}, {"entropy": 0.1}),
     ({}, {"importance_cap": 1.05}),
     ({"importance_cap": 1.05}, {"importance_level": "sequence"}),
 ]
@@ -178,7 +179,7 @@ class Mine(PolicyGradient):
         return samples.at_tokens(group_statistics(samples).deviation_N)
 
 
-def test_what_has_no_advantage_is_kept_for_a_kl_term_alone() -> None:
+def test_what_has_no_advantage_is_kept_for_a_kl_or_entropy_term_alone() -> None:
     values = {0: [1.0, 0.0, 0.5], 1: [2.0, 2.0]}
     samples = make_samples(
         [Row(group, 9 * group + i, value, (True, False)) for group in values for i, value in enumerate(values[group])]
@@ -186,6 +187,7 @@ def test_what_has_no_advantage_is_kept_for_a_kl_term_alone() -> None:
     advantages_R = Mine(PolicyGradientOptions()).advantages(samples)
     assert Mine(PolicyGradientOptions()).keep(samples, advantages_R).tolist() == [True, True, False, False, False]
     assert Mine(PolicyGradientOptions(beta=0.1)).keep(samples, advantages_R).all()
+    assert Mine(PolicyGradientOptions(entropy=0.1)).keep(samples, advantages_R).all()
 
 
 ALWAYS = {Capability.TOKEN_IDS}

@@ -25,7 +25,7 @@ from .conftest import Row, make_samples
 def test_grpo_worked_by_hand() -> None:
     # One group, two rollouts with rewards 1 and 0: mean 0.5, unbiased deviation sqrt(0.5), advantages ±0.7071.
     samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True,))])
-    grpo = Grpo(GrpoOptions(beta=0.5, epsilon=1e-12))
+    grpo = Grpo(GrpoOptions(beta=0.5, entropy=0.25, epsilon=1e-12))
     advantages = grpo.advantages(samples)
     half = math.sqrt(0.5)
     torch.testing.assert_close(advantages, torch.tensor([half, half, -half], dtype=torch.float64))
@@ -35,12 +35,14 @@ def test_grpo_worked_by_hand() -> None:
     # Ratios 1.5 (clipped to 1.2 as A > 0), 0.9 and 0.5 (clipped to 0.8 as A < 0).
     zeros = torch.zeros(3, dtype=torch.float64)
     current = torch.tensor([1.5, 0.9, 0.5], dtype=torch.float64).log()
-    loss, metrics = grpo.loss(samples, Logprobs(current, zeros, zeros, zeros), advantages, weights)
+    entropies = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
+    loss, metrics = grpo.loss(samples, Logprobs(current, zeros, zeros, zeros, entropies), advantages, weights)
     policy = -(0.25 * 1.2 * half + 0.25 * 0.9 * half + 0.5 * 0.8 * -half)
     # k3 with log-ratio d = reference - current: exp(d) - d - 1.
     kl = [1 / r + math.log(r) - 1 for r in (1.5, 0.9, 0.5)]
     kl_mean = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2]
-    assert loss.item() == pytest.approx(policy + 0.5 * kl_mean, abs=1e-12)
+    bonus = 0.25 * (0.25 * 0.1 + 0.25 * 0.3 + 0.5 * 0.7)
+    assert loss.item() == pytest.approx(policy + 0.5 * kl_mean - bonus, abs=1e-12)
     assert metrics["policy_loss"].item() == pytest.approx(policy, abs=1e-12)
     assert metrics["kl_reference"].item() == pytest.approx(kl_mean, abs=1e-12)
     assert metrics["clip_fraction"].item() == pytest.approx(0.75)

@@ -93,7 +93,7 @@ class TokenScores(NamedTuple):
     logprobs_R: Tensor
     """[R] at least float32; carries the gradient."""
     entropy_R: Tensor
-    """[R] of the distribution over all that is allowed, in nats; no gradient."""
+    """[R] of the distribution over all that is allowed, in nats; carries the gradient if that was asked for."""
 
 
 def micro_batches(
@@ -161,8 +161,12 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
     )
 
 
-def score(model: Any, micro: MicroBatch, packed_RW: Tensor | None = None) -> TokenScores:
+def score(
+    model: Any, micro: MicroBatch, packed_RW: Tensor | None = None, *, entropy_gradient: bool = False
+) -> TokenScores:
     """Log-probability and entropy of each response token, among those that `packed_RW` allows (`grammars.unpack`).
+
+    The entropy's gradient costs as many logits again, so it is there only where a loss needs it.
 
     Hidden states are selected before the output layer, so logits exist at response positions only. Where there are
     many, they exist for a part of the positions at a time, and once more in the backward pass: a large vocabulary
@@ -178,12 +182,12 @@ def score(model: Any, micro: MicroBatch, packed_RW: Tensor | None = None) -> Tok
             packed = [None] * len(columns[0]) if packed_RW is None else torch.split(packed_RW, part)
 
             def scores_of(hidden_RH: Tensor, *rows: Any) -> TokenScores:
-                return _scores(head(hidden_RH), *rows)
+                return _scores(head(hidden_RH), *rows, entropy_gradient=entropy_gradient)
 
             scores = [checkpoint(scores_of, *rows, use_reentrant=False) for rows in zip(*columns, packed, strict=True)]
             return TokenScores(*(torch.cat(column) for column in zip(*scores, strict=True)))
     _, logits_RV = _forward(model, micro, slice(None))
-    return _scores(logits_RV, micro.targets_R, micro.temperature_R, packed_RW)
+    return _scores(logits_RV, micro.targets_R, micro.temperature_R, packed_RW, entropy_gradient=entropy_gradient)
 
 
 def _forward(model: Any, micro: MicroBatch, positions: slice) -> tuple[Tensor, Tensor]:
@@ -202,15 +206,18 @@ def _forward(model: Any, micro: MicroBatch, positions: slice) -> tuple[Tensor, T
     return hidden[0], logits
 
 
-def _scores(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor, packed_RW: Tensor | None) -> TokenScores:
+def _scores(
+    logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor, packed_RW: Tensor | None, *, entropy_gradient: bool
+) -> TokenScores:
     logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature_R[:, None]
     if packed_RW is not None:
         logits_RV = logits_RV.masked_fill(~unpack(packed_RW, logits_RV.shape[1]), -torch.inf)
     normalizer_R = torch.logsumexp(logits_RV, dim=-1)
     logprobs_R = logits_RV.gather(-1, targets_R[:, None])[:, 0] - normalizer_R
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         shifted_RV = logits_RV - normalizer_R[:, None]
-        entropy_R = -(shifted_RV.exp() * shifted_RV).nan_to_num(0.0).sum(-1)
+        # What is forbidden has probability 0 and log-probability -inf: bounded, it adds 0 to sum and gradient.
+        entropy_R = -(shifted_RV.exp() * shifted_RV.clamp(min=torch.finfo(shifted_RV.dtype).min)).sum(-1)
     return TokenScores(logprobs_R, entropy_R)
 
 

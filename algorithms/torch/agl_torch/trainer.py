@@ -99,7 +99,8 @@ class PolicyTrainer:
         self.optimizer.training_step = batch.step
 
         def loss_of(micro: MicroBatch, token_weights_R: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-            scores, tokens_R = score(model, micro, self.allowed(prepared.batch, micro)), micro.tokens_R
+            allowed, tokens_R = self.allowed(prepared.batch, micro), micro.tokens_R
+            scores = score(model, micro, allowed, entropy_gradient=algorithm.needs_entropy)
             if once:
                 old_R[tokens_R] = scores.logprobs_R.detach()
             behaviour_R = samples.behaviour_R[tokens_R]
@@ -108,6 +109,7 @@ class PolicyTrainer:
                 old_R=old_R[tokens_R],
                 behaviour_R=torch.where(behaviour_R.isnan(), old_R[tokens_R], behaviour_R),
                 reference_R=None if reference_R is None else reference_R[tokens_R],
+                entropy_R=scores.entropy_R if algorithm.needs_entropy else None,
             )
             part, advantages_R = samples.part(micro.transitions_n, tokens_R, micro.transition_R), prepared.advantages_R
             loss, measured = algorithm.loss(part, logprobs, advantages_R[tokens_R], token_weights_R)

@@ -152,17 +152,17 @@ def test_logits_in_parts_give_the_same_scores_and_gradients(
         )  # fmt: skip
         model = CohereForCausalLM(config).double().eval()
     [micro] = laid_out(make_shared(3, groups=1), replace(WIDE, tokens=100_000))
-    weights = torch.randn(len(micro.targets_R), dtype=torch.float64)
+    weights, entropy_weights = torch.randn(2, len(micro.targets_R), dtype=torch.float64)
 
     def scored() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
         rows: list[int] = []
         hook = model.get_output_embeddings().register_forward_hook(lambda *call: rows.append(len(call[2])))
         model.zero_grad()
-        scores = score(model, micro)
+        scores = score(model, micro, entropy_gradient=True)
         hook.remove()
-        (scores.logprobs_R * weights).sum().backward()
+        (scores.logprobs_R * weights + scores.entropy_R * entropy_weights).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        return scores.logprobs_R.detach(), scores.entropy_R, gradient, rows
+        return scores.logprobs_R.detach(), scores.entropy_R.detach(), gradient, rows
 
     *whole, rows = scored()
     assert rows == [len(micro.targets_R)]
@@ -179,3 +179,32 @@ def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
             logprobs, entropy = score(in_float64.model, micro)
         torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
         torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_gradient_of_the_entropy_is_that_of_finite_differences(in_float64: LoadedModel, constrained: bool) -> None:
+    """Also of a distribution over what a grammar allows; without being asked for there is none."""
+    model = in_float64.model
+    [micro] = laid_out(make_shared(3, groups=1), replace(WIDE, tokens=100_000))
+    torch.manual_seed(0)
+    packed = None
+    if constrained:
+        allowed = torch.rand(len(micro.targets_R), 320) < 0.3
+        allowed.scatter_(1, micro.targets_R[:, None], True)
+        packed = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little"))
+    weights = torch.rand(len(micro.targets_R), dtype=torch.float64)
+    shift, direction = torch.zeros(320, dtype=torch.float64, requires_grad=True), torch.randn(320, dtype=torch.float64)
+    hook = model.get_output_embeddings().register_forward_hook(lambda layer, arguments, logits: logits + shift)
+
+    def total() -> torch.Tensor:
+        return (score(model, micro, packed, entropy_gradient=True).entropy_R * weights).sum()
+
+    (gradient,) = torch.autograd.grad(total(), shift)
+    ends = []
+    with torch.no_grad():
+        for step in (1e-5, -2e-5):
+            shift.add_(step * direction)
+            ends.append(float(total()))
+    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float(gradient @ direction), rel=1e-6)
+    assert not score(model, micro, packed).entropy_R.requires_grad
+    hook.remove()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
@@ -31,7 +32,14 @@ from agl_torch.trainer import PolicyTrainer
 from .conftest import grpo, make_batch, plain_logprobs, trainer_of, weights_of
 
 
-def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: Any) -> Tensor:
+def plain_entropies(model: Any, batch: Batch, i: int) -> Tensor:
+    """[response] of the distributions that each token of transition i is drawn from."""
+    ids = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))[None]
+    logits = model(input_ids=ids).logits[0, int(batch.prompt_lengths_N[i]) - 1 : -1]
+    return Categorical(logits=logits / float(batch.temperature_N[i])).entropy()
+
+
+def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, entropy: float, reference: Any) -> Tensor:
     """GRPO's loss at ratio 1, one plain forward per transition, everything by hand."""
     total = torch.zeros((), dtype=torch.float64)
     groups = np.unique(batch.group_N)
@@ -51,6 +59,8 @@ def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: A
                     with torch.no_grad():
                         initial = plain_logprobs(reference, batch, int(i))[mask]
                     per_token = per_token + beta * (torch.exp(initial - current) - (initial - current) - 1)
+                if entropy:
+                    per_token = per_token - entropy * plain_entropies(loaded.model, batch, int(i))[mask]
                 total = total + batch.weight_N[i] * per_token.mean() / (len(groups) * len(members) * len(turns))
     return total
 
@@ -95,9 +105,11 @@ def test_the_step_size_falls_along_a_cosine_over_the_runs_steps(in_float64: Load
             assert metrics[name] == pytest.approx(1e-2 * shares[step - 1], abs=1e-12)
 
 
-@pytest.mark.parametrize(("beta", "weights"), [(0.0, (1.0,)), (0.5, (1.0, 0.25, 0.0, 3.0))])
+@pytest.mark.parametrize(
+    ("beta", "entropy", "weights"), [(0.0, 0.0, (1.0,)), (0.5, 0.2, (1.0, 0.25, 0.0, 3.0)), (0.0, 0.1, (1.0,))]
+)
 def test_an_update_equals_a_plain_adamw_loop(
-    in_float64: LoadedModel, checkpoint: Path, beta: float, weights: tuple[float, ...]
+    in_float64: LoadedModel, checkpoint: Path, beta: float, entropy: float, weights: tuple[float, ...]
 ) -> None:
     settings = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.05, warmup_steps=4)
     batch = make_batch(in_float64)
@@ -109,21 +121,22 @@ def test_an_update_equals_a_plain_adamw_loop(
     trainer = trainer_of(in_float64, settings, initial=lambda: reference)
     optimizer = torch.optim.AdamW(twin.model.parameters(), weight_decay=0.1)
     initial = weights_of(twin.model)
+    exact = 2e-6 if entropy else 1e-9  # Entropies see that the model's own norms compute in float32.
     for step in range(3):
-        result = trainer.update(batch, grpo(beta=beta))
-        loss = trained_loss(twin, batch, beta=beta, reference=reference.model)
+        result = trainer.update(batch, grpo(beta=beta, entropy=entropy))
+        loss = trained_loss(twin, batch, beta=beta, entropy=entropy, reference=reference.model)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.05)
         optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / 4
         optimizer.step()
         optimizer.zero_grad()
         assert result.version == step + 1
-        assert result.metrics["loss"] * result.weight_N.sum() == pytest.approx(loss.item(), abs=1e-9)
+        assert result.metrics["loss"] * result.weight_N.sum() == pytest.approx(loss.item(), abs=exact)
         assert result.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
         assert result.metrics["learning_rate"] == pytest.approx(1e-2 * (step + 1) / 4)
     expected = weights_of(twin.model)
     for name, weight in weights_of(in_float64.model).items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=exact)
     assert any(not torch.equal(expected[name], initial[name]) for name in initial)
     assert torch.equal(reference.model.get_input_embeddings().weight, initial["model.embed_tokens.weight"])
 

@@ -97,6 +97,7 @@ DECIDED = {
     ),
     "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
     "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+    "[algorithm] entropy": (f"{ACTOR}.entropy_coeff",),
     "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
     "[algorithm.ppo] critic_epochs": ("critic.ppo_epochs",),
     "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
@@ -127,7 +128,6 @@ DECIDED = {
     "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)": ("trainer.v1",),
     "nothing: transitions go through it": ("transfer_queue.enable",),
     "nothing: agl has no teacher": ("distillation",),
-    "nothing: agl's losses have no entropy term": (f"{ACTOR}.entropy_coeff",),
 }
 """Where agl decides these keys of veRL, each with all below it."""
 

@@ -172,20 +172,23 @@ def actor_loss(
     current_R = _of_responses(model_output["log_probs"], data)
     is_only_step = "old_log_probs" not in data
     old_R = current_R.detach() if is_only_step else _picked(data["old_log_probs"], data)
-    loss, measured = chosen.build().loss(
+    algorithm = chosen.build()
+    entropy_R = _of_responses(model_output["entropy"], data) if "entropy" in model_output else None
+    loss, measured = algorithm.loss(
         samples,
         Logprobs(
             current_R=current_R,
             old_R=old_R,
             behaviour_R=samples.behaviour_R,
             reference_R=_picked(data["ref_log_prob"], data) if "ref_log_prob" in data else None,
+            entropy_R=entropy_R if algorithm.needs_entropy else None,
         ),
         _picked(data["advantages"], data),
         weights_R,
     )
     sums = {TOTAL_LOSS: loss.detach(), **measured}
-    if "entropy" in model_output:
-        sums["entropy"] = (weights_R * _of_responses(model_output["entropy"], data).detach()).sum()
+    if entropy_R is not None:
+        sums["entropy"] = (weights_R * entropy_R.detach()).sum()
     metrics = _metrics(sums, data)
     if is_only_step:
         tokens = (_picked(data[SPAN], data), old_R.to(torch.float32))

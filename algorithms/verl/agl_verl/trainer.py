@@ -324,7 +324,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         assert prepared is not None
         self._plan_training(batch, prepared, prepared.weights_R, self._algorithm.epochs)
         # Fused kernels have it anyway. Without them it would cost a buffer of tokens x vocabulary here.
-        batch.extra_info["calculate_entropy"] = self.config.actor_rollout_ref.model.use_fused_kernels
+        fused = self.config.actor_rollout_ref.model.use_fused_kernels
+        batch.extra_info["calculate_entropy"] = fused or self._algorithm.needs_entropy
         measured = self.actor_rollout_wg.update_actor(batch)["metrics"]
         if self._once:
             self._update.old_R = rows.join(self._update.samples, measured.pop(OLD_LOGPROBS))

@@ -58,7 +58,7 @@ class Settings(BaseModel):
 
 class Conformance:
     minibatches = 1
-    needs_critic = False
+    needs_critic = needs_entropy = False
 
     def __init__(self, settings):
         self.epochs = settings.rounds

@@ -95,7 +95,8 @@ def entropy_collapse(entropies: Values, rewards: Values, limit: float = 0.1) -> 
     """The entropy of 5 steps is below `limit` of that of the first 5, and the mean reward is no higher. The policy
     became certain without becoming better: it explores no more, and groups have no contrast.
 
-    Lower the learning rate, raise the sampling temperature, or go on from an earlier checkpoint.
+    Lower the learning rate, set a bonus for entropy (algorithm.grpo.entropy) or raise the sampling temperature, or go
+    on from an earlier checkpoint.
     """
     before, now = _first(entropies), _last(entropies, 5)
     if before is None or now is None or fmean(now) >= limit * before:

@@ -139,7 +139,7 @@ def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -
 
     @agl_core.algorithm(takes=CreditKind.REWARD)
     class Keywords:
-        needs_reference = needs_critic = False
+        needs_reference = needs_critic = needs_entropy = False
 
         def __init__(self, *, beta: float = 0.1) -> None:
             self.beta = beta
