@@ -17,9 +17,11 @@ class Capability(StrEnum):
     """A need of a component, or its offer to the rest of the run; checked before anything starts."""
 
     TOKEN_IDS = "token ids"
-    """Engines provide these six."""
+    """Engines provide these seven."""
     CRITIC = "critic"
     REFERENCE = "reference model"
+    TARGET_KL = "target KL"
+    """An engine that makes no more of an update's optimizer steps once the policy has moved so far."""
     POLICIES = "saved policies"
     """An engine that serves and merges what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"

@@ -62,6 +62,13 @@ class PolicyGradientOptions(AlgorithmOptions):
         description="Weight of a bonus for the entropy of the policy's distribution at each token, in nats: keeps it "
         "exploring (0.001 to 0.01 are usual); 0: none.",
     )
+    target_kl: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="For several optimizer steps in an update: the first one on whose tokens KL(old ‖ current) is "
+        "above this (k3, mean by weight) is not made, nor are those after it (0.01 to 0.05 are usual).",
+    )
     importance_cap: float | None = Field(
         None,
         ge=0,
@@ -74,14 +81,21 @@ class PolicyGradientOptions(AlgorithmOptions):
     )
 
     def needs(self) -> frozenset[Capability]:
-        """With a KL term a reference model besides."""
-        return super().needs() | ({Capability.REFERENCE} if self.beta > 0 else set())
+        """With a KL term a reference model besides; with a target KL an engine that can stop an update there."""
+        reference = {Capability.REFERENCE} if self.beta > 0 else set()
+        return super().needs() | reference | ({Capability.TARGET_KL} if self.target_kl is not None else set())
 
     @property
     def clip_range(self) -> tuple[float, float]:
         """How far the ratio may fall below 1, and rise above it."""
         low = 0.2 if self.clip is None else self.clip
         return low, low if self.clip_high is None else self.clip_high
+
+    @model_validator(mode="after")
+    def _no_target_for_one_step(self) -> Self:
+        if self.epochs * self.minibatches == 1:
+            self._refuse_changed(("target_kl",), "an update has one step. Set epochs or minibatches to 2 or more.")
+        return self
 
     @model_validator(mode="after")
     def _no_level_without_importance(self) -> Self:

@@ -103,6 +103,8 @@ class Algorithm(ABC):
     """The loss gets log-probabilities under the initial weights."""
     needs_entropy = False
     """The loss gets entropies."""
+    target_kl: float | None = None
+    """An optimizer step whose metric `kl_old` is above this is not made, nor are the later ones of its update."""
 
     def __init__(self, options: AlgorithmOptions) -> None:
         self.options = options
@@ -161,6 +163,7 @@ class PolicyGradient(Algorithm):
         super().__init__(options)
         self.needs_reference = options.beta > 0
         self.needs_entropy = options.entropy > 0
+        self.target_kl = options.target_kl
         self.clip = options.clip_range
         """The bounds of the ratio below and above 1."""
 
@@ -176,7 +179,7 @@ class PolicyGradient(Algorithm):
 
         Metrics: policy_loss, kl_behaviour (k3 of KL(behaviour ‖ current), because the behaviour policy sampled the
         tokens), ratio_mean, ratio_max, clip_fraction; with `beta` kl_reference (k3 of KL(current ‖ initial), as in the
-        loss), with `importance_cap` importance_mean.
+        loss), with `importance_cap` importance_mean, with `target_kl` kl_old (k3 of KL(old ‖ current)).
         """
         ratio_R, policy_R, clipped_R = self.surrogate(samples, logprobs, advantages_R)
         per_token = {
@@ -184,6 +187,8 @@ class PolicyGradient(Algorithm):
             "ratio_mean": ratio_R,
             "clip_fraction": clipped_R.to(ratio_R.dtype),
         }
+        if self.target_kl is not None:
+            per_token["kl_old"] = kl_k3(logprobs.old_R, logprobs.current_R)
         if self.options.importance_cap:
             importance_R = truncated_importance(
                 samples, logprobs, self.options.importance_cap, self.options.importance_level

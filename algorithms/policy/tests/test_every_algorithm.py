@@ -105,6 +105,8 @@ def test_every_loss_option_changes_the_gradient(
         ("grpo", {"importance_level": "sequence"}),
         ("grpo", {"clip": 0}),
         ("grpo", {"klip": 1}),
+        ("grpo", {"target_kl": 0.02}),
+        ("grpo", {"target_kl": 0, "epochs": 2}),
         ("reinforce", {"gamma": 0.9}),
         ("reinforce", {"whitening": "no"}),
         ("ppo", {"lam": -0.1}),
@@ -198,6 +200,13 @@ ALWAYS = {Capability.TOKEN_IDS}
     [
         ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS}),
         ("grpo", Grpo, {"beta": 0.04}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
+        (
+            "grpo",
+            Grpo,
+            {"target_kl": 0.02, "minibatches": 2},
+            CreditKind.RETURN,
+            {Capability.GROUPS, Capability.TARGET_KL},
+        ),
         ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
         ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
         ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),

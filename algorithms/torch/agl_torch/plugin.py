@@ -94,6 +94,7 @@ def register_components(register: Register) -> None:
             Capability.TOKEN_IDS,
             Capability.REFERENCE,
             Capability.CRITIC,
+            Capability.TARGET_KL,
             Capability.POLICIES,
             Capability.RECORDED_TEXTS,
         },

@@ -117,7 +117,8 @@ class PolicyTrainer:
 
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self.seed, self.version])
         steps *= algorithm.epochs
-        metrics = train(model, self.optimizer, prepared, prepared.weights_R, steps, self._limits, loss_of, work)
+        target, weights_R = algorithm.target_kl, prepared.weights_R
+        metrics = train(model, self.optimizer, prepared, weights_R, steps, self._limits, loss_of, work, target)
         work.lap("train")
         metrics |= prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
@@ -369,20 +370,26 @@ def train(
     limits: Limits,
     loss_of: Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]],
     work: Work,
+    target_kl: float | None = None,
 ) -> dict[str, float]:
     """One optimizer step on each of `steps`, its transitions; one whose loss or gradient is not finite is skipped.
+
+    The first one whose metric `kl_old` is above `target_kl` is not made, nor are those after it: the steps before have
+    moved the weights far enough, as its pass shows (Stable-Baselines3 stops there too, at 1.5 times its target).
 
     `weights_R` are the loss's token weights over the whole batch, before corrections. `loss_of` gets a micro-batch and
     its tokens' weights in the step, and returns the sum over tokens of weight × loss, and such sums of metrics (of
     `…_max`: the largest). Metrics: their means over the tokens of the steps that were applied, by weight, and
-    grad_norm (before clipping, the mean over steps), learning_rate (of the last step), steps_applied, steps_skipped.
+    grad_norm (before clipping, the mean over steps), learning_rate (of the last step), steps_applied, steps_skipped,
+    with `target_kl` stopped_early (how many steps were not made).
     """
     sums: dict[str, float] = {}
     weight, rate = 0.0, optimizer.learning_rate
     grad_norms: list[float] = []
+    stopped_early = 0
     module.train()  # Gradient checkpointing asks for it.
     try:
-        for chosen in steps:
+        for number, chosen in enumerate(steps):
             step_weights_R = prepared.step_weights(weights_R, [chosen])
             step_rate, grad_norm = optimizer.learning_rate, None
             step_sums, step_weight = dict[str, float](), 0.0
@@ -397,6 +404,9 @@ def train(
                 _add(step_sums, {name: tensor.detach().item() for name, tensor in measured.items()})
                 work.advance(micro.tokens, 1 + BACKWARD_COST)
             else:
+                if target_kl is not None and step_sums["kl_old"] > target_kl * step_weight:
+                    stopped_early = len(steps) - number
+                    break
                 grad_norm = optimizer.step()
             if grad_norm is None:
                 optimizer.discard()
@@ -410,10 +420,12 @@ def train(
     means = {name: total if name.endswith("_max") else total / weight for name, total in sums.items()}
     if grad_norms:
         means["grad_norm"] = sum(grad_norms) / len(grad_norms)
+    if target_kl is not None:
+        means["stopped_early"] = float(stopped_early)
     return means | {
         "learning_rate": rate,
         "steps_applied": float(len(grad_norms)),
-        "steps_skipped": float(len(steps) - len(grad_norms)),
+        "steps_skipped": float(len(steps) - len(grad_norms) - stopped_early),
     }
 
 

@@ -194,6 +194,37 @@ def test_old_logprobs_are_those_before_the_update(loaded: LoadedModel) -> None:
     assert max(moved[2:]) > 1e-3
 
 
+def test_an_update_ends_before_the_first_step_beyond_its_target_kl(in_float64: LoadedModel) -> None:
+    before = copy.deepcopy(in_float64.model.state_dict())
+    batch = make_batch(in_float64)
+
+    def updated(**options: Any) -> tuple[dict[str, Tensor], Mapping[str, float], Recorder]:
+        in_float64.model.load_state_dict(before)
+        algorithm = Recorder(**options)
+        metrics = trainer_of(in_float64, OptimizerSection(learning_rate=3e-4)).update(batch, algorithm).metrics
+        return weights_of(in_float64.model), metrics, algorithm
+
+    _, metrics, recorded = updated(epochs=6, target_kl=10)
+    assert (metrics["steps_applied"], metrics["stopped_early"]) == (6, 0)
+    kls, total = [0.0], 0.0
+    for _, logprobs, _, weights_R in recorded.calls:  # One or more for each step, whose weights are 1 together.
+        ratio_R = (logprobs.current_R - logprobs.old_R).detach()
+        kls[-1] += float((weights_R * (ratio_R.exp() - ratio_R - 1)).sum())
+        total += float(weights_R.sum())
+        if total == pytest.approx(len(kls)):
+            kls.append(0.0)
+    assert len(kls) == 7
+    assert metrics["kl_old"] == pytest.approx(np.mean(kls[:6]), rel=1e-6)
+
+    assert kls[2] < kls[3]
+    weights, metrics, _ = updated(epochs=6, target_kl=(kls[2] + kls[3]) / 2)
+    assert (metrics["steps_applied"], metrics["stopped_early"], metrics["steps_skipped"]) == (3, 3, 0)
+    assert metrics["kl_old"] == pytest.approx(np.mean(kls[:3]), rel=1e-6)
+    expected, metrics, _ = updated(epochs=3)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert metrics.keys().isdisjoint({"kl_old", "stopped_early"})
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_every_token_in_the_loss_has_its_log_probability_from_before_the_update(
     loaded: LoadedModel, epochs: int

@@ -16,9 +16,10 @@ from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
+from agl_core.config.check import check
 from agl_core.config.load import load
 from agl_core.config.sections import OptimizerSection
-from agl_core.errors import ConfigError
+from agl_core.errors import CapabilityError, ConfigError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import engine_context
 from agl_torch.trainer import PolicyOptimizer
@@ -66,6 +67,22 @@ def test_importance_weights_are_capped_at_2_unless_the_run_says_otherwise(
     )
     options = load(file).policies["default"].algorithm.options
     assert options.model_dump()["importance_cap"] == cap
+
+
+def test_a_target_kl_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text(
+        f"""config_version = 1
+        plugins = ["{plugin.__file__}"]
+        agent.entry = "agent:solve"
+        tasks.train = {{source = "jsonl", path = "tasks.jsonl"}}
+        policies.default.model.path = "m"
+        algorithm.grpo = {{epochs = 2, target_kl = 0.02}}"""
+    )
+    check(load(file))
+    message = r"'grpo' .* needs an update that ends at a target KL, which engine 'verl' .* does not .* \(torch\)"
+    with pytest.raises(CapabilityError, match=message):
+        check(load(file, ["engine.name=verl"]))
 
 
 CHANGES: dict[str, tuple[Any, str, Any]] = {

@@ -25,6 +25,7 @@ _WHY_NOT = {
 _OF_THE_ENGINE = {
     Capability.REFERENCE: "a reference model",
     Capability.CRITIC: "a critic",
+    Capability.TARGET_KL: "an update that ends at a target KL",
     Capability.TOKEN_IDS: "token ids",
     Capability.RECORDED_TEXTS: "an engine that trains on recorded texts",
 }

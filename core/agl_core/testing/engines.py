@@ -59,6 +59,7 @@ class Settings(BaseModel):
 class Conformance:
     minibatches = 1
     needs_critic = needs_entropy = False
+    target_kl = None
 
     def __init__(self, settings):
         self.epochs = settings.rounds
