@@ -11,7 +11,8 @@ from agl_rewards.evaluators import word_f1 as word_f1
 from agl_rewards.judge import Judge as Judge
 from agl_rewards.judge import JudgeError as JudgeError
 from agl_rewards.judge import JudgeOptions as JudgeOptions
-from agl_rewards.judge import score_in as score_in
+from agl_rewards.relative import RelativeJudgeOptions as RelativeJudgeOptions
+from agl_rewards.relative import relative_judge as relative_judge
 from agl_rewards.sql import run_query as run_query
 from agl_rewards.sql import same_rows as same_rows
 from agl_rewards.sql import sql_match as sql_match

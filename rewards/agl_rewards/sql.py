@@ -20,7 +20,7 @@ from agl_core.types import Episode
 from agl_rewards.evaluators import expected_answer
 
 Row: TypeAlias = tuple[Any, ...]
-_Columns: TypeAlias = Set[tuple[str, str]]
+Columns: TypeAlias = Set[tuple[str, str]]
 """Of a query: the tables and columns that it names; a column is empty where only rows are counted."""
 
 _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
@@ -71,7 +71,7 @@ async def sql_match(
             f"Name the file, or a key that holds it."
         ) from None
     try:
-        wanted, needed = await _queried(file, expected, timeout)
+        wanted, needed = await run_query(file, expected, timeout)
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(
             f"Task '{episode.task.id}': the expected query in its metadata '{field}' fails on {file} "
@@ -80,26 +80,21 @@ async def sql_match(
     if not isinstance(episode.result, str):
         return 0.0
     try:
-        rows, read = await _queried(file, episode.result, timeout)
+        rows, read = await run_query(file, episode.result, timeout)
     except sqlite3.Error:
         return 0.0
     is_same = same_rows(rows, wanted, ordered=_is_ordered(expected))
     return float(is_same and _is_no_guess(read, needed, wanted))
 
 
-async def run_query(database: Path, query: str, timeout: float) -> list[Row]:
-    """The rows of one query on an SQLite file that is not changed.
+async def run_query(database: Path, query: str, timeout: float) -> tuple[list[Row], Columns]:
+    """The rows of one query on an SQLite file that is not changed, and the columns that it names.
 
     The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
     and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
     that reads, takes longer than `timeout` seconds, or gives more than 100,000 rows or values of more than 10 MB;
     FileNotFoundError if the file does not exist.
     """
-    return (await _queried(database, query, timeout))[0]
-
-
-async def _queried(database: Path, query: str, timeout: float) -> tuple[list[Row], _Columns]:
-    """The rows of a query, and the columns that it names."""
     uri, files = await asyncio.to_thread(_located, database)
     try:
         kind, *answer = await run_sandboxed(
@@ -125,7 +120,7 @@ def _located(database: Path) -> tuple[str, list[Path]]:
     return f"{database.absolute().as_uri()}?{mode}", [database.absolute(), *beside]
 
 
-def _is_no_guess(read: _Columns, needed: _Columns, wanted: Sequence[Row]) -> bool:
+def _is_no_guess(read: Columns, needed: Columns, wanted: Sequence[Row]) -> bool:
     """True if rows that are right can be no accident of a query that has not looked for them.
 
     Only constants are read from no table. No rows, and rows of nothing but zeros and NULL, come of many wrong queries

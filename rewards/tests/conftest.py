@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -42,21 +43,43 @@ class Episodes:
         terminal: float | None = None,
         question: Any = "a question",
         metadata: Mapping[str, Any] | None = None,
+        **changes: Any,
     ) -> Episode:
         """An episode; a list of tool results stands for the transition that asked for them."""
         whole = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
         task = Task("t1", question, metadata=metadata or {})
-        return make.episode(*whole, task=task, result=result, terminal=terminal)
+        return make.episode(*whole, task=task, result=result, terminal=terminal, **changes)
+
+
+class Asked:
+    """A request to a judge, as one reads it who trusts nothing between the two lines around the material."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self.request = request
+        self.system, self.user = (message["content"] for message in request["messages"])
+        opening, text, closing, *after = self.user.split("\n")
+        assert opening == closing
+        assert f"'{opening}'" in self.system
+        assert opening not in text
+        self.material = json.loads(text)
+        self.labels: list[str] = re.findall(r'"(\w+)": N', "\n".join(after))
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Answers chat completions with `reply`, after `delay` seconds, and remembers what it was asked."""
+    """Answers chat completions after `delay` seconds, and remembers what it was asked.
+
+    The answer is `reply`, with a label in the place of LABEL, unless `judgement` makes another of what was asked.
+    """
 
     request_queue_size = 64
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.reply: str | None = '{"score": 7}'
+        self.reply: str | None = '{"LABEL": 7}'
+        self.judgement: Callable[[Asked], Any] = self._reply
+        """A text, or what is its JSON."""
+        self.statuses: list[int] = []
+        """Those of the next responses; then 200."""
         self.status = 200
         self.has_format = True
         """True if it takes a `response_format`."""
@@ -70,10 +93,13 @@ class Endpoint(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
 
-    def judge(self, episodes: Episodes, **settings: Any) -> Any:
+    def judge(self, episodes: Episodes, rule: str = "judge", **settings: Any) -> Any:
         """The reward rule that asks this endpoint."""
         given = {"base_url": self.url, "model": "m", "rubric": "Be {polite}.", **settings}
-        return episodes.rule(kinds.REWARD, "judge", **given)
+        return episodes.rule(kinds.REWARD, rule, **given)
+
+    def _reply(self, asked: Asked) -> str | None:
+        return self.reply and self.reply.replace("LABEL", asked.labels[0])
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -86,9 +112,12 @@ class _Handler(BaseHTTPRequestHandler):
         server.authorizations.append(self.headers["Authorization"])
         server.came.release()
         time.sleep(server.delay)
-        answer = json.dumps({"choices": [{"message": {"content": server.reply}}]}).encode()
+        content = server.judgement(Asked(json.loads(body)))
+        content = content if isinstance(content, str | None) else json.dumps(content)
+        answer = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
         is_refused = not server.has_format and "response_format" in json.loads(body)
-        self.send_response(400 if is_refused else server.status)
+        status = server.statuses.pop(0) if server.statuses else server.status
+        self.send_response(400 if is_refused else status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -98,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setattr("agl_rewards.judge.RETRY_WAITS", (0.0, 0.0))
     server = Endpoint()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

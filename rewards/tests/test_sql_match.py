@@ -205,19 +205,19 @@ async def test_a_database_in_wal_mode_is_read_and_not_changed(database: Path) ->
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     before = fingerprint(database.parent)
-    assert await run_query(database, "SELECT count(*) FROM pet", 5.0) == [(3,)]
+    assert (await run_query(database, "SELECT count(*) FROM pet", 5.0))[0] == [(3,)]
     assert fingerprint(database.parent) == before
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("INSERT INTO pet VALUES ('Di', 1, 1.0)")
         connection.commit()
-        assert await run_query(database, "SELECT count(*) FROM pet", 5.0) == [(4,)]
+        assert (await run_query(database, "SELECT count(*) FROM pet", 5.0))[0] == [(4,)]
 
 
 async def test_a_file_name_with_special_characters_is_found(database: Path) -> None:
     odd = Path(shutil.copy(database, database.with_name("a?b#c %41.sqlite")))
-    assert await run_query(odd, "SELECT count(*) FROM pet", 1.0) == [(3,)]
+    assert (await run_query(odd, "SELECT count(*) FROM pet", 1.0))[0] == [(3,)]
 
 
 async def test_a_query_that_sorts_more_than_sqlite_keeps_at_hand_has_its_rows(database: Path) -> None:
     distinct = "WITH RECURSIVE n(i) AS (SELECT 1 UNION SELECT i + 1 FROM n WHERE i < 400000) SELECT count(*) FROM n"
-    assert await run_query(database, distinct, 60.0) == [(400_000,)]
+    assert (await run_query(database, distinct, 60.0))[0] == [(400_000,)]

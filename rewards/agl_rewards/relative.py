@@ -1,0 +1,151 @@
+"""A language model that compares the rollouts of a task, as ART's RULER does.
+
+Asked about one answer at a time, a judge uses its scale as it sees fit at that call. Rollouts of a group are compared
+with each other, so their scores need one scale, and get it from one request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pydantic import Field
+
+from agl_core.capture.status import message_text
+from agl_core.learning.tool_results import function_of, tool_calls_of
+from agl_core.protocols import GroupRewardRule
+from agl_core.types import Episode
+from agl_rewards.evaluators import text_of
+from agl_rewards.judge import SCALE, JudgeModel, JudgeOptions, Question, labels_for
+
+Said: TypeAlias = tuple[str, str]
+"""A speaker and a text: of a message, of a tool call, or of what the agent returned."""
+
+_SHORTEST = 200
+"""Characters that a text is not cut below, however many there are; those in the middle go instead."""
+
+
+class RelativeJudgeOptions(JudgeOptions):
+    """Settings of `relative_judge`."""
+
+    rubric: str = Field(
+        "The task is done: correctly, completely and without detours.",
+        description="The criteria of a good rollout, in words.",
+    )
+    ranking: bool = Field(
+        False, description="Ask for ranks, not scores: the reward is the share of the other rollouts that are worse."
+    )
+    max_characters: int = Field(
+        20_000, ge=1000, description="Characters of a rollout's messages that the judge sees; the rest is cut."
+    )
+
+
+def relative_judge(options: RelativeJudgeOptions) -> GroupRewardRule:
+    """A language model compares the rollouts of a task, in one request: 0 … 1 for each.
+
+        [rewards.relative_judge]
+        base_url = "http://localhost:8000/v1"
+        model = "Qwen/Qwen2.5-7B-Instruct"
+
+    The judge sees the task, what the rollouts have in common, and what each said and did after that, under random
+    labels in random order, which is the same when the same rollouts are judged again. Equal rollouts are shown once.
+    The reward is the score; or, of a ranking, the share of the other rollouts that are worse, where a tie counts half.
+    A single rollout, as evaluations have it, is scored by the rubric alone, also if others are ranked.
+
+    A JudgeError drops the group with its reason.
+    """
+    model = JudgeModel(options)
+
+    async def compare(episodes: Sequence[Episode]) -> list[float]:
+        transcripts = [_transcript(episode) for episode in episodes]
+        distinct = sorted(set(transcripts))
+        is_ranked = options.ranking and len(distinct) > 1
+        question = _question(options, episodes[0], distinct, is_ranked=is_ranked)
+        numbers = dict(zip(distinct, await model.numbers(question), strict=True))
+        values = [numbers[transcript] for transcript in transcripts]
+        return shares_beaten(values) if is_ranked else [value / SCALE for value in values]
+
+    return GroupRewardRule(compare)
+
+
+def shares_beaten(ranks: Sequence[float]) -> list[float]:
+    """For each of several ranks the share of the others that are worse; 1 is the best rank, and a tie counts half.
+
+    >>> shares_beaten([1, 3, 2]), shares_beaten([1, 2, 2]), shares_beaten([5, 5])
+    ([1.0, 0.0, 0.5], [1.0, 0.25, 0.25], [0.5, 0.5])
+    """
+    beaten = [sum((other > rank) + (other == rank) / 2 for other in ranks) - 0.5 for rank in ranks]
+    return [count / (len(ranks) - 1) for count in beaten]
+
+
+def _question(
+    options: RelativeJudgeOptions, episode: Episode, transcripts: Sequence[tuple[Said, ...]], *, is_ranked: bool
+) -> Question:
+    """The comparison of these transcripts, all different, of the task of an episode; its labels are in their order."""
+    task = options.material(episode)
+    labels = labels_for([task, transcripts], len(transcripts))
+    alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*transcripts, strict=False))
+    shared = [said for said, *_ in alike] if len(transcripts) > 1 else []
+    own = [_shortened(transcript[len(shared) :], options.max_characters) for transcript in transcripts]
+    score = f"a score from 0 (the rubric is not met at all) to {SCALE} (it is met fully), equal for the equally good"
+    return Question(
+        task=(
+            "You compare rollouts of an assistant, which tried one task several times, by a rubric. The material has "
+            "the task, the expected answer where there is one, the messages that all rollouts begin with (`shared`), "
+            "and what came after them in each rollout, under its label. The order of the rollouts means nothing."
+        ),
+        meaning="the rank among them: 1 for the best, equal for the equally good" if is_ranked else score,
+        # Labels are random, so rollouts in the order of their labels are in random order.
+        material={
+            **task,
+            "shared": _shortened(shared, options.max_characters),
+            "rollouts": dict(sorted(zip(labels, own, strict=True))),
+        },
+        labels=labels,
+        bounds=(1, len(transcripts)) if is_ranked else (0, SCALE),
+    )
+
+
+def _transcript(episode: Episode) -> tuple[Said, ...]:
+    """What was said and done in a rollout, each message once, and what the agent returned.
+
+    A call's prompt repeats the messages of earlier calls: a message counts as said before if all before it does too.
+    """
+    transcript: list[Said] = []
+    conversations: set[int] = set()
+    for transition in episode.transitions:
+        conversation = 0
+        for message in (*transition.messages, transition.response):
+            said = tuple(_said(message))
+            conversation = hash((conversation, said))
+            if conversation not in conversations:
+                conversations.add(conversation)
+                transcript += said
+    return (*transcript, ("returned", text_of(episode.result)))
+
+
+def _said(message: Mapping[str, Any]) -> Iterator[Said]:
+    role = str(message.get("role"))
+    if text := message_text(message.get("content")):
+        yield role, text
+    for tool_call in tool_calls_of(message):
+        name, arguments = function_of(tool_call)
+        yield f"{role} calls", f"{name} {text_of(arguments)}"
+
+
+def _shortened(transcript: Sequence[Said], characters: int) -> list[list[str]]:
+    """A transcript with about so many characters at most: the longest texts lose their middle, as do very many."""
+    side = characters // _SHORTEST // 2
+    if (cut := len(transcript) - 2 * side) > 0:
+        transcript = (*transcript[:side], ("cut", f"… {cut} messages …"), *transcript[-side:])
+    limit = characters
+    while sum(min(len(text), limit) for _, text in transcript) > characters:
+        limit = limit * 9 // 10
+    return [[speaker, _without_middle(text, limit)] for speaker, text in transcript]
+
+
+def _without_middle(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} [… {len(text) - limit} characters cut …] {text[len(text) - limit // 2 :]}"
