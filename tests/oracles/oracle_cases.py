@@ -79,6 +79,22 @@ def value_loss(batch: Batch, options: Options) -> Outputs:
     return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, current_R)[0]}
 
 
+def preferences(batch: Batch, options: Options) -> Outputs:
+    """From log-probabilities before an update, here the current ones, to the gradient of its step."""
+    dpo, samples = build("dpo", options), samples_of(batch)
+    current_R = batch.flat("current").requires_grad_()
+    logprobs = Logprobs(current_R, current_R.detach(), batch.flat("behaviour"), batch.flat("reference"))
+    weights_R = dpo.weights(samples)
+    advantages_R, measured = dpo.rescore(samples, logprobs, dpo.advantages(samples), weights_R)
+    loss, _ = dpo.loss(samples, logprobs, advantages_R, weights_R)
+    return {
+        "loss": measured["loss"],
+        "gradient": torch.autograd.grad(loss, current_R)[0],
+        "accuracy": measured["pair_accuracy"],
+        "margin": measured["pair_margin"],
+    }
+
+
 def _loss(batch: Batch, algorithm: Ppo, samples: Samples, advantages_R: Tensor) -> Outputs:
     current_R = batch.flat("current").requires_grad_()
     logprobs = Logprobs(current_R, batch.flat("old"), batch.flat("behaviour"), batch.flat("reference"))
@@ -242,6 +258,14 @@ def _trl() -> list[Case]:
         case("trl-importance-sequence", capped, importance=by_sequence, loss_type="dapo"),
         case("trl-masked-response", whole(**SEQUENCE), "hollow", LOSS, loss_type="grpo"),
         case("trl-impossible-token", whole(**TOKEN), "impossible", LOSS, loss_type="dapo"),
+        *(
+            Case(name, "episodes", _of(preferences)(**settings), "oracle_trl.dpo", settings)
+            for name, settings in {
+                "trl-dpo": {"beta": 0.1},
+                "trl-dpo-beta": {"beta": 1.5},
+                "trl-dpo-margin": {"beta": 0.3, "margin": 0.5},
+            }.items()
+        ),
     ]  # fmt: skip
 
 

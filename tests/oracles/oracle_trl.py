@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from .oracle_batches import Batch
 
@@ -95,6 +97,61 @@ def grpo_summed(batch: Batch, **settings: Any) -> Outputs:
     rows_NL = batch.padded("mask")
     factor = rows_NL.numel() / rows_NL.sum()
     return outputs | {"loss": factor * outputs["loss"], "gradient": factor * outputs["gradient"]}
+
+
+def dpo(batch: Batch, beta: float, margin: float | None = None) -> Outputs:
+    """TRL's own loss, told what the log-probabilities of pairs are; a row is a rollout with all its calls."""
+    rollouts: dict[int, list[int]] = {}
+    for place, row in enumerate(batch.transitions):
+        rollouts.setdefault(row.rollout, []).append(place)
+    score = {rollout: batch.transitions[places[0]].value for rollout, places in rollouts.items()}
+    groups: dict[int, list[int]] = {}
+    for row in batch.transitions:
+        groups.setdefault(row.group, []).append(row.rollout)
+    pairs: list[tuple[int, int]] = []
+    for members in groups.values():
+        if margin is None:
+            best, worst = max(members, key=score.__getitem__), min(members, key=score.__getitem__)
+            pairs += [(best, worst)] if score[best] > score[worst] else []
+        else:
+            pairs += [(a, b) for a in set(members) for b in set(members) if score[a] > score[b] + margin]
+
+    current_R = batch.flat("current").requires_grad_()
+    mask_R, reference_R = batch.flat("mask"), batch.flat("reference")
+    lengths = [len(row.mask) for row in batch.transitions]
+
+    def rows_of(values_R: Tensor) -> Tensor:
+        """[2P, L] the better rollouts', then the worse ones', 0 in the pads."""
+        parts = values_R.split(lengths)
+        sides = [[torch.cat([parts[i] for i in rollouts[pair[side]]]) for pair in pairs] for side in (0, 1)]
+        return torch.nn.utils.rnn.pad_sequence(sides[0] + sides[1], batch_first=True)
+
+    def scripted(values_R: Tensor) -> Any:
+        logprobs = rows_of(values_R * mask_R)
+        others = {name: torch.zeros_like(logprobs).detach() for name in ("entropy", "mean_logits")}
+        return lambda **_: SimpleNamespace(log_probs=logprobs, is_top1=logprobs > 0, aux_loss=None, **others)
+
+    trainer = DPOTrainer.__new__(DPOTrainer)
+    gather = {name: lambda value: value for name in ("gather", "gather_for_metrics", "unwrap_model")}
+    settings = {
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "ref_model": scripted(reference_R), "args": DPOConfig(use_cpu=True, bf16=False),
+        "beta": beta, "loss_types": ["sigmoid"], "loss_weights": [1.0], "f_divergence_type": "reverse_kl",
+        "ld_alpha": None, "aux_loss_enabled": False, "precompute_ref_logps": False, "use_weighting": False,
+        "accelerator": SimpleNamespace(device="cpu", **gather), "_metrics": {"train": defaultdict(list)},
+        "_total_train_tokens": 0, "_tp_size": 1,
+    }  # fmt: skip
+    vars(trainer).update(settings)
+    completion = torch.nn.functional.pad(rows_of(mask_R), (1, 0))
+    inputs = {"completion_mask": completion, "input_ids": completion.long(), "attention_mask": completion}
+    loss = trainer._compute_loss(scripted(current_R), inputs, False)
+    measured = trainer._metrics["train"]
+    return {
+        "loss": loss.detach(),
+        "gradient": torch.autograd.grad(loss, current_R)[0],
+        "accuracy": torch.tensor(measured["rewards/accuracies"]).mean().double(),
+        "margin": torch.tensor(measured["rewards/margins"], dtype=torch.float64).mean(),
+    }
 
 
 def _tiny_checkpoint(folder: Path) -> tuple[Path, PreTrainedTokenizerFast]:

@@ -185,6 +185,26 @@ class PpoOptions(TimeOptions):
         return super().needs() | {Capability.CRITIC}
 
 
+class DpoOptions(BaseModel):
+    """Settings of DPO."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    beta: float = Field(
+        0.1, gt=0, le=100, description="How strongly the policy is held to the initial weights: a larger one, the more."
+    )
+    margin: float | None = Field(
+        None,
+        ge=0,
+        description="Every two rollouts of a group are a pair whose returns differ by more than this; absent: of each "
+        "group only the best and the worst.",
+    )
+
+    def needs(self) -> frozenset[Capability]:
+        """The needs of DPO: groups to make pairs in, and what its loss compares."""
+        return frozenset({Capability.TOKEN_IDS, Capability.GROUPS, Capability.REFERENCE, Capability.SCORES})
+
+
 def build_grpo(options: GrpoOptions) -> Algorithm:
     """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
     from agl_algorithms.grpo import Grpo
@@ -206,6 +226,13 @@ def build_ppo(options: PpoOptions) -> Algorithm:
     return Ppo(options)
 
 
+def build_dpo(options: DpoOptions) -> Algorithm:
+    """Better rollouts of a group made likelier than worse ones, without a reward model (arXiv 2305.18290)."""
+    from agl_algorithms.dpo import Dpo
+
+    return Dpo(options)
+
+
 @hookimpl
 def register_components(register: Register) -> None:
     register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=CreditKind.RETURN)
@@ -214,3 +241,4 @@ def register_components(register: Register) -> None:
         kinds.ALGORITHM, "reinforce++", build_reinforce, options=reinforce, needs=reinforce.needs, takes=reinforce.takes
     )
     register(kinds.ALGORITHM, "ppo", build_ppo, options=PpoOptions, needs=PpoOptions.needs, takes=PpoOptions.takes)
+    register(kinds.ALGORITHM, "dpo", build_dpo, options=DpoOptions, needs=DpoOptions.needs, takes=CreditKind.RETURN)

@@ -89,6 +89,8 @@ class Logprobs:
     entropy_R: Tensor | None = None
     """The entropy of the distribution that each token is of, in nats, under the weights being trained; carries the
     gradient. None unless the algorithm needs it."""
+    teacher_R: Tensor | None = None
+    """Under the algorithm's teacher; None where there is none, and in the loss."""
 
 
 class Algorithm(ABC):
@@ -105,6 +107,8 @@ class Algorithm(ABC):
     """The loss gets entropies."""
     target_kl: float | None = None
     """An optimizer step whose metric `kl_old` is above this is not made, nor are the later ones of its update."""
+    needs_scores = False
+    """`rescore` makes the advantages, so the log-probabilities that it gets are computed before the first step."""
 
     def __init__(self, options: AlgorithmOptions) -> None:
         self.options = options
@@ -121,18 +125,28 @@ class Algorithm(ABC):
         """
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
-        """[N] bool: transitions with a weighted token that has an advantage; with a KL or an entropy term, with any
-        weighted token.
+        """[N] bool: transitions with a weighted token that has an advantage; with a KL or an entropy term, or where
+        advantages come later, with any weighted token.
 
         The others need not be computed.
         """
         counts_R = self.weights(samples) > 0
-        of_all = self.needs_reference or self.needs_entropy
+        of_all = self.needs_reference or self.needs_entropy or self.needs_scores
         return samples.sums(counts_R if of_all else counts_R & (advantages_R != 0)) > 0
 
     def weights(self, samples: Samples) -> Tensor:
         """[R] token weights over the whole batch by `aggregation`, before corrections (`Batch.weight_N`)."""
         return token_weights(samples, self.options.aggregation)
+
+    def rescore(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """[R] the advantages of the whole batch, from log-probabilities before the update, and metrics of them.
+
+        Called if `needs_scores`. `advantages_R` are those of `advantages`, and the current log-probabilities are the
+        old ones. A token without a weight has log-probability 0.
+        """
+        return advantages_R, {}
 
     @abstractmethod
     def loss(

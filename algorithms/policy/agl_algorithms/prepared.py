@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.policy_gradient import Algorithm, Samples
+from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.errors import PluginError
 from agl_core.learning.batch import Usable
@@ -58,13 +58,24 @@ class Prepared:
         nothing = torch.zeros_like(samples.behaviour_R)
         return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
 
-    def with_no_step(self) -> Prepared:
-        """The same if no optimizer step was finite: nothing was trained on."""
+    def without(self, broken: NDArray[np.int64]) -> Prepared:
+        """The same if these of the M transitions were not finite, in an optimizer step or before."""
         dropped = list(self.dropped)
-        for i in self.usable[self.trained]:
+        for i in self.usable[broken]:
             dropped[i] = DropReason.NON_FINITE
-        nothing = torch.zeros_like(self.weights_R)
-        return replace(self, weights_R=nothing, trained=self.trained[:0], dropped=tuple(dropped))
+        broken_R = torch.isin(self.samples.transition_R, torch.from_numpy(broken).to(self.weights_R.device))
+        weights_R = self.weights_R.masked_fill(broken_R, 0.0)
+        trained = np.setdiff1d(self.trained, broken)
+        return replace(self, weights_R=weights_R, trained=trained, dropped=tuple(dropped))
+
+    def rescored(self, algorithm: Algorithm, logprobs: Logprobs) -> tuple[Prepared, dict[str, float]]:
+        """The same with the advantages that the algorithm makes of log-probabilities before the update, and its
+        metrics of them. A transition with an advantage that is not finite is dropped."""
+        advantages_R, measured = algorithm.rescore(self.samples, logprobs, self.advantages_R, self.weights_R)
+        broken_M = self.samples.sums(~torch.isfinite(advantages_R) & (self.weights_R > 0)) > 0
+        rescored = replace(self, advantages_R=torch.where(torch.isfinite(advantages_R), advantages_R, 0.0))
+        metrics = {name: float(value) for name, value in measured.items()}
+        return rescored.without(np.flatnonzero(broken_M.cpu().numpy()).astype(np.int64)), metrics
 
     def corrected(self, weights_R: Tensor) -> Tensor:
         """[R] weights of the policy's or the value loss, each transition's multiplied by its correction."""

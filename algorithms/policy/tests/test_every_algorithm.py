@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agl_algorithms import PolicyGradient, PolicyGradientOptions, group_statistics, plugin
+from agl_algorithms.dpo import Dpo
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.policy_gradient import Logprobs, Samples
@@ -210,6 +211,7 @@ ALWAYS = {Capability.TOKEN_IDS}
         ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
         ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
         ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
+        ("dpo", Dpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.SCORES}),
         ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
         ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
         ("ppo", Ppo, {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
@@ -229,6 +231,7 @@ def test_each_is_registered_with_what_it_takes_and_needs(
     # What it tells the engine is what the check goes by.
     assert algorithm.needs_critic == (Capability.CRITIC in needs)
     assert algorithm.needs_reference == (Capability.REFERENCE in needs)
+    assert algorithm.needs_scores == (Capability.SCORES in needs)
     assert all(field.description for field in component.options.model_fields.values())
     assert component.options(**chosen.model_dump()) == chosen
 

@@ -76,7 +76,7 @@ BACKWARD_COST = 2.0
 def passes_of(algorithm: Algorithm) -> float:
     """The cost of an update per token, in forward passes over it."""
     steps = algorithm.epochs * algorithm.minibatches
-    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1)
+    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1 or algorithm.needs_scores)
     if algorithm.needs_critic:
         passes += 1 + (1 + BACKWARD_COST) * cast(Ppo, algorithm).critic_epochs
     return passes

@@ -95,6 +95,7 @@ def register_components(register: Register) -> None:
             Capability.REFERENCE,
             Capability.CRITIC,
             Capability.TARGET_KL,
+            Capability.SCORES,
             Capability.POLICIES,
             Capability.RECORDED_TEXTS,
         },

@@ -90,11 +90,14 @@ class PolicyTrainer:
         work.lap("prepare")
         reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
         work.lap("reference")
-        once = algorithm.epochs == 1 and algorithm.minibatches == 1
+        once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not algorithm.needs_scores
         if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
             old_R = torch.full_like(samples.behaviour_R, torch.nan)
         else:
             old_R = self._logprobs(model, prepared.batch, prepared.trained, work)
+        rescored: dict[str, float] = {}
+        if algorithm.needs_scores and len(prepared.trained):
+            prepared, rescored = prepared.rescored(algorithm, Logprobs(old_R, old_R, old_R, reference_R))
         work.lap("old")
         self.optimizer.training_step = batch.step
 
@@ -120,12 +123,12 @@ class PolicyTrainer:
         target, weights_R = algorithm.target_kl, prepared.weights_R
         metrics = train(model, self.optimizer, prepared, weights_R, steps, self._limits, loss_of, work, target)
         work.lap("train")
-        metrics |= prepared.serving_gap(old_R, self.version)
+        metrics |= rescored | prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
             metrics |= self._critic.train(prepared, cast(Ppo, algorithm), self.version, work)
         work.lap("critic")
         if metrics["steps_skipped"] and not metrics["steps_applied"]:
-            prepared = prepared.with_no_step()
+            prepared = prepared.without(prepared.trained)
         metrics |= prepared.metrics()
         self.version += 1
         work.finish()

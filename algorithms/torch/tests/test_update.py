@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
+from agl_algorithms.dpo import Dpo
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.plugin import GrpoOptions, PpoOptions
+from agl_algorithms.plugin import DpoOptions, GrpoOptions, PpoOptions
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.config.sections import OptimizerSection
@@ -29,7 +30,7 @@ from agl_core.types import Batch, DropReason, TrainingRecord
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 
-from .conftest import grpo, make_batch, plain_logprobs, trainer_of, weights_of
+from .conftest import RATE, grpo, make_batch, plain_logprobs, trainer_of, weights_of
 
 
 def plain_entropies(model: Any, batch: Batch, i: int) -> Tensor:
@@ -139,6 +140,49 @@ def test_an_update_equals_a_plain_adamw_loop(
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=exact)
     assert any(not torch.equal(expected[name], initial[name]) for name in initial)
     assert torch.equal(reference.model.get_input_embeddings().weight, initial["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("budget", [60, 10_000])
+def test_an_update_of_pairs_equals_a_plain_adamw_loop(in_float64: LoadedModel, checkpoint: Path, budget: int) -> None:
+    """DPO's loss of whole rollouts, though micro-batches do not see pairs."""
+    batch = make_batch(in_float64, groups=3, members=4)
+    twin, reference = (load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0) for _ in range(2))
+    twin.model.double()
+    reference.model.double()
+    trainer = trainer_of(in_float64, initial=lambda: reference, tokens_per_micro_batch=budget)
+    optimizer = torch.optim.AdamW(twin.model.parameters(), weight_decay=RATE.weight_decay, lr=1e-2)
+    returns = {i: batch.values_N[batch.rollout_N == i].mean() for i in range(12)}
+    pairs = [
+        (better, worse)
+        for better in returns
+        for worse in returns
+        if better // 4 == worse // 4 and returns[better] > returns[worse]
+    ]
+
+    def log_ratio(rollout: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i in np.flatnonzero(batch.rollout_N == rollout):
+            mask = torch.from_numpy(batch.mask_R[batch.response_offsets[i] : batch.response_offsets[i + 1]])
+            current = plain_logprobs(twin.model, batch, int(i))
+            total = total + (current - plain_logprobs(reference.model, batch, int(i)).detach())[mask].sum()
+        return total
+
+    for _ in range(3):
+        result = trainer.update(batch, Dpo(DpoOptions(beta=0.5, margin=0.0)))
+        ratios = {rollout: log_ratio(rollout) for rollout in returns}
+        margins = torch.stack([0.5 * (ratios[better] - ratios[worse]) for better, worse in pairs])
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), RATE.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        assert result.metrics["pair_margin"] == pytest.approx(margins.mean().item(), rel=1e-6)
+        assert result.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+    assert result.metrics["pair_accuracy"] == (margins > 0).double().mean() > 0.9
+    expected = weights_of(twin.model)
+    for name, weight in weights_of(in_float64.model).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
 
 
 class Recorder(Grpo):

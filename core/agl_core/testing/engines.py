@@ -58,7 +58,7 @@ class Settings(BaseModel):
 
 class Conformance:
     minibatches = 1
-    needs_critic = needs_entropy = False
+    needs_critic = needs_entropy = needs_scores = False
     target_kl = None
 
     def __init__(self, settings):
