@@ -209,9 +209,45 @@ REFILL_COSTS: dict[str, Cell] = {
     "gained per CPU minute": spread(lambda run: 60 * gain(run) / run["cpu_seconds"]),
 }
 
+POOLED = {
+    example: (
+        *shorter,
+        f'plugins=["{plugin}", "../../docs/pools.py"]',
+        f'tasks.train={{source = "pool", of = "{example}", size = 40}}',
+    )
+    for (example, shorter), plugin in zip(REFILLED.items(), ("tasks.py", "sql_tasks.py"), strict=True)
+}
+"""Training on 40 tasks that recur."""
+BY_SUCCESS = {
+    "40 tasks in turn": (),
+    "40 tasks by success": ("curriculum={}",),
+}
+BY_LEVEL = {
+    "new tasks": (),
+    "new tasks by success at their difficulty": ("curriculum.by=difficulty",),
+}
+"""Of sql, whose tasks say how difficult they are."""
+CURRICULUM: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "rollouts": average(lambda run: sum(run["step_rollouts"])),
+    "groups without contrast": spread(lambda run: statistics.mean(run["no_contrast"])),
+    "in the second half": spread(lambda run: statistics.mean(run["no_contrast"][len(run["no_contrast"]) // 2 :])),
+    "after, greedy": spread(held_out("after", "greedy")),
+    "after, sampled": spread(held_out("after", "sampled")),
+    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
+    "gained per 1,000 rollouts": spread(lambda run: 1000 * gain(run) / sum(run["step_rollouts"])),
+}
+
 
 def measured() -> Iterator[Experiment]:
     """Seed by seed, and row by row of all tables."""
+    for seed in range(3):
+        for label, changes in BY_LEVEL.items():
+            settings = (*REFILLED["sql"], *changes)
+            yield Experiment(EXAMPLES / "sql", f"curriculum/{label}", settings, seed, contrast_of)
+        for example, pooled in POOLED.items():
+            for label, changes in BY_SUCCESS.items():
+                yield Experiment(EXAMPLES / example, f"curriculum/{label}", (*pooled, *changes), seed, contrast_of)
     for seed in range(5):
         for example, shorter in REFILLED.items():
             for label, changes in REFILL.items():
@@ -235,6 +271,12 @@ def steps_of(run: Path) -> Result:
         name: [value for _, value in series(metrics, "train", key)]
         for name, key in (("step_rollouts", "rollouts"), ("step_seconds", "seconds/step"))
     }
+
+
+def contrast_of(run: Path) -> Result:
+    """The same, and the share of groups without contrast in each step."""
+    shares = series(read_metrics(run), "train", "groups/no_contrast")
+    return {**steps_of(run), "no_contrast": [share for _, share in shares]}
 
 
 def gain(run: Result) -> float:
@@ -282,6 +324,10 @@ def experiments() -> Iterator[str]:
     for example in REFILLED:
         rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
         yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
+    for example in POOLED:
+        labels = (*(BY_LEVEL if example == "sql" else ()), *BY_SUCCESS)
+        rows = {label: runs_of(MEASURED, measured, f"{example}/curriculum/{label}/") for label in labels}
+        yield from (f"## Tasks by success: {example}", "", *table("trained on", rows, CURRICULUM), "")
 
 
 def shown(bed: Bed, rule: str) -> str:

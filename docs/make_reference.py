@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def tables(model: type[BaseModel], path: str = "", about: str = "") -> Iterator[
     """The lines of a table of the file and of those inside it."""
     rows = rows_of(model)
     if rows:
-        yield from (f"## `[{path}]`" if path else "## At the top of the file", "", (model.__doc__ or "").strip(), "")
+        yield from (f"## `[{path}]`" if path else "## At the top of the file", "", cleandoc(model.__doc__ or ""), "")
         if about:
             yield from (about, "")
         yield from _table(rows)
@@ -93,6 +94,9 @@ def settings(component: Component, shown: dict[str, str]) -> Iterator[str]:
     if common:
         owner = shown[rows[common[0]]]
         yield from (f"Also, as of `{owner}`: {', '.join(f'`{key}`' for key in common)}.", "")
+    for name, field in component.options.model_fields.items():
+        for inside in models_in(field.annotation) if is_table(field) else ():
+            yield from (f"Each of its tables `{name}.NAME`:", "", *_table(rows_of(inside)))
     for row in rows.values():
         shown.setdefault(row, component.name)
 

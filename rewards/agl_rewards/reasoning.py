@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,46 +31,27 @@ class ReasoningGymOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dataset: str | dict[str, Annotated[float, Field(gt=0)]] = Field(
+    dataset: str = Field(
         min_length=1,
-        description="The dataset's name in reasoning-gym, for instance 'chain_sum'; or several, each with its share of "
-        "the tasks: { chain_sum = 2, word_sorting = 1 }.",
+        description="The dataset's name in reasoning-gym, for instance 'chain_sum'. Several are a `mixture`.",
     )
     split: Literal["train", "eval"] = Field(
         "train",
         description="eval: tasks of a seed of its own, the same in every run. A dataset with few different tasks may "
         "repeat some of those of training.",
     )
-    settings: dict[str, Any] = Field(
-        {},
-        description="Settings of the dataset, for instance min_terms = 2; of several, a table for each, by its name.",
-    )
+    settings: dict[str, Any] = Field({}, description="Settings of the dataset, for instance min_terms = 2.")
 
 
 class ReasoningGymTasks:
-    """The tasks of one dataset, or of several in turn by their shares; the agent is called with the question."""
+    """The tasks of one dataset; the agent is called with the question."""
 
     def __init__(self, options: ReasoningGymOptions, folder: Path, seed: int) -> None:
         """ConfigError if there is no such dataset, or it refuses its settings."""
         self._seed = _APART * (seed + 1) if options.split == "train" else 0
         self._options = options
-        shares: dict[str, float]
-        settings: dict[str, Any]
-        if isinstance(options.dataset, str):
-            shares, settings = {options.dataset: 1.0}, {options.dataset: options.settings}
-        else:
-            shares, settings = options.dataset, options.settings
-        if settings.keys() - shares:
-            raise ConfigError(
-                f"reasoning_gym: `settings` has a table of each dataset, and '{min(settings.keys() - shares)}' is none "
-                f"of them. {nearest(min(settings.keys() - shares), shares)}"
-            )
-        self._shares = shares
-        self._described = {
-            name: {"dataset": name, "seed": self._seed, "size": _APART, "settings": settings.get(name, {})}
-            for name in shares
-        }
-        self._datasets = {name: _dataset(described) for name, described in self._described.items()}
+        self._described = {"dataset": options.dataset, "seed": self._seed, "size": _APART, "settings": options.settings}
+        self._dataset = _dataset(self._described)
 
     @property
     def size(self) -> int | None:
@@ -80,10 +60,9 @@ class ReasoningGymTasks:
 
     def task(self, index: int) -> Task:
         """The task at this index, from 0 on."""
-        [name] = Random(f"{self._seed} {index}").choices([*self._shares], [*self._shares.values()])
-        entry = self._datasets[name][index]
-        metadata = {_KEY: {**self._described[name], "index": index}, "answer": str(entry["answer"])}
-        return Task(f"{name}-{self._seed}-{index}", entry["question"], self._options.split, metadata)
+        entry = self._dataset[index]
+        metadata = {_KEY: {**self._described, "index": index}, "answer": str(entry["answer"])}
+        return Task(f"{self._options.dataset}-{self._seed}-{index}", entry["question"], self._options.split, metadata)
 
 
 class Verified(IsolatedRule):

@@ -92,28 +92,11 @@ def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
     assert held_out == [other_seed.task(index) for index in range(5)]
 
 
-async def test_a_mixture_has_each_dataset_by_its_share_with_its_settings_and_verifier() -> None:
-    settings = {"chain_sum": {"min_terms": 6, "max_terms": 6}}
-    options: dict[str, Any] = {"dataset": {"chain_sum": 3, "word_sorting": 1}, "settings": settings}
-    source, again = tasks(**options), tasks(**options)
-    mixture = [source.task(index) for index in range(100)]
-    assert mixture == [again.task(index) for index in range(100)]
-    assert len({t.id for t in mixture}) == 100
-    sums = [t for t in mixture if t.id.startswith("chain_sum")]
-    assert 60 <= len(sums) <= 90
-    assert all(t.metadata["reasoning_gym"]["settings"] == settings["chain_sum"] for t in sums)
-    for task in (sums[0], next(t for t in mixture if t.id.startswith("word_sorting"))):
-        assert await score(task, task.metadata["answer"]) == 1.0
-        assert await score(task, "7 seven") < 1.0
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         ({"dataset": "chain_sun"}, "Did you mean 'chain_sum'"),
         ({"dataset": "chain_sum", "settings": {"terms": 2}}, "refuses its settings"),
-        ({"dataset": {"chain_sum": 1, "word_sortin": 1}}, "Did you mean 'word_sorting'"),
-        ({"dataset": {"chain_sum": 1}, "settings": {"min_terms": 2}}, "a table of each dataset, and 'min_terms'"),
         ({"dataset": "chain_sum", "settings": {"min_terms": 0}}, "min_terms must be positive"),
     ],
 )

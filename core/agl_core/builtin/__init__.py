@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.config.models import MixtureOptions
 from agl_core.hooks import hookimpl
 from agl_core.kinds import Capability, Register
 
@@ -28,6 +29,7 @@ def register_components(register: Register) -> None:
     register(kinds.TASK_SOURCE, "csv", tasks.csv_tasks, options=tasks.FileOptions)
     register(kinds.TASK_SOURCE, "hf", tasks.dataset_tasks, options=tasks.DatasetOptions)
     register(kinds.TASK_SOURCE, "recorded", tasks.Recorded, options=tasks.RecordedOptions, needs=recorded_needs)
+    register(kinds.TASK_SOURCE, "mixture", tasks.Mixture, options=MixtureOptions)
     wandb, mlflow = "Weights & Biases: pip install 'agl-core[wandb]'.", "MLflow: pip install 'agl-core[mlflow]'."
     register(kinds.TRACKER, "wandb", trackers.WandbTracker, doc=wandb)
     register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, options=trackers.MlflowOptions, doc=mlflow)

@@ -1,4 +1,4 @@
-"""Tasks from files, data sets and other runs: the task sources "jsonl", "csv", "hf" and "recorded".
+"""Tasks from files, data sets and other runs: the task sources "jsonl", "csv", "hf", "recorded" and "mixture".
 
 "hf" reads Parquet files and Hugging Face datasets. What a row has beside the task's input and id is the task's
 metadata, which rewards see and the agent does not.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +20,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agl_core.config.load import CONFIG_FILE
+from agl_core.config.models import MixtureOptions
+from agl_core.config.resolve import Chosen
 from agl_core.errors import ConfigError, nearest
+from agl_core.protocols import RecordedTasks, TaskSource
+from agl_core.training.plan import train_index
 from agl_core.types import RecordedRollout, Task
 from agl_core.types.forms import dump_json, load_json
 
@@ -272,3 +278,43 @@ class Recorded:
         from agl_core.reading.rollouts import read_recorded
 
         return await read_recorded(self._run, [self._groups[index][number] for index, number in wanted])
+
+
+_CYCLE = 1000
+"""Weights are rounded to whole tasks of so many in a mixture, at least one for each part."""
+
+
+class Mixture:
+    """Tasks of several task sources (`[tasks.NAME.parts.PART]`, each with a `source`), in turn by their weights.
+
+    Each part has its share of every stretch of tasks, to within a task or two. There is no end: a finite part begins
+    anew, in another order. A task's id is `PART/ID`, and `part` of its metadata is the part, unless it has another.
+    """
+
+    size = None
+
+    def __init__(self, options: MixtureOptions, folder: Path, seed: int, parts: Mapping[str, Chosen]) -> None:
+        """ConfigError if a part has no tasks, or is of rollouts that were recorded."""
+        self._seed = seed
+        self._parts: dict[str, TaskSource] = {name: part.build(folder, seed) for name, part in parts.items()}
+        for name, part in self._parts.items():
+            if isinstance(part, RecordedTasks):
+                raise ConfigError(
+                    f"The part '{name}' of a mixture is of recorded rollouts, which are trained on as they are. Make "
+                    f"it the only source of [tasks.train], or leave it out."
+                )
+            if part.size == 0:
+                raise ConfigError(f"The part '{name}' of a mixture has no tasks. Fill it, or leave it out.")
+        total = sum(part.weight for part in options.parts.values())
+        counts = {name: max(1, round(_CYCLE * part.weight / total)) for name, part in options.parts.items()}
+        self._counts = {name: count // math.gcd(*counts.values()) for name, count in counts.items()}
+        turns = sorted(((n + 0.5) / count, name, n) for name, count in self._counts.items() for n in range(count))
+        self._turns = [(name, n) for _, name, n in turns]
+
+    def task(self, index: int) -> Task:
+        """The task at this index, from 0 on."""
+        cycle, turn = divmod(index, len(self._turns))
+        name, number = self._turns[turn]
+        part = self._parts[name]
+        task = part.task(train_index(part, cycle * self._counts[name] + number, self._seed))
+        return replace(task, id=f"{name}/{task.id}", metadata={"part": name, **task.metadata})

@@ -45,6 +45,18 @@ class TaskSection(OpenSection):
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
 
 
+class PartSection(TaskSection):
+    """One part of a mixture: a task source with its settings, and its weight."""
+
+    weight: float = Field(1.0, gt=0, description="Its share of the tasks, beside the weights of the other parts.")
+
+
+class MixtureOptions(Section):
+    """The parts of the task source `mixture`."""
+
+    parts: dict[str, PartSection] = Field(min_length=1, description="Task sources by a name of your choice.")
+
+
 class SamplingSection(Section):
     """How replies are sampled; the rollout's mode decides, not the agent's code."""
 
@@ -136,6 +148,35 @@ class AsyncSection(Section):
         description="Groups under way at most, including complete ones that wait for an update; absent: "
         "groups_per_step · (max_staleness + 1).",
     )
+
+
+class CurriculumSection(Section):
+    """Training on tasks by their recorded success: more often on those that the policy solves now and then.
+
+    A run without this table takes all tasks alike, in random order (docs/choosing.md).
+    """
+
+    by: str | None = Field(
+        None,
+        min_length=1,
+        description="A key of the tasks' metadata: tasks with the same value share one success, for instance a level, "
+        "or the `part` of a mixture. Absent: each task has its own, which needs a finite source.",
+    )
+    low: float = Field(0.05, ge=0, le=1, description="Success below which a task is set aside as too hard.")
+    high: float = Field(0.95, ge=0, le=1, description="Success above which a task is set aside as too easy.")
+    explore: float = Field(
+        0.2, ge=0, le=1, description="The share of draws that ignores success, so that tasks come back."
+    )
+    reward: tuple[float, float] = Field(
+        (0.0, 1.0), description="The mean rewards of a group that count as success 0 and 1; others are cut off."
+    )
+
+    @model_validator(mode="after")
+    def _have_ranges(self) -> Self:
+        for name, (low, high) in {"low and high": (self.low, self.high), "reward": self.reward}.items():
+            if low >= high:
+                raise ValueError(f"{name}: {low:g} to {high:g} is no range, the first has to be below the second")
+        return self
 
 
 class EvalSection(Section):
@@ -278,6 +319,7 @@ class RunConfig(Section):
     )
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
+    curriculum: CurriculumSection | None = None
     asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")
     buffer: PluginChoice = Field(
         PluginChoice(name="fifo"), description="Which of the complete groups an update trains on."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
-from agl_core.config.models import RunConfig
+from agl_core.config.models import MixtureOptions, RunConfig
 from agl_core.config.sections import OpenSection, PluginChoice, PolicySection
 from agl_core.errors import AglError, ConfigError, PluginError, last_frames, nearest
 from agl_core.kinds import Capability, Component, Kind
@@ -247,6 +248,11 @@ class _Resolver:
         options = self._report(kind).validated(component.options, settings, place, label(component))
         if options is None:
             return None
+        if isinstance(options, MixtureOptions):
+            sections, parts = self.tables(kind, "source", (*place, "parts"), options.parts)
+            options = options.model_copy(update={"parts": sections})
+            needs = frozenset(need for part in parts.values() for need in part.needs)
+            component = replace(component, build=partial(component.build, parts=parts), needs=lambda options: needs)
         return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
 
     def _unknown(self, kind: Kind, name: str, place: Place) -> None:
@@ -381,7 +387,7 @@ def _text(errors: Sequence[ErrorDetails], model: type[BaseModel], place: Place, 
 def names_at(model: type[BaseModel], place: Place) -> list[str]:
     """The keys that a model knows at a place inside it.
 
-    >>> from agl_core.config.models import RunConfig
+    >>> from agl_core.config.models import MixtureOptions, RunConfig
     >>> names_at(RunConfig, ("agent",)), names_at(RunConfig, ("policies", "default", "model", "lora"))
     (['entry', 'command', 'attach'], ['rank', 'alpha', 'targets'])
     """

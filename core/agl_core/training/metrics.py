@@ -88,10 +88,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Rewards and their parts, endings, lengths, turns, calls and health of one set of rollouts.
+    """Rewards with their components, endings, lengths, turns, calls and health of one set of rollouts.
 
-    An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`. Of a rollout that was opened
-    from outside it is the return, for each reply may have a reward of its own.
+    Rewards are also by part, for tasks of a mixture. An episode without a terminal reward (it was dropped) counts as 0
+    in `reward/mean`. Of a rollout that was opened from outside it is the return, for each reply may have a reward of
+    its own.
     """
     rewards = [episode_return(e) if e.mode is Mode.USE else e.terminal or 0.0 for e in episodes]
     transitions = [t for e in episodes for t in e.transitions]
@@ -112,10 +113,16 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "calls/unattributed": float(sum(e.unattributed for e in episodes)),
         "tool_results/unjoined": float(sum(len(e.unjoined) for e in episodes)),
     }
-    parts: dict[str, float] = {}
-    for reward in (r for e in episodes for r in e.rewards):
-        parts[reward.name] = parts.get(reward.name, 0.0) + reward.value
-    metrics |= {f"reward/{name}": total / len(episodes) for name, total in parts.items()}
+    components: dict[str, float] = {}
+    for component in (r for e in episodes for r in e.rewards):
+        components[component.name] = components.get(component.name, 0.0) + component.value
+    metrics |= {f"reward/{name}": total / len(episodes) for name, total in components.items()}
+    by_part: dict[str, list[float]] = {}
+    for episode, reward in zip(episodes, rewards, strict=True):
+        part = episode.task.metadata.get("part")
+        if episode.task.id.startswith(f"{part}/"):  # It is of a mixture.
+            by_part.setdefault(str(part), []).append(reward)
+    metrics |= {f"reward/part/{part}": mean(of_part) for part, of_part in by_part.items()}
     breaks = Counter(t.prefix_broken.value for t in transitions if t.prefix_broken)
     metrics |= {f"calls/prefix_broken/{cause}": float(count) for cause, count in breaks.items()}
     endings = Counter(e.ending.value for e in episodes)

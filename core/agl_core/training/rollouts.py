@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from agl_core.errors import PluginError, StoreRefusedError
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
-from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
+from agl_core.protocols import Buffer, DrawContext, DrawnGroup
 from agl_core.store.interface import Store
 from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Advance
@@ -50,44 +49,6 @@ logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL = 2.0
 """Seconds between two looks at the parts of the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """The groups of training, by position (0, 1, …): of seed and position alone, so a resumed run repeats them."""
-
-    source: TaskSource
-    run: str
-    restart: int
-    seed: int
-    groups_per_step: int
-    group_size: int
-
-    def group(self, position: int) -> list[Rollout]:
-        """The rollouts of the group, as many as were recorded of a recorded task; for the step that should have it."""
-        step, number = divmod(position, self.groups_per_step)
-        index = train_index(self.source, position, self.seed)
-        size = self.source.members(index) if isinstance(self.source, RecordedTasks) else self.group_size
-        task, name = self.source.task(index), f"s{step + 1}-g{number}"
-        return group_of(
-            Rollout("", self.run, self.restart, name, task, Mode.TRAIN, step + 1, 0, position=position), size
-        )
-
-
-def train_index(source: TaskSource, position: int, seed: int) -> int:
-    """The task at a position of training: endless sources continue; finite ones are shuffled each epoch."""
-    if source.size is None:
-        return position
-    epoch, index = divmod(position, source.size)
-    order = list(range(source.size))
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order[index]
-
-
-def group_of(first: Rollout, size: int) -> list[Rollout]:
-    """A group of rollouts that differ in id and member alone."""
-    name = f"{first.group}-r{first.restart}" if first.restart else first.group
-    return [replace(first, id=f"{name}-m{member}", group=name, member=member) for member in range(size)]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from agl_core.training.alarms import Alarm
 from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules, train_index
+from agl_core.training.plan import Curriculum, group_of, train_index
+from agl_core.training.rollouts import Collector, Queue, scoring_rules
 from agl_core.types import AlarmName, Call, Ending, Episode, Mode, RecordedReply, Rollout, RolloutState, Run, Workload
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
@@ -313,7 +314,8 @@ def workload(loaded: LoadedConfig) -> Workload:
 def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
     """Where the tasks of each set come from, once the first task of each was made.
 
-    ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`).
+    ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`,
+    `Curriculum`).
     """
     sources: dict[str, TaskSource] = {}
     for name, chosen in loaded.tasks.items():
@@ -330,6 +332,8 @@ def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
                 f"{last_frames(error)}"
             ) from error
     check_agent(loaded.config, sources["train"])
+    if loaded.config.curriculum is not None:
+        Curriculum(loaded.config.curriculum, sources["train"], loaded.config.seed, {})
     return sources
 
 

@@ -18,7 +18,7 @@ from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
-from agl_core.protocols import Buffer, DrawContext, Engine, Progress, UpdateResult
+from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
@@ -129,6 +129,7 @@ class ScriptedCollector:
             (began, self.versions["default"]) if ending is Ending.FINISHED else (),
             terminal=self.reward(rollout),
             group=rollout.group,
+            task=rollout.task,
             member=rollout.member,
             dropped=None if ending is Ending.FINISHED else DropReason.ENDING,
             ending=ending,
@@ -238,14 +239,16 @@ def make_bench(
     restart: int = 0,
     buffer: Buffer | None = None,
     plugins: Plugins | None = None,
+    tasks: TaskSource | None = None,
     **settings: Any,
 ) -> Bench:
-    """`settings` are those of [train], but for `max_staleness`, `in_flight` and `eval_every`."""
+    """`settings` are those of [train], but for `max_staleness`, `in_flight`, `eval_every` and `curriculum`, a table."""
+    curriculum = {"curriculum": settings.pop("curriculum", None)}
     asynchronous = {key: settings.pop(key) for key in ("max_staleness", "in_flight") if key in settings}
     evaluation = {"eval": {"every": settings.pop("eval_every")}} if "eval_every" in settings else {}
     train = {"steps": 4, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, **settings}
     config = RunConfig.model_validate(
-        {**MINIMAL, "train": train, **({"async": asynchronous} if asynchronous else {}), **evaluation}
+        {**MINIMAL, "train": train, **curriculum, **({"async": asynchronous} if asynchronous else {}), **evaluation}
     )
     returns = frozenset({CreditKind.RETURN})
     credit = Chosen(Component(kinds.CREDIT, "scripted", lambda options: identical, "", yields=returns), NoOptions())
@@ -266,7 +269,7 @@ def make_bench(
         versions=versions,
         collector=collector,
         evaluator=NoEvaluation(),
-        tasks={"train": Numbers()},
+        tasks={"train": tasks or Numbers()},
         stall=StallWatch(),
     )
     trainer = Trainer(

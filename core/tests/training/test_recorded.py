@@ -21,7 +21,8 @@ from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.learning.rewards import ScoringRule
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector, TrainingPlan
+from agl_core.training.plan import TrainingPlan
+from agl_core.training.rollouts import Collector
 from agl_core.training.session import RecordedQueue, check_agent
 from agl_core.types import (
     Batch,
