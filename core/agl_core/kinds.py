@@ -27,8 +27,11 @@ class Capability(StrEnum):
     POLICIES = "saved policies"
     """An engine that serves and merges what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"
-    """An engine that tokenises recorded replies, and trains on them without knowing the log-probabilities that they
-    were sampled with (`agl_core.protocols.Engine.tokenize`)."""
+    """An engine that tokenises recorded replies, trains on them without knowing the log-probabilities that they were
+    sampled with, and says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`)."""
+    DEMONSTRATIONS = "demonstrations"
+    """Recorded rollouts as the tasks of training, whose replies are imitated: neither rewards nor the log-probabilities
+    that they were sampled with are needed. A task source provides them."""
     GROUPS = "groups"
     """Several rollouts of each task, to compare. The run's settings provide these two."""
     REPLAY = "replay"

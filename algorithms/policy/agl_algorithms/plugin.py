@@ -205,6 +205,43 @@ class DpoOptions(BaseModel):
         return frozenset({Capability.TOKEN_IDS, Capability.GROUPS, Capability.REFERENCE, Capability.SCORES})
 
 
+class SftOptions(AlgorithmOptions):
+    """Settings of SFT."""
+
+    def needs(self) -> frozenset[Capability]:
+        """Recorded rollouts besides, and an engine that trains on texts."""
+        return super().needs() | {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}
+
+
+class RftOptions(AlgorithmOptions):
+    """Settings of RFT; exactly one of `threshold`, `top_k` and `weights` says which rollouts are imitated."""
+
+    threshold: float | None = Field(None, description="Imitate the rollouts with at least this return.")
+    top_k: int | None = Field(
+        None, ge=1, description="Imitate so many rollouts of each group, those of highest return."
+    )
+    weights: Literal["advantage"] | None = Field(
+        None,
+        description="'advantage': imitate each transition in proportion to what its return is above the group's mean; "
+        "those below are left out.",
+    )
+
+    def needs(self) -> frozenset[Capability]:
+        """Groups besides, unless a threshold says what is good."""
+        return super().needs() | ({Capability.GROUPS} if self.threshold is None else set())
+
+    @model_validator(mode="after")
+    def _has_one_choice(self) -> Self:
+        choices = ("threshold", "top_k", "weights")
+        chosen = [name for name in choices if getattr(self, name) is not None]
+        if len(chosen) != 1:
+            given = f"has both {' and '.join(chosen)}" if chosen else "does not say which rollouts are good"
+            raise ValueError(
+                f"{given}; set one of threshold = RETURN, top_k = ROLLOUTS OF EACH GROUP and weights = 'advantage'"
+            )
+        return self
+
+
 def build_grpo(options: GrpoOptions) -> Algorithm:
     """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
     from agl_algorithms.grpo import Grpo
@@ -233,6 +270,20 @@ def build_dpo(options: DpoOptions) -> Algorithm:
     return Dpo(options)
 
 
+def build_sft(options: SftOptions) -> Algorithm:
+    """Recorded replies are made more likely; needs no rewards (maximum likelihood)."""
+    from agl_algorithms.imitation import Sft
+
+    return Sft(options)
+
+
+def build_rft(options: RftOptions) -> Algorithm:
+    """The best of the policy's own rollouts are made more likely (arXiv 2304.06767, 2308.08998)."""
+    from agl_algorithms.imitation import Rft
+
+    return Rft(options)
+
+
 @hookimpl
 def register_components(register: Register) -> None:
     register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=CreditKind.RETURN)
@@ -242,3 +293,5 @@ def register_components(register: Register) -> None:
     )
     register(kinds.ALGORITHM, "ppo", build_ppo, options=PpoOptions, needs=PpoOptions.needs, takes=PpoOptions.takes)
     register(kinds.ALGORITHM, "dpo", build_dpo, options=DpoOptions, needs=DpoOptions.needs, takes=CreditKind.RETURN)
+    register(kinds.ALGORITHM, "sft", build_sft, options=SftOptions, needs=SftOptions.needs)
+    register(kinds.ALGORITHM, "rft", build_rft, options=RftOptions, needs=RftOptions.needs, takes=CreditKind.RETURN)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from agl_algorithms import PolicyGradient, PolicyGradientOptions, group_statistics, plugin
+from agl_algorithms import Algorithm, PolicyGradient, PolicyGradientOptions, group_statistics, plugin
 from agl_algorithms.dpo import Dpo
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
+from agl_algorithms.imitation import Rft, Sft
+from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions, RftOptions, SftOptions
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
@@ -28,7 +29,7 @@ from .conftest import Row, batches, build, critic_values, make_logprobs, make_sa
 
 Change: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
-EVERY_KIND: list[PolicyGradient] = [
+EVERY_KIND: list[Algorithm] = [
     Grpo(GrpoOptions()),
     Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
     Grpo(GrpoOptions(clip_high=0.28, aggregation="sequence-mean", entropy=0.1)),
@@ -38,11 +39,17 @@ EVERY_KIND: list[PolicyGradient] = [
     Ppo(PpoOptions(importance_cap=2, importance_level="sequence")),
     Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_cap=1.1, aggregation="token-mean")),
     Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, beta=0.2)),
+    Sft(SftOptions()),
+    Rft(RftOptions(threshold=0.25, aggregation="token-mean")),
+    Rft(RftOptions(top_k=2)),
+    Rft(RftOptions(weights="advantage", aggregation="sequence-mean")),
 ]
-BUILT: dict[str, Callable[..., PolicyGradient]] = {
+BUILT: dict[str, Callable[..., Algorithm]] = {
     "grpo": lambda **options: Grpo(GrpoOptions(**options)),
     "reinforce": lambda **options: Reinforce(ReinforceOptions(**options)),
     "ppo": lambda **options: Ppo(PpoOptions(**options)),
+    "sft": lambda **options: Sft(SftOptions(**options)),
+    "rft": lambda **options: Rft(RftOptions(**options)),
 }
 OF_ALL: list[Change] = [
     ({}, {"clip": 0.1}),
@@ -73,19 +80,32 @@ CHANGES: dict[str, list[Change]] = {
     "ppo": [*ACROSS_CALLS, ({}, {"gamma": 0.5}), ({}, {"lam": 0.5}), ({"across_calls": True}, {"lam": 0.5})],
 }
 """Settings of each algorithm, and a change of them, beside those that all have."""
+BEST = {"top_k": 1}
+IMITATION: dict[str, list[Change]] = {
+    "sft": [({}, {"aggregation": "token-mean"}), ({}, {"aggregation": "sequence-mean"})],
+    "rft": [
+        (BEST, {"top_k": 2}),
+        (BEST, {"aggregation": "token-mean"}),
+        ({"threshold": 0.9}, {"threshold": 0.2}),
+        (BEST, {"top_k": None, "weights": "advantage"}),
+    ],
+}
 
 
-def advantages_of(algorithm: PolicyGradient, samples: Samples) -> Tensor:
+def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
     return algorithm.advantages(samples, critic_values(samples) if algorithm.needs_critic else None)
 
 
-def whole_loss(algorithm: PolicyGradient, samples: Samples, logprobs: Logprobs) -> Tensor:
+def whole_loss(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
     return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples), algorithm.weights(samples))[0]
 
 
 @pytest.mark.parametrize(
     ("name", "base", "change"),
-    [(name, *change) for name, own in CHANGES.items() for change in (*OF_ALL, *own)],
+    [
+        *((name, *change) for name, own in CHANGES.items() for change in (*OF_ALL, *own)),
+        *((name, *change) for name, own in IMITATION.items() for change in own),
+    ],
     ids=str,
 )
 def test_every_loss_option_changes_the_gradient(
@@ -112,6 +132,11 @@ def test_every_loss_option_changes_the_gradient(
         ("reinforce", {"whitening": "no"}),
         ("ppo", {"lam": -0.1}),
         ("ppo", {"value_clip": 0}),
+        ("sft", {"clip": 0.2}),
+        ("rft", {"threshold": 0.5, "beta": 0.1}),
+        ("rft", {}),
+        ("rft", {"threshold": 0.5, "top_k": 1}),
+        ("rft", {"top_k": 0}),
     ],
 )
 def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settings: dict[str, Any]) -> None:
@@ -138,7 +163,7 @@ def test_importance_weights_worked_by_hand(level: str, expected: list[float]) ->
 
 @given(batches(), st.sampled_from(EVERY_KIND))
 def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
-    batch: tuple[list[Row], int], algorithm: PolicyGradient
+    batch: tuple[list[Row], int], algorithm: Algorithm
 ) -> None:
     samples, _ = build(*batch)
     weights = algorithm.weights(samples)
@@ -148,9 +173,7 @@ def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
 
 
 @given(batches(), st.sampled_from(EVERY_KIND), st.randoms(use_true_random=False))
-def test_order_of_transitions_does_not_matter(
-    batch: tuple[list[Row], int], algorithm: PolicyGradient, rng: Any
-) -> None:
+def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algorithm: Algorithm, rng: Any) -> None:
     samples, logprobs = build(*batch)
     order = list(range(samples.values_N.numel()))
     rng.shuffle(order)
@@ -162,7 +185,7 @@ def test_order_of_transitions_does_not_matter(
 
 
 @given(batches(), st.sampled_from(EVERY_KIND), st.integers(1, 4))
-def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: PolicyGradient, size: int) -> None:
+def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: Algorithm, size: int) -> None:
     samples, logprobs = build(*batch)
     advantages, weights = advantages_of(algorithm, samples), algorithm.weights(samples)
     whole, metrics = algorithm.loss(samples, logprobs, advantages, weights)
@@ -215,10 +238,13 @@ ALWAYS = {Capability.TOKEN_IDS}
         ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
         ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
         ("ppo", Ppo, {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
+        ("sft", Sft, {}, None, {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}),
+        ("rft", Rft, {"threshold": 0.5}, CreditKind.RETURN, set()),
+        ("rft", Rft, {"top_k": 1}, CreditKind.RETURN, {Capability.GROUPS}),
     ],
 )
 def test_each_is_registered_with_what_it_takes_and_needs(
-    name: str, algorithm_class: type, options: dict[str, Any], takes: CreditKind, needs: set[Capability]
+    name: str, algorithm_class: type, options: dict[str, Any], takes: CreditKind | None, needs: set[Capability]
 ) -> None:
     plugins = Plugins()
     plugins.register(plugin, "test")

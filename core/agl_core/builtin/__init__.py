@@ -28,8 +28,11 @@ def register_components(register: Register) -> None:
     register(kinds.TASK_SOURCE, "jsonl", tasks.jsonl_tasks, options=tasks.FileOptions)
     register(kinds.TASK_SOURCE, "csv", tasks.csv_tasks, options=tasks.FileOptions)
     register(kinds.TASK_SOURCE, "hf", tasks.dataset_tasks, options=tasks.DatasetOptions)
-    register(kinds.TASK_SOURCE, "recorded", tasks.Recorded, options=tasks.RecordedOptions, needs=recorded_needs)
     register(kinds.TASK_SOURCE, "mixture", tasks.Mixture, options=MixtureOptions)
+    recorded, demonstrations = tasks.RecordedOptions, {Capability.DEMONSTRATIONS}
+    register(
+        kinds.TASK_SOURCE, "recorded", tasks.Recorded, options=recorded, needs=recorded_needs, provides=demonstrations
+    )
     wandb, mlflow = "Weights & Biases: pip install 'agl-core[wandb]'.", "MLflow: pip install 'agl-core[mlflow]'."
     register(kinds.TRACKER, "wandb", trackers.WandbTracker, doc=wandb)
     register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, options=trackers.MlflowOptions, doc=mlflow)

@@ -39,7 +39,7 @@ def check(loaded: LoadedConfig) -> None:
     """
     policies_of: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _time_axis, _tool_results, _engine, _replay):
+        for check_one in (_groups, _time_axis, _tool_results, _engine, _replay, _demonstrations):
             for problem in check_one(loaded, plan):
                 policies_of.setdefault(problem, []).append(policy)
     problems = [*_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in policies_of.items())]
@@ -176,6 +176,18 @@ def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
             yield (
                 f"{chosen.label} trains again on what earlier weights sampled, but {plan.algorithm.label} does not "
                 f"correct that. Set its importance_cap (2 is usual)."
+            )
+
+
+def _demonstrations(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+    """Replies to imitate are recorded: of its own ones, a policy would learn nothing."""
+    source = loaded.tasks.get("train")
+    for chosen in needing(loaded, plan, Capability.DEMONSTRATIONS):
+        if source is not None and Capability.DEMONSTRATIONS not in source.component.provides:
+            yield (
+                f"{chosen.label} imitates recorded rollouts, but {source.label} has the agent make new ones, so the "
+                f"policy would imitate itself. Train on a recorded run (agl train CONFIG --from RUN, which is [tasks."
+                f"train] source = \"recorded\"), or imitate the best of the policy's own rollouts (algorithm 'rft')."
             )
 
 

@@ -16,7 +16,7 @@ from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.config.resolve import Chosen, PolicyPlan, Problems, below, resolve
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
-from agl_core.kinds import Kind
+from agl_core.kinds import Capability, Kind
 from agl_core.plugins import Plugins
 
 CONFIG_FILE = "config.toml"
@@ -76,6 +76,11 @@ class LoadedConfig:
         if chosen is None:
             raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind).name)}")
         return chosen
+
+    @property
+    def imitates(self) -> bool:
+        """True if all policies imitate recorded replies, of which rewards and log-probabilities mean nothing."""
+        return all(Capability.DEMONSTRATIONS in plan.algorithm.needs for plan in self.policies.values())
 
     def weights(self, policy: str) -> str:
         """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""

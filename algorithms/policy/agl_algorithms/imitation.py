@@ -1,0 +1,81 @@
+"""Imitation: recorded replies (SFT), and the best of the policy's own rollouts (RFT), are made more likely.
+
+    loss = Σ_tokens w · A · (−log π)
+
+with token weights w over what is imitated (`agl_algorithms.policy_gradient.token_weights`). There are no ratio, no clip
+and no log-probabilities of whoever wrote the replies.
+
+- SFT: A = 1. The loss is the negative log-likelihood of the responses' tokens; credited values are not read.
+- RFT: with v_i the mean credited value of rollout i, which is its return if credit is the same for all its
+  transitions, and v_it that of its transition t:
+
+  - `threshold`: A = 1 if v_i ≥ `threshold`, otherwise 0 (ReST, arXiv 2308.08998, section 3; expert iteration);
+  - `top_k`: A = 1 for the k rollouts of each group with the largest v_i, of equal ones the first (RAFT, arXiv
+    2304.06767, algorithm 1, with k = 1);
+  - `weights = "advantage"`: A = max(0, v_it − μ) with the group's mean μ, as in GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from agl_algorithms.grpo import group_statistics
+from agl_algorithms.plugin import RftOptions
+from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples, segment_sum, token_weights, weighted
+from agl_core.types import rounding
+
+
+class Sft(Algorithm):
+    """Supervised fine-tuning with its options; see the module for the formulas."""
+
+    def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
+        """[R] 1 at unmasked tokens, 0 at masked ones."""
+        return samples.at_tokens(torch.ones_like(samples.values_N))
+
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """See `Algorithm.loss`. Metrics: policy_loss."""
+        loss_R = -logprobs.current_R * advantages_R
+        return weighted(loss_R, {"policy_loss": loss_R}, weights_R)
+
+
+class Rft(Sft):
+    """Rejection sampling fine-tuning with its options; see the module for the formulas."""
+
+    options: RftOptions
+
+    def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
+        """[R] the A of the transition at its unmasked tokens, 0 at masked ones."""
+        return samples.at_tokens(self._advantages(samples))
+
+    def weights(self, samples: Samples) -> Tensor:
+        """[R] token weights as if the batch had the imitated transitions alone."""
+        imitated_R = (self._advantages(samples) > 0)[samples.transition_R]
+        return token_weights(replace(samples, mask_R=samples.mask_R & imitated_R), self.options.aggregation)
+
+    def _advantages(self, samples: Samples) -> Tensor:
+        """[N] float64, never negative."""
+        if self.options.weights == "advantage":
+            return group_statistics(samples).deviation_N.clamp(min=0)
+        rollouts, rollout_N = torch.unique(samples.rollout_N, return_inverse=True)
+        totals, turns = (
+            segment_sum(values_N, rollout_N, len(rollouts))
+            for values_N in (samples.values_N.to(torch.float64), torch.ones_like(samples.values_N))
+        )
+        mean_I = totals / turns  # By rollout.
+        if self.options.top_k is None:
+            least = torch.full_like(mean_I, self.options.threshold or 0.0)
+            is_chosen_I = mean_I >= least - rounding(least.abs())
+        else:
+            group_I = torch.zeros_like(rollouts).scatter(0, rollout_N, samples.group_N)
+            is_chosen_I = torch.zeros_like(mean_I, dtype=torch.bool)
+            for group in group_I.unique():
+                members = (group_I == group).nonzero()[:, 0]
+                best = torch.argsort(mean_I[members], descending=True, stable=True)[: self.options.top_k]
+                is_chosen_I[members[best]] = True
+        return is_chosen_I[rollout_N].to(torch.float64)
