@@ -240,6 +240,15 @@ class UpdateResult:
     """The numbers that sampling and training compute with: float32, bfloat16, …"""
 
 
+@dataclass(frozen=True)
+class ResponseScores:
+    """How likely the response tokens of a batch are."""
+
+    logprobs_R: NDArray[np.float64]
+    is_top_R: NDArray[np.bool_] | None = None
+    """True where no token is more likely; None if the engine does not know."""
+
+
 Progress: TypeAlias = Callable[[float], None]
 """Called with the share done, 0 … 1."""
 
@@ -352,13 +361,13 @@ class Engine(ABC):
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of each recorded reply; None where the chat template cannot write it.
 
-        An engine that has it trains on recorded texts and declares `Capability.RECORDED_TEXTS`: in an update it takes
-        the policy's own log-probabilities for those of a batch that are not known.
+        An engine that has it and `logprobs` trains on recorded texts and declares `Capability.RECORDED_TEXTS`: in an
+        update it takes the policy's own log-probabilities for those of a batch that are not known.
         """
         raise self._not_supported("tokenize")
 
-    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        """[R] the log-probability of each response token under the current weights, at the transition's temperature.
+    async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
+        """The log-probability of each response token under the current weights, at the transition's temperature.
 
         It changes nothing. The batch has only what the engine could train on.
         """

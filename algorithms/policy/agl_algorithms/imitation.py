@@ -67,15 +67,15 @@ class Rft(Sft):
             segment_sum(values_N, rollout_N, len(rollouts))
             for values_N in (samples.values_N.to(torch.float64), torch.ones_like(samples.values_N))
         )
-        mean_I = totals / turns  # By rollout.
+        mean_I: Tensor = totals / turns  # By rollout.
         if self.options.top_k is None:
-            least = torch.full_like(mean_I, self.options.threshold or 0.0)
-            is_chosen_I = mean_I >= least - rounding(least.abs())
+            least = self.options.threshold or 0.0
+            chosen_I = mean_I >= least - rounding(abs(least))
         else:
+            chosen_I = torch.zeros_like(mean_I, dtype=torch.bool)
             group_I = torch.zeros_like(rollouts).scatter(0, rollout_N, samples.group_N)
-            is_chosen_I = torch.zeros_like(mean_I, dtype=torch.bool)
-            for group in group_I.unique():
+            for group in set(group_I.tolist()):
                 members = (group_I == group).nonzero()[:, 0]
                 best = torch.argsort(mean_I[members], descending=True, stable=True)[: self.options.top_k]
-                is_chosen_I[members[best]] = True
-        return is_chosen_I[rollout_N].to(torch.float64)
+                chosen_I[members[best]] = True
+        return torch.where(chosen_I[rollout_N], 1.0, 0.0).double()

@@ -94,6 +94,8 @@ class TokenScores(NamedTuple):
     """[R] at least float32; carries the gradient."""
     entropy_R: Tensor
     """[R] of the distribution over all that is allowed, in nats; carries the gradient if that was asked for."""
+    is_top_R: Tensor
+    """[R] bool: no token is more likely."""
 
 
 def micro_batches(
@@ -213,12 +215,12 @@ def _scores(
     if packed_RW is not None:
         logits_RV = logits_RV.masked_fill(~unpack(packed_RW, logits_RV.shape[1]), -torch.inf)
     normalizer_R = torch.logsumexp(logits_RV, dim=-1)
-    logprobs_R = logits_RV.gather(-1, targets_R[:, None])[:, 0] - normalizer_R
+    target_R = logits_RV.gather(-1, targets_R[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         shifted_RV = logits_RV - normalizer_R[:, None]
         # What is forbidden has probability 0 and log-probability -inf: bounded, it adds 0 to sum and gradient.
         entropy_R = -(shifted_RV.exp() * shifted_RV.clamp(min=torch.finfo(shifted_RV.dtype).min)).sum(-1)
-    return TokenScores(logprobs_R, entropy_R)
+    return TokenScores(target_R - normalizer_R, entropy_R, target_R.detach() >= logits_RV.detach().amax(-1))
 
 
 def read_values(backbone: Any, head: Any, micro: MicroBatch) -> Tensor:

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import uvicorn
-from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from agl_algorithms.policy_gradient import Algorithm
@@ -28,7 +26,7 @@ from agl_chat.conversation import ChatText, tokenized
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
+from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.training.child import Host, find_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
@@ -118,8 +116,8 @@ class Policies:
         finally:
             trained.sampler.new_version(trained.trainer.version)
 
-    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        """[R] of a batch's response tokens, under the weights as they are."""
+    def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
+        """Of a batch's response tokens, under the weights as they are."""
         with self._all_threads():
             return self._policy(policy).trainer.logprobs(batch)
 

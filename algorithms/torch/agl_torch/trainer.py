@@ -21,9 +21,9 @@ from agl_algorithms.ppo import Ppo, explained_variance
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
 from agl_core.learning.batch import filter_trainable
-from agl_core.protocols import Progress, UpdateResult
+from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
-from agl_torch.batching import Limits, MicroBatch, micro_batches, read_values, score
+from agl_torch.batching import Limits, MicroBatch, TokenScores, micro_batches, read_values, score
 from agl_torch.loading import LoadedModel
 from agl_torch.memory import BACKWARD_COST, Work, passes_of
 
@@ -135,10 +135,10 @@ class PolicyTrainer:
         precision = str(self._loaded.dtype).removeprefix("torch.")
         return prepared.result(self.version, metrics | work.seconds(), old_R, precision)
 
-    def logprobs(self, batch: Batch) -> NDArray[np.float64]:
-        """[R] the log-probability of each response token of a batch, each of whose transitions the model can take."""
-        logprobs_R = self._logprobs(self._loaded.model, batch, np.arange(len(batch)), Work(None))
-        return np.asarray(logprobs_R.double().cpu().numpy())
+    def logprobs(self, batch: Batch) -> ResponseScores:
+        """How likely each response token of a batch is, each of whose transitions the model can take."""
+        scores = self._scores(self._loaded.model, batch, np.arange(len(batch)), Work(None))
+        return ResponseScores(scores.logprobs_R.double().cpu().numpy(), scores.is_top_R.cpu().numpy())
 
     def _reference_logprobs(self, prepared: Prepared, work: Work) -> Tensor:
         batch, trained = prepared.batch, prepared.trained
@@ -154,12 +154,19 @@ class PolicyTrainer:
 
     def _logprobs(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> Tensor:
         """[R] of the transitions `chosen`, without gradient; 0 elsewhere."""
-        logprobs_R = torch.zeros(int(batch.response_offsets[-1]), dtype=self._precision, device=self._loaded.device)
+        return self._scores(model, batch, chosen, work).logprobs_R
+
+    def _scores(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> TokenScores:
+        """Of the transitions `chosen`, without gradient; 0 elsewhere."""
+        size, device = int(batch.response_offsets[-1]), self._loaded.device
+        logprobs_R, entropy_R = torch.zeros(2, size, dtype=self._precision, device=device)
+        scores = TokenScores(logprobs_R, entropy_R, torch.zeros(size, dtype=torch.bool, device=device))
         with torch.no_grad():
-            for micro in micro_batches(batch, chosen, self._limits, self._loaded.device):
-                logprobs_R[micro.tokens_R] = score(model, micro, self.allowed(batch, micro)).logprobs_R
+            for micro in micro_batches(batch, chosen, self._limits, device):
+                for whole_R, part_R in zip(scores, score(model, micro, self.allowed(batch, micro)), strict=True):
+                    whole_R[micro.tokens_R] = part_R
                 work.advance(micro.tokens, 1)
-        return logprobs_R
+        return scores
 
     def allowed(self, batch: Batch, micro: MicroBatch) -> Tensor | None:
         """[R, W] what the grammar of each response allowed at its tokens, packed; None if none has a grammar."""

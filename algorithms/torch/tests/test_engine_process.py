@@ -105,8 +105,8 @@ async def test_sample_train_sample(case: EngineCase) -> None:
 
     # Replies are as probable as recorded under the weights that sampled them, and not under later ones.
     third = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
-    assert await engine.logprobs("default", third) == pytest.approx(third.behaviour_logprobs_R, abs=1e-4)
-    assert np.abs(await engine.logprobs("default", batch) - batch.behaviour_logprobs_R).max() > 1e-3
+    assert (await engine.logprobs("default", third)).logprobs_R == pytest.approx(third.behaviour_logprobs_R, abs=1e-4)
+    assert np.abs((await engine.logprobs("default", batch)).logprobs_R - batch.behaviour_logprobs_R).max() > 1e-3
     with pytest.raises(EngineError, match="no policy 'calc'"):
         await engine.logprobs("calc", batch)
 

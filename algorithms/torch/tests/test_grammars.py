@@ -91,7 +91,7 @@ def test_replies_have_the_form_and_training_knows_their_log_probabilities(qwen: 
     assert all(map(fits, replies))
     batch = batch_from(generated)
     trainer = trainer_of(qwen, tokens_per_micro_batch=4096)
-    np.testing.assert_allclose(trainer.logprobs(batch), batch.behaviour_logprobs_R, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(trainer.logprobs(batch).logprobs_R, batch.behaviour_logprobs_R, rtol=0, atol=1e-5)
     assert not batch.mask_R.all()
     assert (batch.behaviour_logprobs_R[~batch.mask_R] == 0).all()
     assert (batch.behaviour_logprobs_R[batch.mask_R] < 0).any()
@@ -151,7 +151,9 @@ def test_a_reply_that_was_not_held_to_its_form_is_scored_as_it_was_sampled(qwen:
     generated = sample(qwen, {})
     batch = batch_from(generated)
     formed = replace(batch, grammar_N=np.full(len(batch), grammar_of({"response_format": FORMAT}), np.object_))
-    np.testing.assert_allclose(trainer_of(qwen).logprobs(formed), batch.behaviour_logprobs_R, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        trainer_of(qwen).logprobs(formed).logprobs_R, batch.behaviour_logprobs_R, rtol=0, atol=1e-5
+    )
 
 
 def test_a_reply_that_was_held_to_its_form_by_other_tokens_is_not_held_to_ours(qwen: Loaded) -> None:

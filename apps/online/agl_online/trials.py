@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
+from agl_core.learning.batch import NO_CREDIT, BatchPlan, make_batches
 from agl_core.learning.evaluations import compare
 from agl_core.learning.health import answer
 from agl_core.learning.tool_results import has_failed
@@ -25,7 +25,7 @@ from agl_core.store.interface import Store
 from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Scored
-from agl_core.types import CreditKind, DropReason, Episode, Mode, RolloutState, episode_return
+from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
 from agl_online.versions import By, Decision, State
 
@@ -44,10 +44,6 @@ _MAX_RISES = (
     ("answers/question", 0.2, "answers that end with a question"),
 )
 """By how much shares may rise at the gate that a policy may learn to raise in order to raise the reward."""
-_NO_CREDIT = PolicyCredit(
-    "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], kind=CreditKind.RETURN
-)
-"""A rollout that is only scored earns nothing."""
 _POINTS = 400
 """The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
 _BOLDEST = 0.75
@@ -130,10 +126,10 @@ async def measure_divergence(
     figures = {}
     for where, evaluated in episodes.items():
         groups = [[episode] for episode in evaluated]
-        batch = make_batches(groups, BatchPlan({policy: _NO_CREDIT}, agents)).batches.get(policy)
+        batch = make_batches(groups, BatchPlan({policy: NO_CREDIT}, agents)).batches.get(policy)
         if batch is not None:
             served_R = batch.behaviour_logprobs_R[batch.mask_R].astype(np.float64)
-            change_R = (await engine.logprobs(policy, batch))[batch.mask_R] - served_R
+            change_R = (await engine.logprobs(policy, batch)).logprobs_R[batch.mask_R] - served_R
             figures[f"{where}/kl"] = float(np.mean(np.expm1(change_R) - change_R))
     return figures
 

@@ -24,7 +24,7 @@ from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
 from agl_core.reading.runs import find_run
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.metrics import METRICS_FILE, Summary, counts
+from agl_core.training.metrics import METRICS_FILE, Summary, counts, scores_of
 from agl_core.training.run import evaluate as run_evaluation
 from agl_core.training.run import new_run_dir
 from agl_core.training.run import train as run_training
@@ -155,8 +155,8 @@ def print_summary(
     rewards = table("held-out set", "sampling", numbers=("before", "after"))
     for name in summary.sets:
         by_mode = summary.rewards(name)
-        for mode in ("greedy", "sampled"):
-            rewards.add_row(name, mode, score(by_mode["before"][mode]), score(by_mode["after"][mode]))
+        for mode, before in by_mode["before"].items():
+            rewards.add_row(name, mode, score(before), score(by_mode["after"][mode]))
     if summary.sets:
         console.print(rewards)
     console.print(f"verdict: {verdict.text if verdict else 'none, for no step was made'}", style="bold")
@@ -247,8 +247,9 @@ def evaluate(
         return
     rewards = table("held-out set", "sampling", "reward", "rollouts", "seconds")
     for entry in evaluated.entries:
-        numbers = score(entry["reward"]), str(entry["rollouts"]), f"{entry['seconds']:.1f}"
-        rewards.add_row(entry["set"], entry["mode"], *numbers)
+        for name, value in scores_of(entry).items():
+            numbers = score(value), str(entry.get("rollouts", "-")), f"{entry['seconds']:.1f}"
+            rewards.add_row(entry["set"], name, *numbers)
     console.print(rewards)
     if solved:
         tries = table("held-out set", "tasks", "k", "pass@k", "pass^k")

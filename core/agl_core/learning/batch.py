@@ -67,6 +67,12 @@ class PolicyCredit:
         return values
 
 
+NO_CREDIT = PolicyCredit(
+    "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], CreditKind.RETURN
+)
+"""Of rollouts that are only scored, or imitated whatever they earned."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How a run makes batches of groups."""
@@ -85,6 +91,8 @@ class BatchPlan:
     @classmethod
     def configured(cls, loaded: LoadedConfig, *, without_logprobs: bool) -> BatchPlan:
         train = loaded.config.train
+        if loaded.imitates:
+            return cls(dict.fromkeys(loaded.policies, NO_CREDIT), train.agents, 1, True, train.truncated)
         credit = {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()}
         least = min(train.min_group_size, train.group_size)
         return cls(credit, train.agents, least, without_logprobs, train.truncated)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import orjson
@@ -14,7 +15,7 @@ import orjson
 from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
 from agl_core.training.checkpoints import HEADLINE_SET
 from agl_core.training.failures import REMEDIES, no_reward
-from agl_core.training.metrics import METRICS_FILE, counts
+from agl_core.training.metrics import LOSS, METRICS_FILE, counts, is_update_loss
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
 _REWARD = "/reward/mean"
@@ -154,7 +155,10 @@ def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
     ]
     if kept and not any(kept):
         return RunVerdict("cannot", _why_nothing_was_learned(steps))
-    changes = [change for change in (_held_out_change(lines), _training_change(steps)) if change is not None]
+    measured = [_held_out_change(lines), _training_change(steps)]
+    if not any("reward/mean" in step for step in steps):
+        measured.insert(0, _loss_change(lines))
+    changes = [change for change in measured if change is not None]
     for is_rise, text in changes:
         if is_rise:
             return RunVerdict("learned", text)
@@ -204,6 +208,27 @@ def _held_out_change(lines: Sequence[MetricsLine]) -> tuple[bool, str] | None:
     name = evaluations[0].headline_set
     before, after = (_sample([evaluations[i].values], f"{name}/") for i in (0, -1))
     return _change(f"the held-out reward ({name})", before, after, 2.0)
+
+
+def _loss_change(lines: Sequence[MetricsLine]) -> tuple[bool, str] | None:
+    """From the first evaluation of recorded replies to the last, without them from the first steps to the last ones.
+
+    The replies of an evaluation are the same ones, so no change of it is chance.
+    """
+    keys = [f"{HEADLINE_SET}/{LOSS}", *(key for line in lines if line.kind == "eval" for key in line.values)]
+    for key in keys:
+        values = [value for _, value in series(lines, "eval", key)]
+        if key.endswith(f"/{LOSS}") and len(values) > 1:
+            name, before, after = f"the held-out loss ({key.removesuffix(f'/{LOSS}')})", values[0], values[-1]
+            break
+    else:
+        steps = [line.values for line in lines if line.kind == "train"]
+        losses = [fmean(of_step) for s in steps if (of_step := [s[key] for key in s if is_update_loss(key)])]
+        if (count := min(FIRST, len(losses) // 2)) == 0:
+            return None
+        name, before, after = "the training loss", fmean(losses[:count]), fmean(losses[-count:])
+    moved = "fell" if after < before else "rose"
+    return after < before, f"{name} {moved} from {before:.3g} to {after:.3g} nats per token"
 
 
 def _training_change(steps: Sequence[Mapping[str, float]]) -> tuple[bool, str] | None:

@@ -225,7 +225,7 @@ def _instead_of(checkpoint: Path) -> str:
 
 
 def _evaluated(checkpoint: Path) -> float | None:
-    """The checkpoint's reward on the set `eval`, or else the first set, in the first mode.
+    """The checkpoint's reward on the set `eval`, or else the first set, in the first mode; of recorded replies −loss.
 
     None if it was not evaluated at its step, or is damaged.
     """
@@ -235,7 +235,8 @@ def _evaluated(checkpoint: Path) -> float | None:
         headline = HEADLINE_SET if HEADLINE_SET in sets else sets[0]
         entries = [entry for entry in state.evaluations if entry["set"] == headline]
         of_mode = [entry for entry in entries if entry["mode"] == entries[0]["mode"]]
-        return next((float(entry["reward"]) for entry in of_mode if entry["step"] == state.step), None)
+        now = next((entry for entry in of_mode if entry["step"] == state.step), None)
+        return None if now is None else float(now["reward"] if "reward" in now else -now["loss"])
     except (CheckpointError, LookupError, TypeError, ValueError):
         return None
 

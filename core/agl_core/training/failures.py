@@ -158,12 +158,15 @@ def assertions_in(loaded: LoadedConfig) -> list[Check]:
     return checks
 
 
-async def rollout_alarms(assertions: Sequence[Check], drawn: Drawn, store: Store) -> list[Alarm]:
-    """The alarms on the groups of a step; `assertions` are those of the run's settings."""
-    seen: dict[Callable[..., str | None], str | None] = {
-        no_reward: no_reward(drawn.episodes),
-        **{check: check(drawn.new) for check in (*assertions, contradicted_tool_results)},
-    }
+async def rollout_alarms(
+    assertions: Sequence[Check], drawn: Drawn, store: Store, *, imitates: bool = False
+) -> list[Alarm]:
+    """The alarms on the groups of a step; `assertions` are those of the run's settings. Where a policy `imitates`,
+    rewards mean nothing."""
+    seen: dict[Callable[..., str | None], str | None] = {}
+    if not imitates:
+        seen[no_reward] = no_reward(drawn.episodes)
+        seen |= {check: check(drawn.new) for check in (*assertions, contradicted_tool_results)}
     alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]
     if common_failure(drawn.new) and (failure := await failures(store, drawn.new)):
         alarms.append(failure)

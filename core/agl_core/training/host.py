@@ -17,12 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
-import numpy as np
-from numpy.typing import NDArray
-
 from agl_core import errors, private
 from agl_core.errors import AglError, EngineError
-from agl_core.protocols import Engine, EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
+from agl_core.protocols import (
+    Engine,
+    EngineContext,
+    PolicySpec,
+    Progress,
+    ResponseScores,
+    StageReport,
+    UpdateResult,
+    Upstream,
+)
 from agl_core.training.child import HEADER, START, Options, message
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 
@@ -156,10 +162,10 @@ class ProcessEngine(Engine, Generic[Options]):
         tokenized: Sequence[TokenizedReply | None] = await self._ask("tokenize", policy, replies)
         return tokenized
 
-    async def _logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+    async def _logprobs(self, policy: str, batch: Batch) -> ResponseScores:
         """`logprobs` by the process, for a subclass that supports it."""
-        logprobs_R: NDArray[np.float64] = await self._ask("logprobs", policy, batch)
-        return logprobs_R
+        scores: ResponseScores = await self._ask("logprobs", policy, batch)
+        return scores
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can."""

@@ -23,6 +23,7 @@ from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
 from agl_core.training.failures import Check, check_patience, check_serving, common_failure, failures, rollout_alarms
 from agl_core.training.metrics import (
+    LOSS,
     Advance,
     MetricsLog,
     Observer,
@@ -36,6 +37,7 @@ from agl_core.training.metrics import (
     update_metrics,
 )
 from agl_core.training.plan import Curriculum, TrainingPlan, group_of
+from agl_core.training.recorded import HeldOutReplies
 from agl_core.training.rollouts import Collector, Drawn, Experience
 from agl_core.types import AlarmName, DropReason, Episode, Mode, Rollout, TrainingRecord
 
@@ -181,7 +183,8 @@ class Trainer:
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        alarms = await rollout_alarms(self.assertions, drawn, self.session.server.store)
+        imitates, store = self.loaded.imitates, self.session.server.store
+        alarms = await rollout_alarms(self.assertions, drawn, store, imitates=imitates)
         stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),
@@ -273,9 +276,11 @@ class Trainer:
         dropped = sum(record.dropped is not None for record in records)
         idle = sum(record.dropped is None and record.advantage == 0 for record in records)
         before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
+        rewards = episode_metrics(drawn.new) | contrast_metrics(drawn.groups)
+        if self.loaded.imitates:  # There are none, and nothing is compared.
+            rewards = {k: v for k, v in rewards.items() if not k.startswith(("reward/", "groups/no_contrast"))}
         return {
-            **episode_metrics(drawn.new),
-            **contrast_metrics(drawn.groups),
+            **rewards,
             **drawn.metrics,
             **update_metrics(updates, several=len(self.loaded.policies) > 1),
             **drop_metrics(record.dropped for record in records),
@@ -353,10 +358,13 @@ class Evaluator:
     run: str
     restart: int
     observer: Observer
+    replies: Sequence[HeldOutReplies] = ()
+    """The held-out sets that are recorded."""
 
     async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
         """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
+        Of recorded sets the loss of the replies is measured.
         The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
         """
         evaluated, position = Evaluated(), 0
@@ -366,6 +374,8 @@ class Evaluator:
                 groups = self.planned(step, split, mode, position, tries)
                 position += len(groups) // tries
                 await self._evaluate(evaluated, step, split, mode.value.removeprefix("eval-"), groups, tries)
+        for replies in self.replies:
+            await self._measure(evaluated, step, replies)
         episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
         if step == 0 or common_failure(episodes):
             alarm = await failures(self.collector.store, episodes)
@@ -411,3 +421,12 @@ class Evaluator:
                 "seconds": seconds,
             }
         )
+
+    async def _measure(self, evaluated: Evaluated, step: int, replies: HeldOutReplies) -> None:
+        started = time.monotonic()
+        with self.observer.phase(f"evaluation {replies.name}", step) as advance:
+            measured = await replies.measure()
+            advance(1.0, f"loss {measured['loss']:.3f}")
+        evaluated.metrics |= {f"{replies.name}/{key}": value for key, value in measured.items()}
+        seconds = time.monotonic() - started
+        evaluated.entries.append({"step": step, "set": replies.name, "mode": LOSS, **measured, "seconds": seconds})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 import signal
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 BEST = 10
 """Rollouts of a step that trackers keep."""
+LOSS = "loss"
+"""The mode of an evaluation whose replies are recorded, where others have how replies are sampled."""
 METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
 """In a run's folder."""
 
@@ -52,7 +55,8 @@ class Observer:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:
-    """A training step as one line: reward, what else there is to note, mean prompt and response length, seconds.
+    """A training step as one line: reward (or, without any, the loss), what else there is to note, mean prompt and
+    response length, seconds.
 
     >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1})
     'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s'
@@ -60,20 +64,37 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "
     prompt, response = metrics.get("length/prompt"), metrics.get("length/response")
     lengths = "" if prompt is None or response is None else f"{prompt:.0f} + {response:.0f} tokens  "
     rollouts, update = metrics["seconds/rollouts"], metrics["seconds/update"]
+    name, value = "reward", metrics.get("reward/mean")
+    if value is None:
+        name, value = LOSS, mean(value for key, value in metrics.items() if is_update_loss(key))
     return (
-        f"{numbered(step, steps)}  reward {metrics['reward/mean']:.3f}  {f'{note}  ' if note else ''}{lengths}"
+        f"{numbered(step, steps)}  {name} {value:.3f}  {f'{note}  ' if note else ''}{lengths}"
         f"rollouts {rollouts:.1f} s  update {update:.1f} s"
     )
 
 
 def evaluation_line(step: int, steps: int, entries: Sequence[Mapping[str, Any]]) -> str:
-    """An evaluation as one line: the reward of each set and mode, seconds.
+    """An evaluation as one line: the reward of each set and mode, or the loss and accuracy of its replies, seconds.
 
     >>> evaluation_line(20, 40, [{"set": "eval", "mode": "greedy", "reward": 0.25, "seconds": 3.0}])
     'step  20/40  eval greedy 0.250  3.0 s'
+    >>> evaluation_line(20, 40, [{"set": "eval", "mode": "loss", "loss": 1.5, "accuracy": 0.5, "seconds": 3.0}])
+    'step  20/40  eval loss 1.500  eval accuracy 0.500  3.0 s'
     """
-    rewards = "  ".join(f"{entry['set']} {entry['mode']} {entry['reward']:.3f}" for entry in entries)
-    return f"{numbered(step, steps)}  {rewards}  {sum(entry['seconds'] for entry in entries):.1f} s"
+    scores = "  ".join(f"{e['set']} {name} {value:.3f}" for e in entries for name, value in scores_of(e).items())
+    return f"{numbered(step, steps)}  {scores}  {sum(entry['seconds'] for entry in entries):.1f} s"
+
+
+def scores_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation of one set says, by its name: the reward by mode, or loss and accuracy."""
+    if entry["mode"] == LOSS:
+        return {name: entry[name] for name in (LOSS, "accuracy") if name in entry}
+    return {entry["mode"]: entry["reward"]}
+
+
+def is_update_loss(key: str) -> bool:
+    """True for the metric of an update's loss, of whichever policy."""
+    return re.fullmatch(r"update/(.+/)?loss", key) is not None
 
 
 def numbered(step: int, steps: int) -> str:
@@ -309,13 +330,17 @@ class Summary:
     """Failures of adapters."""
 
     def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
-        """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again)."""
+        """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again).
+
+        Of a recorded set there are `loss` and `accuracy` instead.
+        """
         of_set = [e for e in self.state.evaluations if e["set"] == set_name]
         steps = sorted({e["step"] for e in of_set})
+        names = (LOSS, "accuracy") if any(e["mode"] == LOSS for e in of_set) else ("greedy", "sampled")
 
         def at(evaluated: list[int]) -> dict[str, float | None]:
-            rewards = {e["mode"]: e["reward"] for e in of_set if e["step"] in evaluated}
-            return {mode: rewards.get(mode) for mode in ("greedy", "sampled")}
+            scores = {k: v for e in of_set if e["step"] in evaluated for k, v in scores_of(e).items()}
+            return {name: scores.get(name) for name in names}
 
         return {"before": at(steps[:1]), "after": at(steps[1:][-1:])}
 
@@ -358,7 +383,7 @@ class Summary:
             "peak_rss_bytes": state.peak_rss_bytes,
             "rollouts": counts(self.steps, "ending/"),
             "llm_calls": round(sum(step["rollout/calls"] * step["rollouts"] for step in self.steps))
-            + sum(entry["calls"] for entry in state.evaluations),
+            + sum(entry.get("calls", 0) for entry in state.evaluations),
             "transitions": {
                 "kept": transitions["kept"],
                 "without_advantage": transitions["without_advantage"],
@@ -371,7 +396,7 @@ class Summary:
             "models": [str(model) for model in self.models],
             "adapter_problems": self.problems,
             "evaluations": state.evaluations,
-            "train_rewards": [step["reward/mean"] for step in self.steps],
+            "train_rewards": [step["reward/mean"] for step in self.steps if "reward/mean" in step],
         }
 
     def write(self, verdict: Mapping[str, Json] | None = None) -> None:

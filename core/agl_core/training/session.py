@@ -1,7 +1,4 @@
-"""One run's parts, started in order and stopped in reverse; and what is checked before training.
-
-Where training is on what another run recorded, its rollouts take the place of new ones (`RecordedQueue`).
-"""
+"""One run's parts, started in order and stopped in reverse; and what is checked before training."""
 
 from __future__ import annotations
 
@@ -9,32 +6,29 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import orjson
 from pydantic_core import to_jsonable_python
 
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
-from agl_core.config.sections import policy_of
-from agl_core.errors import AglError, ConfigError, EngineError, last_frames, nearest
+from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.learning.health import health_of
-from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
-from agl_core.learning.tool_results import messages_of, tools_of
+from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer
-from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.plan import Curriculum, group_of, train_index
+from agl_core.training.plan import Curriculum, group_of
+from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector, Queue, scoring_rules
-from agl_core.types import AlarmName, Call, Ending, Episode, Mode, RecordedReply, Rollout, RolloutState, Run, Workload
+from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, Workload
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.worker import WorkerThread, choose_runner
@@ -136,10 +130,21 @@ async def open_session(
 
         of_agent = of_training = collector(server.queue, rules)
         held_out = {name: tasks[name] for name in tasks if name != "train"}
-        evaluator = Evaluator(of_agent, held_out, config.eval, run.id, run.restart, observer)
+        replies = [
+            HeldOutReplies(
+                name, Recordings(of_set, config, engine, imitated=True), loaded, engine, upstream.context_length
+            )
+            for name, of_set in held_out.items()
+            if isinstance(of_set, RecordedTasks)
+        ]
+        of_rollouts = {name: of_set for name, of_set in held_out.items() if not isinstance(of_set, RecordedTasks)}
+        evaluator = Evaluator(of_agent, of_rollouts, config.eval, run.id, run.restart, observer, replies)
         if isinstance(source, RecordedTasks):
-            queue = RecordedQueue(source, config, server.store, engine)
-            of_training = collector(queue, rules if config.rewards else [ScoringRule("recorded", queue.reward)])
+            queue = RecordedQueue(
+                Recordings(source, config, engine, imitated=loaded.imitates), config.seed, server.store
+            )
+            is_scored = bool(config.rewards) and not loaded.imitates
+            of_training = collector(queue, rules if is_scored else [ScoringRule("recorded", queue.reward)])
         yield Session(server, run.id, run.restart, engine, upstream, worker, of_training, evaluator, tasks, stall)
 
 
@@ -184,7 +189,9 @@ def workload(loaded: LoadedConfig) -> Workload:
     # Each held-out set is evaluated before training, every so many steps, and at the end.
     evaluations = 0 if held_out.every == 0 else 1 + -(-train.steps // held_out.every)
     tasks = sum(
-        min(held_out.tasks, source.size or held_out.tasks) for name, source in sources.items() if name != "train"
+        min(held_out.tasks, source.size or held_out.tasks)
+        for name, source in sources.items()
+        if name != "train" and not isinstance(source, RecordedTasks)
     )
     return Workload(
         steps=train.steps,
@@ -216,25 +223,26 @@ def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
                 f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n"
                 f"{last_frames(error)}"
             ) from error
-    check_agent(loaded.config, sources["train"])
+    check_agent(loaded.config, sources, imitates=loaded.imitates)
     if loaded.config.curriculum is not None:
         Curriculum(loaded.config.curriculum, sources["train"], loaded.config.seed, {})
     return sources
 
 
-def check_agent(config: RunConfig, source: TaskSource) -> None:
+def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitates: bool = False) -> None:
     """ConfigError if rollouts are to be run and there is no agent, or if no recorded group can be trained on."""
-    held_out = [name for name in config.tasks if name != "train"]
+    source = sources["train"]
     if not isinstance(source, RecordedTasks):
         if config.agent is None:
             raise ConfigError("[agent]: the configuration names no agent, which training needs. Set agent.entry.")
         return
+    held_out = [name for name in sources if not isinstance(sources[name], RecordedTasks)]
     if held_out and config.agent is None:
         raise ConfigError(
             f"[agent]: the configuration names no agent, which the held-out tasks [tasks.{held_out[0]}] are for. Set "
             f"agent.entry, or leave the held-out tasks out."
         )
-    least = min(config.train.min_group_size, config.train.group_size)
+    least = 1 if imitates else min(config.train.min_group_size, config.train.group_size)
     if all(source.members(index) < least for index in range(source.size)):
         raise ConfigError(
             f"[tasks.train]: no recorded task has {least} rollouts (train.min_group_size), so nothing could be "

@@ -258,9 +258,8 @@ def make_bench(
     versions = {"default": engine.version}
     collector = ScriptedCollector(versions)
 
-    loaded: Any = SimpleNamespace(
-        config=config, policies={"default": PolicyPlan(algorithm, credit)}, plugins=plugins or Plugins()
-    )
+    policies = {"default": PolicyPlan(algorithm, credit)}
+    loaded: Any = SimpleNamespace(config=config, policies=policies, plugins=plugins or Plugins(), imitates=False)
     session: Any = SimpleNamespace(
         server=SimpleNamespace(store=store),
         run="run",

@@ -22,8 +22,9 @@ from agl_core.learning.rewards import ScoringRule
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
 from agl_core.training.plan import TrainingPlan
+from agl_core.training.recorded import RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector
-from agl_core.training.session import RecordedQueue, check_agent
+from agl_core.training.session import check_agent
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -114,7 +115,8 @@ class Taken:
     def __init__(self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, **options: Any) -> None:
         source = Recorded(RecordedOptions(run=folder, **options), Path(), 0)
         self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
-        queue = RecordedQueue(source, chosen or config(), self.store, engine or Tokenizing())
+        recordings = Recordings(source, chosen or config(), engine or Tokenizing())
+        queue = RecordedQueue(recordings, 0, self.store)
         rules = [ScoringRule("recorded", queue.reward)]
         hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
         collector = Collector(self.store, queue, rules, dict.fromkeys(Ending, "score"), hook, lambda: None)
@@ -239,11 +241,11 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: P
         Recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
     source = Recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
     with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
-        check_agent(config(), source)
+        check_agent(config(), {"train": source})
     alone = {"train": {"group_size": 1}}
-    check_agent(config(**alone), source)
-    held_out = {"train": {"source": "recorded"}, "eval": {"source": "jsonl"}}
+    check_agent(config(**alone), {"train": source})
+    fresh: Any = type("Fresh", (), {"size": 1, "task": None})()
     with pytest.raises(ConfigError, match=r"names no agent, which the held-out tasks \[tasks.eval\] are for"):
-        check_agent(config(tasks=held_out, **alone), source)
+        check_agent(config(**alone), {"train": source, "eval": fresh})
     with pytest.raises(ConfigError, match="names no agent, which training needs"):
-        check_agent(config(), type("Fresh", (), {"size": 1, "task": None})())  # type: ignore[arg-type]
+        check_agent(config(), {"train": fresh})

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 import tomli_w
-from numpy.typing import NDArray
 
 from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
@@ -23,7 +22,7 @@ from agl_core.kinds import Component, NoOptions
 from agl_core.learning.evaluations import TaskScore
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
-from agl_core.protocols import Engine, Progress, UpdateResult, Upstream
+from agl_core.protocols import Engine, Progress, ResponseScores, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
@@ -79,8 +78,8 @@ class Weights(Engine):
     async def versions(self) -> Mapping[str, int]:
         return {"default": len(self.made_by)}
 
-    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        return batch.behaviour_logprobs_R.astype(np.float64) + self.drift
+    async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
+        return ResponseScores(batch.behaviour_logprobs_R.astype(np.float64) + self.drift)
 
     async def stats(self) -> Mapping[str, float]:
         return {}
