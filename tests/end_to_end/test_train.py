@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agl_core.store.sqlite import SqliteStore
+from agl_core.training.checkpoints import read_state
 from agl_core.types import AttemptKey, Call, Mode, RolloutState
 
 from .conftest import ROOT, Records, recorded, write_run
@@ -189,7 +190,10 @@ def in_the_middle_of(store: Path, step: int) -> bool:
 
 
 def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None:
-    settings = ["train.deterministic=true", "workers.concurrency=16", "train.steps=3"]
+    """With tasks of a mixture that are drawn by what was recorded before."""
+    settings = ["train.deterministic=true", "workers.concurrency=16", "train.steps=3", "curriculum.by=part"]
+    parts = ", ".join(f"{part} = {{source = 'calc', split = '{part}'}}" for part in ("train", "eval_templates"))
+    settings.append(f"tasks.train={{source = 'mixture', parts = {{{parts}}}}}")
     agl.run(*agl.calc(*settings, "name=whole"))
 
     killed = agl.start(*agl.calc(*settings, "name=killed"))
@@ -212,6 +216,7 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
     assert expected.keys() == recovered.keys()
     assert [name for name in expected if not torch.equal(expected[name], recovered[name])] == []
     assert comparable(agl.metrics("killed")) == comparable(agl.metrics("whole"))
+    assert read_state(resumed).success == read_state(whole).success != {}
     assert any(line["update/grad_norm"] > 0 for line in agl.metrics("whole") if line["kind"] == "train")
     shown = agl.look("rollouts", agl.folder / "runs" / "killed", "--step=3", "--limit=40")
     assert "superseded" in shown
