@@ -25,11 +25,13 @@ from agl_core.learning.rewards import score
 from agl_core.plugins import Plugins
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
+from agl_core.training.alarms import Watch
+from agl_core.training.checkpoints import RunState
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import scoring_rules
 from agl_core.training.run import local_server, new_run_dir, passthrough_key
 from agl_core.training.session import engine_context, open_session
-from agl_core.types import Ending, Mode
+from agl_core.types import AlarmName, Ending, Mode
 from agl_core.wire import SERVER_FILE, LeaseRequest
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
@@ -191,6 +193,7 @@ def rewards(run: Ran) -> list[float]:
 
 
 PORT = free_port()
+RISING = RunState(evaluations=[{"step": n, "set": "eval", "mode": "greedy", "reward": 0.5 + n / 10} for n in (0, 1)])
 RESULTS, VALUES = ran(lambda run: [a.result for a in run.attempts]), ran(lambda run: [u["values"] for u in run.updates])
 IN_FLIGHT, KEPT = (
     ran(lambda run: run.metrics[1]["groups/in_flight"]),
@@ -286,6 +289,21 @@ EFFECTS: Mapping[str, Effect] = {
     "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1}),
     "train.agents": Effect(KEPT, {"train.agents": ["planner"]}),
     "train.patience": Effect(steps_made, {"train.patience": 2}, {"train.agents": ["planner"]}),
+    "train.stop.patience": Effect(steps_made, {"train.stop.patience": 1}, {"train.steps": 3, "eval.every": 1}),
+    "train.stop.tolerance": Effect(
+        lambda bench, given: RISING.plateau(bench.load(given).config.train.stop),
+        {"train.stop.tolerance": 0.2},
+        {"train.stop.patience": 1},
+    ),
+    **{
+        f"train.stop.alarms.{name}": Effect(
+            lambda bench, given, name=name: Watch(steps=[{f"alarm/{name}": 1.0}]).standing(
+                bench.load(given).config.train.stop.alarms
+            ),
+            {f"train.stop.alarms.{name}": 1},
+        )
+        for name in AlarmName
+    },
     "train.serving_gap": Effect(steps_made, {"train.serving_gap": 0.01}),
     "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),

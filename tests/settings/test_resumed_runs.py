@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.config.load import load
-from agl_core.errors import ConfigError, PluginError
+from agl_core.errors import ConfigError, PluginError, TrainingError
 from agl_core.reading.explained import is_superseded
+from agl_core.reading.runs import read_entry
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.metrics import Summary
 from agl_core.training.run import evaluate, new_run_dir, train
@@ -210,3 +211,49 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
     tried = await asyncio.to_thread(agl, "reward", "try", "--yes", kept / "config.toml")
     assert "0 of 4 rollouts change" in tried
     assert "caution: the plugin file" in tried
+
+
+async def test_a_run_that_stopped_early_says_so_and_goes_on_only_if_told(bench: Bench) -> None:
+    """The scripted agent has the same held-out reward from the first evaluation on."""
+    given = {"train.steps": 5, "train.stop.patience": 2, "eval.every": 1, "train.checkpoint_every": 100}
+    loaded = bench.load(given)
+    run_dir = new_run_dir(loaded)
+    heard, again, on = Lines(), Lines(), Lines()
+
+    def entry(summary: Summary) -> tuple[str, int, int | None, str]:
+        summary.write()
+        read = read_entry(run_dir)
+        assert read.verdict is not None
+        return read.state, read.steps, read.of_steps, read.verdict.why.partition("; ")[2]
+
+    summary = await train(loaded, run_dir, heard)
+    assert (summary.state.step, summary.checkpoint) == (2, run_dir / "checkpoints" / "step-000002")
+    reason = "stopped early at step 2: none of 2 evaluations was better than that of step 0 (1)"
+    assert entry(summary) == ("finished early", 2, 5, reason)
+    [told] = [line for line in heard.lines if line.startswith(f"Training {reason}. To train on, resume")]
+    assert "finished early" in agl("runs", "list", run_dir.parent)
+
+    summary = await resumed(run_dir, heard=again)
+    assert summary.state.step == 2
+    assert told in again.lines
+    assert entry(summary) == ("finished early", 2, 5, reason)
+
+    summary = await resumed(run_dir, "train.stop.patience=0", heard=on)
+    assert summary.state.step == 5
+    assert told not in on.lines
+    assert entry(summary) == ("finished", 5, 5, "")
+
+
+async def test_an_alarm_that_stands_ends_a_run_with_an_error_also_when_it_is_resumed(bench: Bench) -> None:
+    loaded = bench.load({"train.steps": 5, "train.stop.alarms.no_reward": 2, "rewards": {}})
+    run_dir = new_run_dir(loaded)
+    with pytest.raises(TrainingError, match=r"step 2: the alarm no_reward has stood for 2 steps\. To train on, resume"):
+        await train(loaded, run_dir, Lines())
+    entry = read_entry(run_dir)
+    assert (entry.state, entry.steps) == ("failed", 2)
+    assert entry.verdict is not None
+    assert entry.verdict.text.endswith("; stopped early at step 2: the alarm no_reward has stood for 2 steps")
+    with pytest.raises(TrainingError, match=r"step 2: the alarm no_reward"):
+        await resumed(run_dir)
+    summary = await resumed(run_dir, "train.stop.alarms.no_reward=9")
+    assert summary.state.step == 5

@@ -116,8 +116,9 @@ class Learner(Trainer):
 
     async def _serve_on(self) -> None:
         self.observer.say(
-            f"train.steps = {self.loaded.config.train.steps} is reached, so nothing more is learned. The versions go "
-            f"on answering sessions, and a canary is decided on, until Ctrl-C. A higher train.steps learns on."
+            f"{self.stopped or f'train.steps = {self.loaded.config.train.steps} is reached'}, so nothing more is "
+            f"learned. The versions go on answering sessions, and a canary is decided on, until Ctrl-C. A higher "
+            f"train.steps learns on."
         )
         while True:
             await self._attend()

@@ -166,6 +166,7 @@ def print_summary(
 
     share = summary.exact_share
     exact = "" if share is None else f"; proved to be what was sampled: {share:.2%}"
+    best = "" if summary.best in (None, summary.checkpoint) else f"; with the best evaluation: {summary.best}"
 
     def listed(prefix: str) -> str:
         return ", ".join(f"{count} {name}" for name, count in sorted(counts(summary.steps, prefix).items())) or "none"
@@ -176,7 +177,7 @@ def print_summary(
         ("rollouts", listed("ending/")),
         ("transitions", f"{transitions['kept']} trained on{idle_note}; dropped: {listed('dropped/')}"),
         ("tokens", f"{summary.proved.total()} trained on: {listed('proved/')}{exact}"),
-        ("checkpoint", str(summary.checkpoint or "none")),
+        ("checkpoint", f"{summary.checkpoint or 'none'}{best}"),
         ("model", ", ".join(map(str, summary.models)) or "none"),
         ("summary", str(summary.file)),
         *(("adapter", f"{problem} ({count} times)") for problem, count in summary.problems.items()),

@@ -105,6 +105,14 @@ def _sizes(loaded: LoadedConfig) -> Iterator[str]:
             f"[train] deterministic is on, but with refill {train.refill} the order in which rollouts end decides what "
             f"is trained on. Set refill to 0, or deterministic to false."
         )
+    if train.stop.patience and (not loaded.config.eval.every or loaded.config.tasks.keys() == {"train"}):
+        yield (
+            "[train.stop] patience counts evaluations, and there is none. Name held-out tasks ([tasks.eval]) and set "
+            "[eval] every to 1 or more, or patience to 0."
+        )
+    for name in train.stop.alarms:
+        if loaded.config.alarms.get(name) is False:
+            yield f"[train.stop] alarms waits for '{name}', which [alarms] switches off. Remove one of them."
     if settings.in_flight is not None and settings.in_flight < train.groups_per_step:
         yield (
             f"[async] in_flight is {settings.in_flight}, but a step needs {train.groups_per_step} groups "

@@ -75,6 +75,29 @@ _ENDINGS: Mapping[Ending, EndingReward] = {
 }
 
 
+class StopSection(Section):
+    """When training ends before its last step (docs/health.md#when-training-ends-early)."""
+
+    patience: int = Field(
+        0,
+        ge=0,
+        description="Training ends after this many evaluations in a row without a new best reward, on the set `eval` "
+        "(else the first one) in the first of eval.modes; 0: never.",
+    )
+    tolerance: float = Field(0.0, ge=0, description="By how much a reward must be above the best one to be a new best.")
+    alarms: dict[AlarmName, Annotated[int, Field(ge=1)]] = Field(
+        {},
+        description="Training ends with an error once one of these alarms has stood for so many steps: "
+        "`reward_collapse = 3`, for instance.",
+    )
+
+    @model_validator(mode="after")
+    def _no_tolerance_without_patience(self) -> Self:
+        if self.tolerance and not self.patience:
+            raise ValueError("'tolerance' has no effect here: set patience (3 is usual).")
+        return self
+
+
 class TrainSection(Section):
     """The training loop."""
 
@@ -97,7 +120,9 @@ class TrainSection(Section):
         "while their rewards are compared with the group's (DAPO's overlong filtering); drop: their rollouts leave "
         "the group.",
     )
-    checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
+    checkpoint_every: int = Field(
+        10, ge=1, description="Steps between checkpoints. A step with the best evaluation so far has one too."
+    )
     keep_checkpoints: int = Field(
         2, ge=1, description="Older ones are removed, but for the one with the best evaluation."
     )
@@ -109,6 +134,7 @@ class TrainSection(Section):
         "reason that does not go away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the "
         "agent.",
     )
+    stop: StopSection = StopSection()
     serving_gap: float = Field(
         0.2,
         gt=0,

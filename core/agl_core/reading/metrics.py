@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -31,6 +31,8 @@ class MetricsLine:
     values: Mapping[str, float]
     alarms: Sequence[Alarm] = ()
     """Those that were raised since the line before."""
+    stopped: str | None = None
+    """Why the run ended here, before its last step."""
 
     @classmethod
     def parse(cls, text: bytes) -> MetricsLine:
@@ -38,7 +40,7 @@ class MetricsLine:
         line = orjson.loads(text)
         values = {key: float(value) for key, value in line.items() if type(value) in (int, float)}
         alarms = [Alarm(**{**alarm, "name": AlarmName(alarm["name"])}) for alarm in line.get("alarms", ())]
-        return cls(int(line["step"]), line["kind"], values, alarms)
+        return cls(int(line["step"]), line["kind"], values, alarms, line.get("stopped"))
 
     @property
     def headline_set(self) -> str | None:
@@ -137,8 +139,19 @@ def read_health(folder: Path) -> RunHealth:
     )
 
 
+def stopped_early(lines: Sequence[MetricsLine]) -> str | None:
+    """At which step and why the run ended before its last one; None if it did not, or has gone on since."""
+    latest = next((line for line in reversed(lines) if line.stopped or line.kind == "train"), None)
+    return f"stopped early at step {latest.step}: {latest.stopped}" if latest and latest.stopped else None
+
+
 def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
-    """The result of the run with these metrics; None before its first step."""
+    """The result of the run with these metrics, and why it stopped early if it did; None before its first step."""
+    verdict, stopped = _result_of(lines), stopped_early(lines)
+    return replace(verdict, why=f"{verdict.why}; {stopped}") if verdict and stopped else verdict
+
+
+def _result_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
     steps = [line.values for line in lines if line.kind == "train"]
     if not steps:
         return None

@@ -16,7 +16,7 @@ from agl_core.config.load import CONFIG_FILE, STORED, load
 from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, StoreError
 from agl_core.plugins import Plugins
-from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, verdict_of
+from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, stopped_early, verdict_of
 from agl_core.store.connections import is_written, log_of
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
@@ -30,10 +30,10 @@ RUNS = Path("runs")
 """Where commands look for runs."""
 _STORE = "store.sqlite"
 
-RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed", "capture"]
+RunStatus: TypeAlias = Literal["running", "finished", "finished early", "stopped", "failed", "capture"]
 """running: a process of this machine writes its store; finished: all steps made, though `agl eval` may write to it;
-stopped: can be resumed; failed: it died, by an error or a kill, and can be resumed, or no rollout of it finished;
-capture: by `agl run`."""
+finished early: by `[train.stop]`; stopped: can be resumed; failed: it died, by an error or a kill, and can be resumed,
+or no rollout of it finished; capture: by `agl run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,8 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     steps = max((line.step for line in lines if line.kind == "train"), default=0)
     planned = None if "capture" in settings else int(settings.get("train", {}).get("steps", 0))
     rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
-    all_made = planned is not None and 0 < planned <= steps
+    early = stopped_early(lines) is not None
+    all_made = early or (planned is not None and 0 < planned <= steps)
     # A training process removes the run's summary at the start, and writes it at the end, unless it dies.
     has_ended = (folder / SUMMARY_FILE).exists()
     has_died = not has_ended and (folder / CHECKPOINTS).exists()
@@ -190,7 +191,7 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     elif has_died or (verdict is not None and verdict.failed):
         state = "failed"
     elif all_made:
-        state = "finished"
+        state = "finished early" if early else "finished"
     before, after = rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None
     return RunEntry(folder, state, steps, planned, _size(folder), before, after, verdict)
 

@@ -329,7 +329,15 @@ class Watch:
         on_numbers = (Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
         alarms = self.wanted([*others, *on_numbers])
         before, self.held = self.held, {f"alarm/{alarm.name}": 1.0 for alarm in alarms}
+        self.steps[-1] = {**numbers, **self.held}
         return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
+
+    def standing(self, limits: Mapping[AlarmName, int]) -> str | None:
+        """The alarm that held after each of so many last steps as its limit says, in words; None without one."""
+        for name, limit in limits.items():
+            if len(self.steps) >= limit and all(f"alarm/{name}" in numbers for numbers in self.steps[-limit:]):
+                return f"the alarm {name} has stood for {limit} steps"
+        return None
 
     def _seen(self, check: Callable[..., str | None]) -> str | None:
         """The observation of an alarm; if it looks at updates, of each policy on the steps that updated it."""

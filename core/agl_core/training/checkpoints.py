@@ -16,6 +16,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from agl_core import private
+from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,25 @@ class RunState:
     """After which step the weights went back to those of which earlier step: pairs, the earliest first."""
     config: dict[str, Any] = field(default_factory=dict)
     """The configuration with which the last step was made."""
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """Of the evaluations by step, on the set `eval`, or else the first set, in the first mode; of replies −loss."""
+        sets = [entry["set"] for entry in self.evaluations]
+        headline = HEADLINE_SET if HEADLINE_SET in sets else next(iter(sets), "")
+        entries = [entry for entry in self.evaluations if entry["set"] == headline]
+        of_mode = [entry for entry in entries if entry["mode"] == entries[0]["mode"]]
+        return {entry["step"]: float(entry["reward"] if "reward" in entry else -entry["loss"]) for entry in of_mode}
+
+    def plateau(self, stop: StopSection) -> str | None:
+        """Why the rewards no longer rise; None as long as they may."""
+        best, waited = -1, 0
+        for step, reward in self.rewards.items():
+            is_best = best < 0 or reward > self.rewards[best] + stop.tolerance
+            best, waited = (step, 0) if is_best else (best, waited + 1)
+        if not stop.patience or waited < stop.patience:
+            return None
+        return f"none of {waited} evaluations was better than that of step {best} ({self.rewards[best]:.3g})"
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -225,18 +245,10 @@ def _instead_of(checkpoint: Path) -> str:
 
 
 def _evaluated(checkpoint: Path) -> float | None:
-    """The checkpoint's reward on the set `eval`, or else the first set, in the first mode; of recorded replies −loss.
-
-    None if it was not evaluated at its step, or is damaged.
-    """
+    """The checkpoint's reward; None if it was not evaluated at its step, or is damaged."""
     try:
         state = read_state(checkpoint)
-        sets = [entry["set"] for entry in state.evaluations]
-        headline = HEADLINE_SET if HEADLINE_SET in sets else sets[0]
-        entries = [entry for entry in state.evaluations if entry["set"] == headline]
-        of_mode = [entry for entry in entries if entry["mode"] == entries[0]["mode"]]
-        now = next((entry for entry in of_mode if entry["step"] == state.step), None)
-        return None if now is None else float(now["reward"] if "reward" in now else -now["loss"])
+        return state.rewards.get(state.step)
     except (CheckpointError, LookupError, TypeError, ValueError):
         return None
 

@@ -14,6 +14,7 @@ from pydantic_core import to_jsonable_python
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import EvalSection
+from agl_core.errors import TrainingError
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.learning.certificate import recomputed_in
 from agl_core.learning.evaluations import TaskScore
@@ -113,14 +114,17 @@ class Trainer:
         self._experience = self._source()
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step. TrainingError if the steps have nothing to train on."""
+        """Train from where `state` is to the last step, or until it is `stopped`.
+
+        TrainingError if the steps have nothing to train on, or an alarm stands.
+        """
         settings = self.loaded.config.train
         last, every = settings.steps, self.loaded.config.eval.every
         self._resumed = time.monotonic() - self.state.seconds
         if every and not self.state.evaluations:
             await self._evaluate()
         try:
-            while self.state.step < last:
+            while self.state.step < last and not self.stopped:
                 step = self.state.step + 1
                 started, before = time.monotonic(), await self._stats()
                 with self.observer.phase("rollouts", step) as advance:
@@ -128,11 +132,29 @@ class Trainer:
                 await uninterrupted(self._learn(step, drawn, started, before))
                 if every and (step % every == 0 or step == last):
                     await self._evaluate()
-                if step % settings.checkpoint_every == 0 or step == last:
+                rewards = self.state.rewards
+                leads = step == max(rewards, key=rewards.__getitem__, default=0)
+                if step % settings.checkpoint_every == 0 or step == last or leads or self.stopped:
                     await uninterrupted(self.checkpoint())
                 await self._after_step()
         finally:
             await self._experience.cancel()
+        if self.stopped:
+            text = (
+                f"Training stopped early at step {self.state.step}: {self.stopped}. To train on, resume it with other "
+                f"settings of [train.stop], or from another checkpoint (agl train --resume RUN@best)."
+            )
+            if self.watch.standing(settings.stop.alarms):
+                raise TrainingError(text)
+            self.observer.say(text)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why training ends before its last step; None as long as it goes on."""
+        settings = self.loaded.config.train
+        if self.state.step >= settings.steps:
+            return None
+        return self.watch.standing(settings.stop.alarms) or self.state.plateau(settings.stop)
 
     async def _after_step(self) -> None:
         """Hook for subclasses, called after each step."""
@@ -196,9 +218,9 @@ class Trainer:
             "seconds/step": time.monotonic() - started,
         }
         alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
-        self.log.write(step, "train", {**metrics, **self.watch.held}, alarms)
         state, self._latest = self.state, drawn
         state.step = step
+        self.log.write(step, "train", {**metrics, **self.watch.held}, alarms, self.stopped)
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         self._count_memory(stats)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
@@ -311,7 +333,7 @@ class Trainer:
         self.state.evaluations += evaluated.entries
         self._count_memory(await self._stats())
         if evaluated.entries:
-            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.session.stall.take()])
+            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.session.stall.take()], self.stopped)
             self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
         return evaluated
 

@@ -254,8 +254,17 @@ class MetricsLog:
         private.replace(self._path, b"".join(line + b"\n" for line in kept))
         return steps
 
-    def write(self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
+    def write(
+        self,
+        step: int,
+        kind: str,
+        metrics: Mapping[str, float],
+        alarms: Sequence[Alarm] = (),
+        stopped: str | None = None,
+    ) -> None:
         """Append one line; `kind` is `train` or `eval`, `alarms` are those that were raised since the last line.
+
+        `stopped` says why the run ends here, before its last step.
 
         Trackers get the numbers of a step under `train/`; those of an evaluation begin with the name of its set.
         """
@@ -265,6 +274,8 @@ class MetricsLog:
                 {key: text.encode(errors="replace").decode() for key, text in dataclasses.asdict(alarm).items()}
                 for alarm in alarms
             ]
+        if stopped is not None:
+            line["stopped"] = stopped
         with open(self._path, "ab", opener=private.opener) as file:
             file.write(orjson.dumps(line) + b"\n")
         tracked = {f"train/{key}": value for key, value in metrics.items()} if kind == "train" else metrics
@@ -326,6 +337,8 @@ class Summary:
     stopped_by: signal.Signals | None
     """The signal that stopped it early: Ctrl-C is SIGINT."""
     checkpoint: Path | None
+    best: Path | None
+    """The checkpoint with the best evaluation."""
     problems: dict[str, int]
     """Failures of adapters."""
 
@@ -393,6 +406,7 @@ class Summary:
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "best": str(self.best) if self.best else None,
             "models": [str(model) for model in self.models],
             "adapter_problems": self.problems,
             "evaluations": state.evaluations,

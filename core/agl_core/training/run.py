@@ -127,6 +127,7 @@ async def train(
                     steps=trainer.watch.steps,
                     stopped_by=stopped_by,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
+                    best=checkpoints.best(),
                     problems=dict(worker.problems) if worker else {},
                 )
 

@@ -231,7 +231,7 @@ def test_what_adapters_said_is_text_in_the_summary(tmp_path: Path) -> None:
     screen = Screen()
     screen.file = io.StringIO()
 
-    print_summary(screen, Summary(tmp_path, 0, RunState(), [], None, None, {HOSTILE: 2}))
+    print_summary(screen, Summary(tmp_path, 0, RunState(), [], None, None, None, {HOSTILE: 2}))
 
     assert "[/x] [bold] [INST] :smile: (2 times)" in screen.file.getvalue()
     assert "\x1b" not in screen.file.getvalue()

@@ -78,6 +78,11 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("credit 'mixing'", "reward 'tool_counting'", "a tool result would count twice", "Keep one"),
         ),
         (("rewards.a.rule=tool_counting", "rewards.b.rule=tool_counting"), ("a tool result would count twice",)),
+        (("train.stop.patience=2", "eval.every=0"), ("[train.stop] patience counts evaluations, and there is none",)),
+        (
+            ("train.stop.alarms.no_contrast=2", "alarms.no_contrast=false"),
+            ("[train.stop] alarms waits for 'no_contrast', which [alarms] switches off",),
+        ),
     ],
 )
 def test_what_does_not_is_refused_with_a_remedy(

@@ -182,7 +182,14 @@ class Log:
     lines: list[Mapping[str, float]] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
 
-    def write(self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
+    def write(
+        self,
+        step: int,
+        kind: str,
+        metrics: Mapping[str, float],
+        alarms: Sequence[Alarm] = (),
+        stopped: str | None = None,
+    ) -> None:
         self.alarms += alarms
         self.lines.append({"step": step, **metrics})
 

@@ -12,8 +12,11 @@ from typing import Any, cast
 
 import pytest
 import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_core.config.load import SERVED, load
+from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, StoreError
 from agl_core.training.checkpoints import Checkpoints, RunState, model_links, read_state
 from agl_core.training.loop import Evaluated
@@ -155,6 +158,52 @@ async def test_every_part_of_the_state_goes_on_where_it_was(
     assert lasting(second.trainer.state) == lasting(whole.trainer.state)
     assert first.metric("step") + second.metric("step") == whole.metric("step")
     assert [*first.trained, *([id.replace("-r1", "") for id in step] for step in second.trained)] == whole.trained
+
+
+async def test_the_best_evaluation_so_far_has_a_checkpoint_and_a_plateau_ends_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path, steps=9, checkpoint_every=100, eval_every=1, stop={"patience": 3})
+    rewards = (0.5, 0.4, 0.6, 0.5, 0.6, 0.6, 0.9, 1.0, 1.0, 1.0)
+
+    async def evaluate(step: int) -> Evaluated:
+        return Evaluated([{"step": step, "set": "eval", "mode": "greedy", "reward": rewards[step], "seconds": 0.25}])
+
+    monkeypatch.setattr(bench.trainer.session.evaluator, "evaluate", evaluate)
+    await bench.trainer.train()
+    assert bench.trainer.state.step == 5
+    checkpoints = bench.trainer.checkpoints
+    assert [path.name for path in checkpoints.all()] == ["step-000002", "step-000005"]
+    assert checkpoints.best() == checkpoints.path(5)  # The latest of equals.
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=8),
+    patience=st.integers(0, 4),
+    tolerance=st.sampled_from([0.0, 0.3, 0.6]),
+)
+def test_a_plateau_is_a_best_reward_that_as_many_later_ones_did_not_beat(
+    rewards: list[float], patience: int, tolerance: float
+) -> None:
+    evaluations = [
+        {
+            "step": 10 * number,
+            "set": name,
+            "mode": mode,
+            "reward": reward if (name, mode) == ("eval", "greedy") else number,
+        }
+        for number, reward in enumerate(rewards)
+        for name in ("easy", "eval")
+        for mode in ("greedy", "sampled")
+    ]
+    best = 0
+    while better := [n for n in range(best, len(rewards)) if rewards[n] > rewards[best] + tolerance]:
+        best = better[0]
+    waits = len(rewards) - 1 - best
+    stop = StopSection(patience=patience, tolerance=tolerance if patience else 0.0)
+    reason = RunState(evaluations=evaluations).plateau(stop)
+    assert (reason is not None) == (0 < patience <= waits)
+    assert reason is None or f"none of {waits} evaluations was better than that of step {10 * best} (" in reason
 
 
 async def test_an_empty_store_is_not_served_where_a_run_was_begun(tmp_path: Path) -> None:

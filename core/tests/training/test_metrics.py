@@ -116,7 +116,7 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     assert line["transitions/kept"] + line["transitions/dropped"] == 6
     assert line["episodes_dropped/ending"] == 1
     assert line["seconds/rollouts"] + line["seconds/update"] <= line["seconds/step"]
-    summary = Summary(tmp_path, 0, bench.trainer.state, bench.trainer.watch.steps, None, None, {}).as_json()
+    summary = Summary(tmp_path, 0, bench.trainer.state, bench.trainer.watch.steps, None, None, None, {}).as_json()
     assert (summary["llm_calls"], summary["rollouts"]) == (6, {"finished": 3, "crashed": 1})
     assert summary["transitions"]["kept"] == line["transitions/kept"]
     assert summary["train_rewards"] == [line["reward/mean"]]
