@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agl_core import Capability, CreditKind, hookimpl, kinds
+from agl_core.config.sections import ModelPlace
 
 if TYPE_CHECKING:
     from agl_algorithms.policy_gradient import Algorithm
@@ -185,6 +186,43 @@ class PpoOptions(TimeOptions):
         return super().needs() | {Capability.CRITIC}
 
 
+class DistillOptions(PolicyGradientOptions):
+    """Settings of on-policy distillation; a setting without effect is refused."""
+
+    teacher: ModelPlace = Field(
+        description="The model to learn from, with the policy's tokenizer: a folder or a hub name, or the base URL of "
+        "an OpenAI-compatible server, ending in /v1, that returns `prompt_logprobs` as vLLM does."
+    )
+    teacher_model: str | None = Field(None, description="Of a served teacher its name on the server.")
+    teacher_key_env: str | None = Field(
+        None, description="Of a served teacher the environment variable that holds the server's key; absent: no key."
+    )
+    reward_weight: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="How much GRPO's advantage of the credited return counts beside the teacher's log-ratio; 0: no "
+        "reward is looked at.",
+    )
+
+    def needs(self) -> frozenset[Capability]:
+        """A teacher besides, and for rewards groups."""
+        groups = {Capability.GROUPS} if self.reward_weight > 0 else set()
+        return super().needs() | {Capability.SCORES, Capability.TEACHER} | groups
+
+    def takes(self) -> CreditKind | None:
+        """Returns, where it looks at them."""
+        return CreditKind.RETURN if self.reward_weight > 0 else None
+
+    @model_validator(mode="after")
+    def _named_where_served(self) -> Self:
+        if not self.teacher.startswith(("http://", "https://")):
+            self._refuse_changed(("teacher_model", "teacher_key_env"), "the teacher is no address of a server.")
+        elif self.teacher_model is None:
+            raise ValueError("'teacher_model' is missing: the name of the teacher on its server.")
+        return self
+
+
 class DpoOptions(BaseModel):
     """Settings of DPO."""
 
@@ -263,6 +301,13 @@ def build_ppo(options: PpoOptions) -> Algorithm:
     return Ppo(options)
 
 
+def build_distill(options: DistillOptions) -> Algorithm:
+    """The policy's own replies made as likely as a teacher finds them, token by token (arXiv 2306.13649)."""
+    from agl_algorithms.distill import Distill
+
+    return Distill(options)
+
+
 def build_dpo(options: DpoOptions) -> Algorithm:
     """Better rollouts of a group made likelier than worse ones, without a reward model (arXiv 2305.18290)."""
     from agl_algorithms.dpo import Dpo
@@ -295,3 +340,5 @@ def register_components(register: Register) -> None:
     register(kinds.ALGORITHM, "dpo", build_dpo, options=DpoOptions, needs=DpoOptions.needs, takes=CreditKind.RETURN)
     register(kinds.ALGORITHM, "sft", build_sft, options=SftOptions, needs=SftOptions.needs)
     register(kinds.ALGORITHM, "rft", build_rft, options=RftOptions, needs=RftOptions.needs, takes=CreditKind.RETURN)
+    distill = DistillOptions
+    register(kinds.ALGORITHM, "distill", build_distill, options=distill, needs=distill.needs, takes=distill.takes)

@@ -93,6 +93,23 @@ class Logprobs:
     """Under the algorithm's teacher; None where there is none, and in the loss."""
 
 
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model, with the tokens of the policy, that says how likely it finds what the policy sampled."""
+
+    place: str
+    """A folder or a hub name; or the base URL of a server, ending in /v1, that gives the log-probabilities of prompts
+    as vLLM's completions do."""
+    model: str | None = None
+    """Its name on the server."""
+    key_env: str | None = None
+    """The environment variable with the server's key."""
+
+    @property
+    def is_served(self) -> bool:
+        return self.place.startswith(("http://", "https://"))
+
+
 class Algorithm(ABC):
     """An algorithm with its options; holds no state between updates. Subclasses define its advantages and its loss.
 
@@ -109,6 +126,8 @@ class Algorithm(ABC):
     """An optimizer step whose metric `kl_old` is above this is not made, nor are the later ones of its update."""
     needs_scores = False
     """`rescore` makes the advantages, so the log-probabilities that it gets are computed before the first step."""
+    teacher: Teacher | None = None
+    """`rescore` gets its log-probabilities."""
 
     def __init__(self, options: AlgorithmOptions) -> None:
         self.options = options

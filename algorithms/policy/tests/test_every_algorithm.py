@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agl_algorithms import Algorithm, PolicyGradient, PolicyGradientOptions, group_statistics, plugin
+from agl_algorithms.distill import Distill
 from agl_algorithms.dpo import Dpo
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.imitation import Rft, Sft
@@ -235,6 +236,14 @@ ALWAYS = {Capability.TOKEN_IDS}
         ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
         ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
         ("dpo", Dpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.SCORES}),
+        ("distill", Distill, {"teacher": "a/b"}, None, {Capability.SCORES, Capability.TEACHER}),
+        (
+            "distill",
+            Distill,
+            {"teacher": "a/b", "reward_weight": 0.5},
+            CreditKind.RETURN,
+            {Capability.GROUPS, Capability.SCORES, Capability.TEACHER},
+        ),
         ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
         ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
         ("ppo", Ppo, {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),

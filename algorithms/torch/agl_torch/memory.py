@@ -77,6 +77,7 @@ def passes_of(algorithm: Algorithm) -> float:
     """The cost of an update per token, in forward passes over it."""
     steps = algorithm.epochs * algorithm.minibatches
     passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1 or algorithm.needs_scores)
+    passes += algorithm.needs_scores and algorithm.teacher is not None
     if algorithm.needs_critic:
         passes += 1 + (1 + BACKWARD_COST) * cast(Ppo, algorithm).critic_epochs
     return passes

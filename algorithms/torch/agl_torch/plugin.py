@@ -96,6 +96,7 @@ def register_components(register: Register) -> None:
             Capability.CRITIC,
             Capability.TARGET_KL,
             Capability.SCORES,
+            Capability.TEACHER,
             Capability.POLICIES,
             Capability.RECORDED_TEXTS,
         },

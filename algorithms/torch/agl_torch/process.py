@@ -20,7 +20,7 @@ import torch
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
-from agl_algorithms.policy_gradient import Algorithm
+from agl_algorithms.policy_gradient import Algorithm, Teacher
 from agl_chat.api import ModelServer, create_app
 from agl_chat.conversation import ChatText, tokenized
 from agl_core.config.sections import OptimizerSection
@@ -34,6 +34,7 @@ from agl_torch.loop import EngineLoop
 from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.sampler import Sampler
+from agl_torch.teachers import ServedTeacher, load_teacher
 from agl_torch.trainer import PolicyTrainer
 
 TINY = 10_000_000
@@ -76,8 +77,10 @@ class Policies:
         if context.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(context.seed)
-        share = 1 / max(1, len(context.policies))
-        bases = Bases()
+        share, bases = 1 / max(1, len(context.policies)), Bases()
+        self._bases, self._specs = bases, context.policies
+        self._teachers: dict[tuple[str, Teacher], LoadedModel | ServedTeacher] = {}
+        """By policy."""
         self._plugins = Plugins.load(context.plugin_files)
         self.policies: dict[str, Policy] = {}
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
@@ -86,6 +89,8 @@ class Policies:
             trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
             algorithm = self._algorithm(spec.algorithm, spec.algorithm_options) if spec.algorithm else None
             self.policies[name] = Policy(loaded, trainer, sampler, algorithm)
+            if algorithm is not None:
+                self._teacher(name, algorithm)  # What is wrong with it is said before the first step.
         self.threads = options.threads or torch.get_num_threads()
         """Of training."""
         largest = max((policy.loaded.size for policy in self.policies.values()), default=0)
@@ -108,7 +113,7 @@ class Policies:
         trained.sampler.release()
         try:
             with self._all_threads():
-                return trained.trainer.update(batch, built, progress)
+                return trained.trainer.update(batch, built, progress, self._teacher(policy, built))
         except Exception:
             if trained.trainer.optimizer.steps != steps:
                 trained.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
@@ -132,6 +137,10 @@ class Policies:
                 tokens_per_pass=policy.trainer.tokens_per_pass,
                 cache=policy.sampler.cache_bytes(work.prompt_tokens + work.response_tokens),
             )
+            teacher = self._teacher(name, policy.algorithm)
+            memory += (
+                sum(weight.nbytes for weight in teacher.model.parameters()) if isinstance(teacher, LoadedModel) else 0
+            )
             duration += seconds(policy.loaded, policy.algorithm, work)
             available = device_memory(policy.loaded.device)
         return Needs(memory_bytes=memory, available_bytes=available, seconds=duration)
@@ -149,6 +158,16 @@ class Policies:
         if name not in self.policies:
             raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
         return self.policies[name]
+
+    def _teacher(self, policy: str, algorithm: Algorithm) -> LoadedModel | ServedTeacher | None:
+        """The teacher that an algorithm wants for a policy, loaded once."""
+        if not algorithm.needs_scores or algorithm.teacher is None:
+            return None
+        key = policy, algorithm.teacher
+        if key not in self._teachers:
+            loaded = self._policy(policy).loaded
+            self._teachers[key] = load_teacher(algorithm.teacher, self._specs[policy], loaded, self._bases)
+        return self._teachers[key]
 
     def _algorithm(self, name: str, options: Mapping[str, Any]) -> Algorithm:
         component, checked = find_algorithm(self._plugins, name, options)

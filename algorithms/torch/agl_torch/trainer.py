@@ -26,6 +26,7 @@ from agl_core.types import Batch
 from agl_torch.batching import Limits, MicroBatch, TokenScores, micro_batches, read_values, score
 from agl_torch.loading import LoadedModel
 from agl_torch.memory import BACKWARD_COST, Work, passes_of
+from agl_torch.teachers import ServedTeacher
 
 
 class PolicyTrainer:
@@ -66,7 +67,13 @@ class PolicyTrainer:
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def update(self, batch: Batch, algorithm: Algorithm, progress: Progress | None = None) -> UpdateResult:
+    def update(
+        self,
+        batch: Batch,
+        algorithm: Algorithm,
+        progress: Progress | None = None,
+        teacher: LoadedModel | ServedTeacher | None = None,
+    ) -> UpdateResult:
         """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
 
         The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient is
@@ -77,7 +84,15 @@ class PolicyTrainer:
         them all.
         """
         model, device = self._loaded.model, self._loaded.device
-        usable = filter_trainable(batch, context_length=self._loaded.context_length, vocabulary=self._loaded.vocabulary)
+        models = [model for model in (self._loaded, teacher) if isinstance(model, LoadedModel)]
+        vocabulary = min(model.vocabulary for model in models)
+        usable = filter_trainable(
+            batch,
+            context_length=min(model.context_length for model in models),
+            vocabulary=vocabulary,
+            # A teacher normalises over the allowed tokens where it is known which of its own they are.
+            grammars=teacher is None or (teacher in models and vocabulary == models[-1].vocabulary),
+        )
         work = Work(progress, float(len(usable.batch.tokens_T) * passes_of(algorithm)))
         samples = samples_of(usable.batch, dtype=self._precision, device=device)
         work.lap("prepare")
@@ -89,6 +104,7 @@ class PolicyTrainer:
         prepared = prepare(usable, samples, algorithm, values_R)
         work.lap("prepare")
         reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
+        teacher_R = None if teacher is None else self._teacher_logprobs(teacher, prepared, work)
         work.lap("reference")
         once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not algorithm.needs_scores
         if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
@@ -97,7 +113,9 @@ class PolicyTrainer:
             old_R = self._logprobs(model, prepared.batch, prepared.trained, work)
         rescored: dict[str, float] = {}
         if algorithm.needs_scores and len(prepared.trained):
-            prepared, rescored = prepared.rescored(algorithm, Logprobs(old_R, old_R, old_R, reference_R))
+            prepared, rescored = prepared.rescored(
+                algorithm, Logprobs(old_R, old_R, old_R, reference_R, teacher_R=teacher_R)
+            )
         work.lap("old")
         self.optimizer.training_step = batch.step
 
@@ -148,6 +166,12 @@ class PolicyTrainer:
         self._reference = self._reference or self._load_initial().model
         return self._logprobs(self._reference, batch, trained, work)
 
+    def _teacher_logprobs(self, teacher: LoadedModel | ServedTeacher, prepared: Prepared, work: Work) -> Tensor:
+        if isinstance(teacher, LoadedModel):
+            return self._logprobs(teacher.model, prepared.batch, prepared.trained, work)
+        logprobs_R = torch.from_numpy(teacher.logprobs(prepared.batch, prepared.trained))
+        return logprobs_R.to(self._loaded.device, self._precision)
+
     def _load_initial(self) -> LoadedModel:
         assert self._initial is not None, "an engine's policies have it"
         return self._initial()
@@ -162,9 +186,9 @@ class PolicyTrainer:
         logprobs_R, entropy_R = torch.zeros(2, size, dtype=self._precision, device=device)
         scores = TokenScores(logprobs_R, entropy_R, torch.zeros(size, dtype=torch.bool, device=device))
         with torch.no_grad():
-            for micro in micro_batches(batch, chosen, self._limits, device):
+            for micro in micro_batches(batch, chosen, Limits.of(model, self.tokens_per_pass), device):
                 for whole_R, part_R in zip(scores, score(model, micro, self.allowed(batch, micro)), strict=True):
-                    whole_R[micro.tokens_R] = part_R
+                    whole_R[micro.tokens_R] = part_R.to(whole_R.dtype)
                 work.advance(micro.tokens, 1)
         return scores
 

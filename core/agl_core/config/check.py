@@ -27,6 +27,7 @@ _OF_THE_ENGINE = {
     Capability.CRITIC: "a critic",
     Capability.TARGET_KL: "an update that ends at a target KL",
     Capability.TOKEN_IDS: "token ids",
+    Capability.TEACHER: "a teacher's log-probabilities",
     Capability.SCORES: "log-probabilities before the update for its advantages",
     Capability.RECORDED_TEXTS: "an engine that trains on recorded texts",
 }

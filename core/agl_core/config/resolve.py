@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import MixtureOptions, RunConfig
-from agl_core.config.sections import OpenSection, PluginChoice, PolicySection
+from agl_core.config.sections import ModelPlace, OpenSection, PluginChoice, PolicySection
 from agl_core.errors import AglError, ConfigError, PluginError, last_frames, nearest
 from agl_core.kinds import Capability, Component, Kind
 from agl_core.plugins import Plugins
@@ -269,6 +269,9 @@ def with_absolute_paths(value: Any, folder: Path) -> Any:
     match value:
         case Path():
             return below(folder, value)
+        case ModelPlace():
+            local = below(folder, Path(value))
+            return ModelPlace(local) if local.is_dir() else value
         case BaseModel():
             given = {name: getattr(value, name) for name in type(value).model_fields}
             resolved = {name: with_absolute_paths(inside, folder) for name, inside in given.items()}

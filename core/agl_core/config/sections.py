@@ -8,12 +8,22 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A model's name on the Hugging Face hub, as a whole match."""
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """The name of a run or a policy, as a whole match: folders are named so."""
+
+
+class ModelPlace(str):
+    """The type of a plugin's setting that says where a model is: a folder, relative to the configuration, or else
+    what the plugin makes of it, such as a hub name or an address."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema(min_length=1))
 
 
 def is_among(agent: str | None, patterns: Sequence[str]) -> bool:

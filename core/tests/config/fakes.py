@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 import agl_core
 from agl_core import Capability, CreditKind, kinds
-from agl_core.config.sections import Section
+from agl_core.config.sections import ModelPlace, Section
 from agl_core.kinds import Register
 
 
@@ -45,6 +45,7 @@ class PathOptions(Strict):
     maybe: Path | None = Field(None, description="Perhaps a path.")
     many: tuple[Path, ...] = Field((), description="Several paths.")
     named: dict[str, Path] = Field({}, description="Paths by name.")
+    models: tuple[ModelPlace, ...] = Field((), description="Places of models.")
     inside: Nested = Field(Nested(), description="A table with a path.")
     text: str = Field("one.bin", description="Text that looks like a path.")
 

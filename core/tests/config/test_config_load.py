@@ -60,6 +60,7 @@ def test_paths_are_resolved_against_the_file_and_so_are_those_among_settings_of_
     monkeypatch.setenv("HOME", "/home/somebody")
     (folder / "mine.py").write_text("")
     settings = {"maybe": "~/two.bin", "many": ["a", "/b", "../c"], "named": {"d": "e/f"}}
+    settings["models"] = ["weights", "some/model", "http://localhost:8000/v1"]
 
     run = loaded({"plugins": [str(PLUGIN_FILE), "mine.py"], "rewards.filing": settings})
 
@@ -71,6 +72,7 @@ def test_paths_are_resolved_against_the_file_and_so_are_those_among_settings_of_
         "maybe": Path("/home/somebody/two.bin"),
         "many": (folder / "a", Path("/b"), folder.parent / "c"),
         "named": {"d": folder / "e" / "f"},
+        "models": (str(folder / "weights"), "some/model", "http://localhost:8000/v1"),
         "inside": {"file": folder / "nested.bin"},
         "text": "one.bin",
     }

@@ -1,0 +1,188 @@
+"""Teachers: what a loaded one and a served one say of a policy's tokens, and what is wrong with either."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agl_algorithms.distill import Distill
+from agl_algorithms.plugin import DistillOptions
+from agl_algorithms.policy_gradient import Teacher
+from agl_core.errors import EngineError
+from agl_core.protocols import PolicySpec
+from agl_core.testing.engines import Row, batch_of
+from agl_core.types import Batch, DropReason
+from agl_torch.loading import Bases, LoadedModel, load_model
+from agl_torch.teachers import ServedTeacher, load_teacher
+
+from .conftest import Shape, make_batch, make_checkpoint, plain_logprobs, saved, start_policies, trainer_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def moved(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint after some training."""
+    return saved(tmp_path_factory.mktemp("teacher"), PolicySpec(str(checkpoint), optimizer={"learning_rate": 0.01}), 3)[
+        1
+    ]
+
+
+def loaded_from(folder: Path) -> LoadedModel:
+    return load_model(PolicySpec(str(folder)), CPU, seed=0)
+
+
+def plain(loaded: LoadedModel, batch: Batch) -> np.ndarray:
+    """[R] the oracle: a plain forward of each transition."""
+    with torch.no_grad():
+        return np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(len(batch))])
+
+
+@dataclass
+class Server:
+    """vLLM's completions of prompts of ids, computed by a model here."""
+
+    loaded: LoadedModel
+    url: str = ""
+    requests: list[tuple[str | None, dict[str, Any]]] = field(default_factory=list)
+    status: int = 200
+    with_logprobs: bool = True
+    shift: int = 0
+    """By how much the ids of its tokens are off."""
+
+    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for index, prompt in enumerate(body["prompt"]):
+            ids = torch.tensor(prompt)
+            with torch.no_grad():
+                logprobs = torch.log_softmax(self.loaded.model(input_ids=ids[None]).logits[0].float(), -1)
+            known = [
+                {str(id): {"logprob": float(row[id]), "decoded_token": self.loaded.tokenizer.decode([id + self.shift])}}
+                for id, row in zip(prompt[1:], logprobs, strict=False)
+            ]
+            choices.append({"index": index, **({"prompt_logprobs": [None, *known]} if self.with_logprobs else {})})
+        return {"choices": choices[::-1]}
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            server.requests.append((self.headers["authorization"], body))
+            is_known = self.path == "/v1/completions" and server.status == 200
+            answer = server.reply(body) if is_known else {"error": {"message": "no such model"}}
+            content = json.dumps(answer).encode()
+            self.send_response(server.status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    server.url = f"http://127.0.0.1:{httpd.server_port}/v1"
+    try:
+        yield server
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def test_a_loaded_teacher_scores_at_the_temperature_of_each_transition(loaded: LoadedModel, moved: Path) -> None:
+    batch = make_batch(loaded)
+    teacher = load_teacher(Teacher(str(moved)), PolicySpec("unused", lora={"rank": 4}), loaded, Bases())
+    expected = plain(loaded_from(moved), batch) - plain(loaded, batch)
+    before = {name: tensor.clone() for name, tensor in teacher.model.state_dict().items()}
+    trainer = trainer_of(loaded)
+    algorithm = Distill(DistillOptions(teacher=str(moved)))
+    result = trainer.update(batch, algorithm, None, teacher)
+    ends = batch.response_offsets
+    means = [expected[a:b][batch.mask_R[a:b]].mean() for a, b in pairwise(ends)]
+    np.testing.assert_allclose(result.advantage_N, means, atol=1e-5)
+    assert result.weight_N.sum() == pytest.approx(1, abs=1e-6)
+    later = [trainer.update(batch, algorithm, None, teacher).metrics["kl_teacher"] for _ in range(8)]
+    assert later[-1] < 0.7 * result.metrics["kl_teacher"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.model.state_dict().items())
+
+
+def test_the_engine_loads_the_teacher_of_a_policy_before_the_first_update(checkpoint: Path, moved: Path) -> None:
+    chosen = {"teacher": str(moved), "reward_weight": 0.5}
+    policies = start_policies(default=PolicySpec(str(checkpoint), algorithm="distill", algorithm_options=chosen))
+    batch = make_batch(None)
+    with torch.no_grad():
+        metrics = policies.update("default", batch, "distill", chosen, lambda _: None).metrics
+    assert metrics["kl_teacher"] > 0
+    with pytest.raises(EngineError, match="'no/such' cannot be loaded"):
+        start_policies(
+            default=PolicySpec(str(checkpoint), algorithm="distill", algorithm_options={"teacher": "no/such"})
+        )
+
+
+def test_a_teacher_with_other_tokens_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "llama", Shape("llama"))
+    with pytest.raises(EngineError, match="another tokenizer than the policy: the token"):
+        load_teacher(Teacher(str(other)), PolicySpec("unused"), loaded, Bases())
+    with serving(Server(loaded, shift=1)) as server, pytest.raises(EngineError, match=r"another tokenizer.*: id"):
+        ServedTeacher(Teacher(server.url, "teacher"), loaded.tokenizer)
+
+
+def test_a_served_teacher_says_what_the_same_weights_say_here(
+    loaded: LoadedModel, moved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_TEACHER", "secret")
+    batch = make_batch(loaded, groups=4, members=8)
+    batch = replace(batch, temperature_N=np.ones_like(batch.temperature_N))
+    chosen = np.arange(1, len(batch))
+    with serving(Server(loaded_from(moved))) as server:
+        teacher = ServedTeacher(Teacher(server.url, "big", "OF_TEACHER"), loaded.tokenizer)
+        logprobs = teacher.logprobs(batch, chosen)
+        expected = plain(server.loaded, batch)
+        expected[: batch.response_offsets[1]] = 0
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        assert {key for key, _ in server.requests} == {"Bearer secret"}
+        assert {body["model"] for _, body in server.requests} == {"big"}
+        assert len(server.requests) < len(batch) / 2
+
+        # The grammar of a reply is not known there, and of calls that continue each other the last one has all.
+        turns = batch_of([Row([5, 6], [7, 8], [-1.0, -1.0], 0.0), Row([5, 6, 7, 8, 9], [10], [-1.0], 0.0)])
+        turns = replace(turns, rollout_N=np.zeros(2, np.int64), turn_N=np.arange(2))
+        before = len(server.requests)
+        np.testing.assert_allclose(teacher.logprobs(turns, np.arange(2)), plain(server.loaded, turns), atol=1e-4)
+        assert [body["prompt"] for _, body in server.requests[before:]] == [[[5, 6, 7, 8, 9, 10]]]
+        formed = replace(turns, grammar_N=np.array([None, "{}"], object))
+        result = trainer_of(loaded).update(formed, Distill(DistillOptions(teacher="a/b")), None, teacher)
+        assert result.dropped == (None, DropReason.CONSTRAINED)
+
+
+def test_what_is_wrong_with_a_served_teacher_is_said_with_the_remedy(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OF_TEACHER", raising=False)
+    with serving(Server(loaded)) as server:
+        known = Teacher(server.url, "teacher")
+        with pytest.raises(EngineError, match="teacher_key_env = 'OF_TEACHER'"):
+            ServedTeacher(replace(known, key_env="OF_TEACHER"), loaded.tokenizer)
+        with pytest.raises(EngineError, match="temperature = 1"):
+            ServedTeacher(known, loaded.tokenizer).logprobs(make_batch(loaded), np.arange(3))
+        server.with_logprobs = False
+        with pytest.raises(EngineError, match="gives no log-probabilities of a prompt's tokens"):
+            ServedTeacher(known, loaded.tokenizer)
+        server.status = 404
+        with pytest.raises(EngineError, match=r"refuses \(status 404\): no such model"):
+            ServedTeacher(known, loaded.tokenizer)
+    with pytest.raises(EngineError, match=r"does not answer.*Start its server"):
+        ServedTeacher(known, loaded.tokenizer)
