@@ -30,11 +30,7 @@ AnswerField: TypeAlias = Annotated[str, Field(description="The key of the task's
 
 
 @agl_core.reward_rule
-def exact_match(
-    episode: Episode,
-    *,
-    field: AnswerField = "result",
-) -> float:
+def exact_match(episode: Episode, *, field: AnswerField = "result") -> float:
     """1 if the agent returned exactly the expected answer; spaces around it do not count.
 
     `field` names the key of the task's metadata that holds the answer. Answers that are not text are compared as
@@ -130,11 +126,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @agl_core.reward_rule
-def token_f1(
-    episode: Episode,
-    *,
-    field: AnswerField = "result",
-) -> float:
+def token_f1(episode: Episode, *, field: AnswerField = "result") -> float:
     """The harmonic mean of precision and recall over the words of the answer, 0 … 1 (SQuAD, arXiv 1606.05250).
 
     `field` names the key of the task's metadata that holds the answer, or a list of answers, of which the best counts.

@@ -35,9 +35,9 @@ _REPLY_SECONDS = 300.0
 """Beyond what a model needs that reasons first; the rule's `time_limit` is shorter where one is set."""
 _LABELS = range(0xA000, 0x10000)
 """In hexadecimal, they begin with a letter, and none looks like a number."""
-_NOT_ONLY_TEXT = re.compile(r"<|\[(?=/?[A-Z])|[\ud800-\udfff]")
+_NOT_ONLY_TEXT = re.compile(r"<|\[(?=/?[A-Z])|[\x85\u2028\u2029\ud800-\udfff]")
 """The start of a chat template's control tokens (`<|im_start|>`, `</s>`, `[INST]`), which servers also find in text,
-and half a surrogate pair, which cannot be sent."""
+ends of a line that JSON does not escape, and half a surrogate pair, which cannot be sent."""
 _NO_SUCH_FORMAT = frozenset({httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY})
 
 
@@ -184,7 +184,7 @@ class JudgeModel:
     async def _answer(self, key: str, question: Question) -> list[float]:
         """The answer that `cache` has; else that of the model. A damaged file is replaced."""
         file = None if self._options.cache is None else self._options.cache / key
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, TypeError, ValueError):
             if file is not None:
                 return [float(number) for number in json.loads(file.read_text())]
         answer = await self._ask(question)

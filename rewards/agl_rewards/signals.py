@@ -32,9 +32,7 @@ _CORRECTION = re.compile(
 
 
 @agl_core.reward_rule
-def asked_again(
-    episode: Episode,
-) -> Mapping[TransitionKey, float] | None:
+def asked_again(episode: Episode) -> Mapping[TransitionKey, float] | None:
     """1 for a reply after which the user repeats or corrects the request, seen in the messages of the next call.
 
     The next call has one user message more than the call of the reply. It repeats if it is nearly the same text as the
