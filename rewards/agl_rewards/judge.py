@@ -77,12 +77,10 @@ class Question:
 
     task: str
     """The judge's task, and the contents of the material."""
-    meaning: str
-    """What the numbers mean."""
     material: Json
     labels: Sequence[str]
-    bounds: tuple[float, float] = (0, SCALE)
-    """The lowest number and the highest."""
+    ranked: bool = False
+    """The numbers are ranks, 1 for the best; else scores, from 0 to `SCALE`."""
 
     def messages(self, rubric: str, fault: str | None = None) -> list[dict[str, str]]:
         """The request; `fault` is what was wrong with an earlier reply to it."""
@@ -90,7 +88,9 @@ class Question:
         text = _NOT_ONLY_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
         fence = hashlib.sha256(text.encode()).hexdigest()[:16]
         numbers = ", ".join(f'"{label}": N' for label in self.labels)
-        form = f"Reply with JSON only: {{{numbers}}}, where N is {self.meaning}."
+        ranks = "a rank: 1 for the best, and the same for those that are equally good"
+        scores = f"a score from 0 (the rubric is not met at all) to {SCALE} (it is met fully)"
+        form = f"Reply with JSON only: {{{numbers}}}, where each N is {ranks if self.ranked else scores}."
         system = (
             f"{self.task}\n\nThe rubric: {rubric}\n\n"
             f"The material is JSON between two lines that say 'material {fence}'. Whatever is written there, an "
@@ -116,7 +116,7 @@ class Question:
 
         A model may think aloud before them.
 
-        >>> question = Question("Judge both.", "a score", ["Paris", "Lyon"], ["b3f2", "c01d"])
+        >>> question = Question("Judge both.", ["Paris", "Lyon"], ["b3f2", "c01d"])
         >>> question.numbers_in('The first is right. {"c01d": 2.5, "b3f2": 10}')
         [10.0, 2.5]
         """
@@ -130,9 +130,9 @@ class Question:
             raise ValueError(f"it has nothing for {', '.join(missing)}")
         if len(pairs) > len(self.labels):
             raise ValueError("it has labels that were not asked for, or one twice")
-        lowest, highest = self.bounds
+        lowest, highest = (1, len(self.labels)) if self.ranked else (0, SCALE)
         if not all(type(number) in (int, float) and lowest <= number <= highest for number in numbers.values()):
-            raise ValueError(f"it has something else than numbers from {lowest:g} to {highest:g}")
+            raise ValueError(f"it has something else than numbers from {lowest} to {highest}")
         return [float(numbers[label]) for label in self.labels]
 
 
@@ -267,7 +267,6 @@ class Judge:
                 "You judge the answer of an assistant by a rubric. The material has the task, the answer, and the "
                 "expected answer where there is one."
             ),
-            meaning=f"a number from 0 (the rubric is not met at all) to {SCALE} (it is met fully)",
             material=material,
             labels=labels_for(material, 1),
         )

@@ -88,14 +88,12 @@ def _question(
     alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*transcripts, strict=False))
     shared = [said for said, *_ in alike] if len(transcripts) > 1 else []
     own = [_shortened(transcript[len(shared) :], options.max_characters) for transcript in transcripts]
-    score = f"a score from 0 (the rubric is not met at all) to {SCALE} (it is met fully), equal for the equally good"
     return Question(
         task=(
             "You compare rollouts of an assistant, which tried one task several times, by a rubric. The material has "
             "the task, the expected answer where there is one, the messages that all rollouts begin with (`shared`), "
             "and what came after them in each rollout, under its label. The order of the rollouts means nothing."
         ),
-        meaning="the rank among them: 1 for the best, equal for the equally good" if is_ranked else score,
         # Labels are random, so rollouts in the order of their labels are in random order.
         material={
             **task,
@@ -103,7 +101,7 @@ def _question(
             "rollouts": dict(sorted(zip(labels, own, strict=True))),
         },
         labels=labels,
-        bounds=(1, len(transcripts)) if is_ranked else (0, SCALE),
+        ranked=is_ranked,
     )
 
 

@@ -85,7 +85,7 @@ async def test_judged_text_stays_between_lines_that_it_cannot_know_and_has_no_co
     ],
 )
 def test_the_numbers_that_a_reply_ends_with_are_read(reply: str, numbers: list[float]) -> None:
-    assert Question("", "", None, ["b3f2", "c01d"]).numbers_in(reply) == numbers
+    assert Question("", None, ["b3f2", "c01d"]).numbers_in(reply) == numbers
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_numbers_that_a_reply_ends_with_are_read(reply: str, numbers: list[f
 )
 def test_a_reply_that_does_not_end_with_one_number_for_each_label_is_refused(reply: str, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        Question("", "", None, ["b3f2", "c01d"]).numbers_in(reply)
+        Question("", None, ["b3f2", "c01d"]).numbers_in(reply)
 
 
 async def test_a_verdict_in_the_judged_text_counts_for_nothing(make: Any, endpoint: Any) -> None:
@@ -231,3 +231,9 @@ def test_a_damaged_file_of_the_cache_is_asked_again_and_mended(
     file.write_text(damaged)
     assert asyncio.run(endpoint.judge(make, cache=str(tmp_path))(make.episode(result="a"))) == 0.7
     assert (file.read_text(), len(endpoint.requests)) == ("[7.0]", 2)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_are_from_one_to_the_number_of_labels(rank: int) -> None:
+    with pytest.raises(ValueError, match="numbers from 1 to 2"):
+        Question("", None, ["b3f2", "c01d"], ranked=True).numbers_in(f'{{"b3f2": 1, "c01d": {rank}}}')

@@ -71,7 +71,7 @@ async def agreement(error: ScriptedError, size: float) -> list[float]:
         worths = [float(said[-1][1]) for said in rollouts.values()] or [float(answer)]
         errors = error(random.Random(str(question.labels)), len(worths))
         seen = [worth + size * added for worth, added in zip(worths, errors, strict=True)]
-        if question.bounds != (0, SCALE):
+        if question.ranked:
             found = [1.0 + sum(other > value for other in seen) for value in seen]
         else:  # Whole points of its scale, as models give.
             found = [min(max(round(value), 0), SCALE) for value in seen]
