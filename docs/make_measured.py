@@ -209,24 +209,20 @@ REFILL_COSTS: dict[str, Cell] = {
     "gained per CPU minute": spread(lambda run: 60 * gain(run) / run["cpu_seconds"]),
 }
 
-POOLED = {
-    example: (
-        *shorter,
-        f'plugins=["{plugin}", "../../docs/pools.py"]',
-        f'tasks.train={{source = "pool", of = "{example}", size = 40}}',
-    )
-    for (example, shorter), plugin in zip(REFILLED.items(), ("tasks.py", "sql_tasks.py"), strict=True)
-}
+POOLED = (
+    *REFILLED["calc"],
+    'plugins=["tasks.py", "../../docs/pools.py"]',
+    'tasks.train={source = "pool", of = "calc", size = 40}',
+)
 """Training on 40 tasks that recur."""
-BY_SUCCESS = {
-    "40 tasks in turn": (),
-    "40 tasks by success": ("curriculum={}",),
+CURRICULA: dict[str, dict[str, tuple[str, ...]]] = {
+    "calc": {"40 tasks in turn": POOLED, "40 tasks by success": (*POOLED, "curriculum={}")},
+    "sql": {
+        "new tasks": REFILLED["sql"],
+        "new tasks by success at their difficulty": (*REFILLED["sql"], "curriculum.by=difficulty"),
+    },
 }
-BY_LEVEL = {
-    "new tasks": (),
-    "new tasks by success at their difficulty": ("curriculum.by=difficulty",),
-}
-"""Of sql, whose tasks say how difficult they are."""
+"""Without a curriculum and with one; the tasks of sql say how difficult they are."""
 CURRICULUM: dict[str, Cell] = {
     "seeds": seeds_run,
     "rollouts": average(lambda run: sum(run["step_rollouts"])),
@@ -242,12 +238,9 @@ CURRICULUM: dict[str, Cell] = {
 def measured() -> Iterator[Experiment]:
     """Seed by seed, and row by row of all tables."""
     for seed in range(3):
-        for label, changes in BY_LEVEL.items():
-            settings = (*REFILLED["sql"], *changes)
-            yield Experiment(EXAMPLES / "sql", f"curriculum/{label}", settings, seed, contrast_of)
-        for example, pooled in POOLED.items():
-            for label, changes in BY_SUCCESS.items():
-                yield Experiment(EXAMPLES / example, f"curriculum/{label}", (*pooled, *changes), seed, contrast_of)
+        for example, labels in CURRICULA.items():
+            for label, settings in labels.items():
+                yield Experiment(EXAMPLES / example, f"curriculum/{label}", settings, seed, contrast_of)
     for seed in range(5):
         for example, shorter in REFILLED.items():
             for label, changes in REFILL.items():
@@ -324,9 +317,8 @@ def experiments() -> Iterator[str]:
     for example in REFILLED:
         rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
         yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
-    for example in POOLED:
-        labels = (*(BY_LEVEL if example == "sql" else ()), *BY_SUCCESS)
-        rows = {label: runs_of(MEASURED, measured, f"{example}/curriculum/{label}/") for label in labels}
+    for example, labels in CURRICULA.items():
+        rows = {label: runs_of(MEASURED, measured, f"{example}/curriculum/{label}") for label in labels}
         yield from (f"## Tasks by success: {example}", "", *table("trained on", rows, CURRICULUM), "")
 
 

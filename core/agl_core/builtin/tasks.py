@@ -281,7 +281,7 @@ class Recorded:
 
 
 _CYCLE = 1000
-"""Weights are rounded to whole tasks of so many in a mixture, at least one for each part."""
+"""Tasks of a mixture after which the order of its parts repeats, about: weights are rounded to one in so many."""
 
 
 class Mixture:

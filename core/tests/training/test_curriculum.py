@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,10 +135,10 @@ def test_what_cannot_be_drawn_by_success_is_refused(settings: Any, source: Level
 
 
 def run(folder: Path, state: RunState | None = None, **settings: Any) -> tuple[Bench, dict[int, str]]:
-    """A run whose tasks succeed by their number, now and then; with the task at each position of it."""
+    """A run of six tasks that succeed 0, 1, … 5 times out of five; with the task at each position of it."""
     restart = {} if state is None else {"restart": 1, "state": state}
-    curriculum = {"explore": 0.3}
-    bench = make_bench(folder, curriculum=curriculum, tasks=Levels(6), steps=12, **settings, **restart)
+    settings = {"curriculum": {"explore": 0.3}, "steps": 12, **settings}
+    bench = make_bench(folder, tasks=Levels(6), **settings, **restart)
     drawn: dict[int, str] = {}
 
     def reward(rollout: Rollout) -> float:
@@ -149,6 +150,13 @@ def run(folder: Path, state: RunState | None = None, **settings: Any) -> tuple[B
     bench.collector.ending = lambda rollout: Ending.LOST if rollout.position == 4 else Ending.FINISHED
     asyncio.run(bench.trainer.train())
     return bench, drawn
+
+
+def test_fewer_groups_are_without_contrast_where_tasks_stay_as_difficult_as_they_are(tmp_path: Path) -> None:
+    by_success, _ = run(tmp_path / "by_success", steps=100, group_size=8, checkpoint_every=100)
+    in_turn, _ = run(tmp_path / "in_turn", steps=100, group_size=8, checkpoint_every=100, curriculum=None)
+    assert np.mean(in_turn.metric("groups/no_contrast")) == pytest.approx(0.395, abs=0.05), "all equal: p⁸ + (1 - p)⁸"
+    assert np.mean(by_success.metric("groups/no_contrast")) < 0.2
 
 
 @pytest.mark.parametrize("step", [1, 2, 7])
