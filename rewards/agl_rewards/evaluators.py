@@ -152,20 +152,14 @@ def word_f1(text: str, expected: str) -> float:
     >>> word_f1("B", "A"), word_f1("a.", "A"), word_f1("", "The")
     (0.0, 1.0, 0.0)
     """
-    for split in (_words, _with_articles, _with_punctuation):
-        words, wanted = split(text), split(expected)
+    for words, wanted in zip(_words(text), _words(expected), strict=True):
         if wanted:
             return 2 * (Counter(words) & Counter(wanted)).total() / (len(words) + len(wanted))
     return float(not text.strip())
 
 
-def _words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
-
-
-def _with_articles(text: str) -> list[str]:
-    return text.lower().translate(_NO_PUNCTUATION).split()
-
-
-def _with_punctuation(text: str) -> list[str]:
-    return text.lower().split()
+def _words(text: str) -> list[list[str]]:
+    """The words of a text, without articles and punctuation; with articles; with both."""
+    lower = text.lower()
+    plain = lower.translate(_NO_PUNCTUATION)
+    return [_ARTICLES.sub(" ", plain).split(), plain.split(), lower.split()]
