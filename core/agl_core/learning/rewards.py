@@ -121,12 +121,12 @@ async def score_groups(
     scored: Sequence[tuple[Episode, list[Exception]]],
     rules: Sequence[ScoringRule],
     endings: Mapping[Ending, float | Json],
-    turn: asyncio.Lock | None = None,
 ) -> list[tuple[Episode, list[Exception]]]:
     """The rewards of `score` for whole groups, with those of the rules that see a group at once; in the same order.
 
     Such a rule sees the episodes of a group that the others rewarded, as they left them: not one that was dropped, or
-    that has a fixed reward. Where it fails, all of them are dropped.
+    that has a fixed reward. Where it fails, all of them are dropped. Groups are compared at the same time; each rollout
+    of an evaluation is one, also where it repeats a task.
     """
     together = [scoring for scoring in rules if isinstance(scoring.rule, GroupRewardRule)]
     if not together:
@@ -138,8 +138,10 @@ async def score_groups(
     }
     groups: dict[tuple[Mode, str], list[_EpisodeScores]] = {}
     for scores in compared.values():
-        groups.setdefault((scores.episode.mode, scores.episode.group), []).append(scores)
-    turn = turn or asyncio.Lock()
+        episode = scores.episode
+        name = episode.rollout if episode.mode.evaluates else episode.group
+        groups.setdefault((episode.mode, name), []).append(scores)
+    turn = asyncio.Lock()
     fitting = {mode: [scoring for scoring in together if mode in scoring.modes] for mode, _ in groups}
     await asyncio.gather(*(_compare(group, fitting[mode], turn) for (mode, _), group in groups.items()))
     return [

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol, TypeVar
 
 from agl_core.config.load import LoadedConfig
@@ -185,9 +186,9 @@ class Collector:
         finally:
             if waiting:
                 await self.queue.cancel(waiting)
-        complete = await self.complete([[scored[rollout.id] for rollout in group] for group in groups])
-        warn_of_failed_rules([done for group in complete for done in group])
-        return [done.episode for group in complete for done in group]
+        complete = await self.complete([scored[rollout.id] for rollout in rollouts])
+        warn_of_failed_rules(complete)
+        return [done.episode for done in complete]
 
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
@@ -202,17 +203,12 @@ class Collector:
         await self.store.put(*(reward for episode, _ in scored for reward in _rewards_of_rules(episode)))
         return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 
-    async def complete(self, groups: Iterable[Sequence[Scored]]) -> list[list[Scored]]:
-        """Complete groups with the rewards of the rules that compare their rollouts, all groups at the same time."""
-        turn = asyncio.Lock()
-        return list(await asyncio.gather(*(self._compared(group, turn) for group in groups)))
-
-    async def _compared(self, group: Sequence[Scored], turn: asyncio.Lock) -> list[Scored]:
-        outcomes = [(done.episode, done.reward_errors) for done in group]
-        scored = await score_groups(outcomes, self.rules, self.endings, turn)
-        known = {reward for done in group for reward in _rewards_of_rules(done.episode)}
+    async def complete(self, rollouts: Sequence[Scored]) -> list[Scored]:
+        """The rollouts of complete groups, with the rewards of the rules that compare those of a group."""
+        scored = await score_groups([(done.episode, done.reward_errors) for done in rollouts], self.rules, self.endings)
+        known = {reward for done in rollouts for reward in _rewards_of_rules(done.episode)}
         await self.store.put(*(r for episode, _ in scored for r in _rewards_of_rules(episode) if r not in known))
-        return [Scored(done.rollout, *outcome) for done, outcome in zip(group, scored, strict=True)]
+        return [Scored(done.rollout, *outcome) for done, outcome in zip(rollouts, scored, strict=True)]
 
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
         """Wait for the queue, and see meanwhile whether the run is well."""
@@ -363,8 +359,10 @@ class Experience:
             self._running[scored.rollout.group][scored.rollout.id] = scored
         done = {name: [s for s in rollouts.values() if s is not None] for name, rollouts in self._running.items()}
         done = {name: group for name, group in done.items() if len(group) == len(self._running[name])}
-        for name, complete in zip(done, await self._collector.complete(done.values()), strict=True):
+        compared = iter(await self._collector.complete([scored for group in done.values() for scored in group]))
+        for name, group in done.items():
             del self._running[name]
+            complete = list(islice(compared, len(group)))
             returns = [episode_return(scored.episode) for scored in complete if scored.episode.dropped is None]
             if len(self._replaced) < self._refill and are_equal(returns):
                 self._replaced[name] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,8 +114,8 @@ class ScriptedCollector:
             self.out[rollout.id] = rollout, self.versions["default"]
         self.most_groups = max(self.most_groups, len({rollout.group for rollout, _ in self.out.values()}))
 
-    async def complete(self, groups: Iterable[Sequence[Scored]]) -> list[list[Scored]]:
-        return list(map(list, groups))
+    async def complete(self, rollouts: Sequence[Scored]) -> list[Scored]:
+        return list(rollouts)
 
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         ready = [rollout for rollout, _ in self.out.values() if rollout.id in ids and not self.held(rollout)]

@@ -49,9 +49,9 @@ class ScriptedQueue:
         self._done: dict[str, Rollout] = {}
         self._changed = asyncio.Event()
 
-    def finish(self, *ids: str, ending: Ending = Ending.FINISHED) -> None:
+    def finish(self, *ids: str, ending: Ending = Ending.FINISHED, mode: Mode = Mode.TRAIN) -> None:
         for id in ids:
-            self._done[id] = make.rollout(id, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+            self._done[id] = make.rollout(id, state=RolloutState.DONE, ending=ending, counted_attempt=0, mode=mode)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -295,8 +295,8 @@ async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_ar
     assert [(r.rollout, r.value, r.source) for r in stored] == [("a", 0.0, "half"), ("b", 1.0, "half")]
 
 
-async def test_groups_that_are_complete_are_compared_at_the_same_time_each_by_itself() -> None:
-    """The repeats of one task in an evaluation are groups of one, whatever their name."""
+async def test_groups_are_compared_at_the_same_time_and_rollouts_of_an_evaluation_are_groups_of_one() -> None:
+    """Also where it repeats a task."""
     seen: list[str] = []
     everyone = threading.Semaphore(0)
 
@@ -310,6 +310,6 @@ async def test_groups_that_are_complete_are_compared_at_the_same_time_each_by_it
 
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b", "c")
-    queue.finish("a", "b", "c")
+    queue.finish("a", "b", "c", mode=Mode.EVAL_SAMPLED)
     collected = await collect(collecting(queue, store, GroupRewardRule(compare)), *([one] for one in rollouts))
     assert [(episode.rollout, episode.terminal) for episode in collected] == [("a", 1.0), ("b", 1.0), ("c", 1.0)]
