@@ -415,12 +415,12 @@ def train(
     its tokens' weights in the step, and returns the sum over tokens of weight × loss, and such sums of metrics (of
     `…_max`: the largest). Metrics: their means over the tokens of the steps that were applied, by weight, and
     grad_norm (before clipping, the mean over steps), learning_rate (of the last step), steps_applied, steps_skipped,
-    with `target_kl` stopped_early (how many steps were not made).
+    with `target_kl` kl_old (on the last step that had a pass) and stopped_early (how many steps were not made).
     """
     sums: dict[str, float] = {}
     weight, rate = 0.0, optimizer.learning_rate
     grad_norms: list[float] = []
-    stopped_early = 0
+    stopped_early, kl = 0, 0.0
     module.train()  # Gradient checkpointing asks for it.
     try:
         for number, chosen in enumerate(steps):
@@ -438,7 +438,8 @@ def train(
                 _add(step_sums, {name: tensor.detach().item() for name, tensor in measured.items()})
                 work.advance(micro.tokens, 1 + BACKWARD_COST)
             else:
-                if target_kl is not None and step_sums["kl_old"] > target_kl * step_weight:
+                kl = step_sums.get("kl_old", 0.0) / (step_weight or 1.0)
+                if target_kl is not None and kl > target_kl:
                     stopped_early = len(steps) - number
                     break
                 grad_norm = optimizer.step()
@@ -455,7 +456,7 @@ def train(
     if grad_norms:
         means["grad_norm"] = sum(grad_norms) / len(grad_norms)
     if target_kl is not None:
-        means["stopped_early"] = float(stopped_early)
+        means |= {"kl_old": kl, "stopped_early": float(stopped_early)}
     return means | {
         "learning_rate": rate,
         "steps_applied": float(len(grad_norms)),

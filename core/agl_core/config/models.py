@@ -84,18 +84,12 @@ class StopSection(Section):
         description="Training ends after this many evaluations in a row without a new best reward, on the set `eval` "
         "(else the first one) in the first of eval.modes; 0: never.",
     )
-    tolerance: float = Field(0.0, ge=0, description="By how much a reward must be above the best one to be a new best.")
+    tolerance: float = Field(0.0, ge=0, description="A new best is above the best one before by more than this.")
     alarms: dict[AlarmName, Annotated[int, Field(ge=1)]] = Field(
         {},
         description="Training ends with an error once one of these alarms has stood for so many steps: "
         "`reward_collapse = 3`, for instance.",
     )
-
-    @model_validator(mode="after")
-    def _no_tolerance_without_patience(self) -> Self:
-        if self.tolerance and not self.patience:
-            raise ValueError("'tolerance' has no effect here: set patience (3 is usual).")
-        return self
 
 
 class TrainSection(Section):

@@ -31,7 +31,7 @@ class MetricsLine:
     values: Mapping[str, float]
     alarms: Sequence[Alarm] = ()
     """Those that were raised since the line before."""
-    stopped: str | None = None
+    stopped: str = ""
     """Why the run ended here, before its last step."""
 
     @classmethod
@@ -40,7 +40,7 @@ class MetricsLine:
         line = orjson.loads(text)
         values = {key: float(value) for key, value in line.items() if type(value) in (int, float)}
         alarms = [Alarm(**{**alarm, "name": AlarmName(alarm["name"])}) for alarm in line.get("alarms", ())]
-        return cls(int(line["step"]), line["kind"], values, alarms, line.get("stopped"))
+        return cls(int(line["step"]), line["kind"], values, alarms, str(line.get("stopped", "")))
 
     @property
     def headline_set(self) -> str | None:
@@ -139,10 +139,10 @@ def read_health(folder: Path) -> RunHealth:
     )
 
 
-def stopped_early(lines: Sequence[MetricsLine]) -> str | None:
-    """At which step and why the run ended before its last one; None if it did not, or has gone on since."""
+def stopped_early(lines: Sequence[MetricsLine]) -> str:
+    """At which step and why the run ended before its last one; empty if it did not, or has gone on since."""
     latest = next((line for line in reversed(lines) if line.stopped or line.kind == "train"), None)
-    return f"stopped early at step {latest.step}: {latest.stopped}" if latest and latest.stopped else None
+    return f"stopped early at step {latest.step}: {latest.stopped}" if latest and latest.stopped else ""
 
 
 def verdict_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:

@@ -177,8 +177,8 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     steps = max((line.step for line in lines if line.kind == "train"), default=0)
     planned = None if "capture" in settings else int(settings.get("train", {}).get("steps", 0))
     rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
-    early = stopped_early(lines) is not None
-    all_made = early or (planned is not None and 0 < planned <= steps)
+    early = stopped_early(lines)
+    all_made = bool(early) or (planned is not None and 0 < planned <= steps)
     # A training process removes the run's summary at the start, and writes it at the end, unless it dies.
     has_ended = (folder / SUMMARY_FILE).exists()
     has_died = not has_ended and (folder / CHECKPOINTS).exists()

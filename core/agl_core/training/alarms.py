@@ -332,12 +332,12 @@ class Watch:
         self.steps[-1] = {**numbers, **self.held}
         return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
 
-    def standing(self, limits: Mapping[AlarmName, int]) -> str | None:
-        """The alarm that held after each of so many last steps as its limit says, in words; None without one."""
+    def standing(self, limits: Mapping[AlarmName, int]) -> str:
+        """The alarm that held after as many of the last steps as its limit says, in words; empty without one."""
         for name, limit in limits.items():
             if len(self.steps) >= limit and all(f"alarm/{name}" in numbers for numbers in self.steps[-limit:]):
                 return f"the alarm {name} has stood for {limit} steps"
-        return None
+        return ""
 
     def _seen(self, check: Callable[..., str | None]) -> str | None:
         """The observation of an alarm; if it looks at updates, of each policy on the steps that updated it."""

@@ -61,14 +61,14 @@ class RunState:
         of_mode = [entry for entry in entries if entry["mode"] == entries[0]["mode"]]
         return {entry["step"]: float(entry["reward"] if "reward" in entry else -entry["loss"]) for entry in of_mode}
 
-    def plateau(self, stop: StopSection) -> str | None:
-        """Why the rewards no longer rise; None as long as they may."""
+    def plateau(self, stop: StopSection) -> str:
+        """In which way the rewards no longer rise; empty as long as they may."""
         best, waited = -1, 0
         for step, reward in self.rewards.items():
             is_best = best < 0 or reward > self.rewards[best] + stop.tolerance
             best, waited = (step, 0) if is_best else (best, waited + 1)
         if not stop.patience or waited < stop.patience:
-            return None
+            return ""
         return f"none of {waited} evaluations was better than that of step {best} ({self.rewards[best]:.3g})"
 
 

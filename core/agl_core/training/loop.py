@@ -149,11 +149,11 @@ class Trainer:
             self.observer.say(text)
 
     @property
-    def stopped(self) -> str | None:
-        """Why training ends before its last step; None as long as it goes on."""
+    def stopped(self) -> str:
+        """Why training ends before its last step; empty as long as it goes on."""
         settings = self.loaded.config.train
         if self.state.step >= settings.steps:
-            return None
+            return ""
         return self.watch.standing(settings.stop.alarms) or self.state.plateau(settings.stop)
 
     async def _after_step(self) -> None:

@@ -255,12 +255,7 @@ class MetricsLog:
         return steps
 
     def write(
-        self,
-        step: int,
-        kind: str,
-        metrics: Mapping[str, float],
-        alarms: Sequence[Alarm] = (),
-        stopped: str | None = None,
+        self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = (), stopped: str = ""
     ) -> None:
         """Append one line; `kind` is `train` or `eval`, `alarms` are those that were raised since the last line.
 
@@ -274,7 +269,7 @@ class MetricsLog:
                 {key: text.encode(errors="replace").decode() for key, text in dataclasses.asdict(alarm).items()}
                 for alarm in alarms
             ]
-        if stopped is not None:
+        if stopped:
             line["stopped"] = stopped
         with open(self._path, "ab", opener=private.opener) as file:
             file.write(orjson.dumps(line) + b"\n")

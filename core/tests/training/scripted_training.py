@@ -183,12 +183,7 @@ class Log:
     alarms: list[Alarm] = field(default_factory=list)
 
     def write(
-        self,
-        step: int,
-        kind: str,
-        metrics: Mapping[str, float],
-        alarms: Sequence[Alarm] = (),
-        stopped: str | None = None,
+        self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = (), stopped: str = ""
     ) -> None:
         self.alarms += alarms
         self.lines.append({"step": step, **metrics})

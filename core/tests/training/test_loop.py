@@ -202,8 +202,8 @@ def test_a_plateau_is_a_best_reward_that_as_many_later_ones_did_not_beat(
     waits = len(rewards) - 1 - best
     stop = StopSection(patience=patience, tolerance=tolerance if patience else 0.0)
     reason = RunState(evaluations=evaluations).plateau(stop)
-    assert (reason is not None) == (0 < patience <= waits)
-    assert reason is None or f"none of {waits} evaluations was better than that of step {10 * best} (" in reason
+    assert bool(reason) == (0 < patience <= waits)
+    assert not reason or f"none of {waits} evaluations was better than that of step {10 * best} (" in reason
 
 
 async def test_an_empty_store_is_not_served_where_a_run_was_begun(tmp_path: Path) -> None:
