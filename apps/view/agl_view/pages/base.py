@@ -6,13 +6,14 @@ What a page needs is read by `agl_core.reading`, and a template makes HTML of it
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
@@ -36,18 +37,15 @@ from agl_view import charts
 from agl_view.groups import align, groups_on
 from agl_view.templating import make_environment, page_address
 
-Chosen = TypeVar("Chosen", bound=StrEnum)
-
 PAGE_SIZE = 100
 """Rollouts of a page at most, but for a step or a filter."""
 MAX_SEARCHED = 1000
 """Rollouts of a step that are shown together, and of a run that a filter looks at."""
-_MOST_WHOLE = 1 << 53
-"""Larger numbers in an address are not whole for certain."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
 _SORTED_BY = {"state": "state", "progress": "steps", "before": "reward_before", "after": "reward_after", "size": "size"}
 """Columns that sort the list of runs, each by a field of `RunEntry`; the largest first."""
+_QUERY = TypeAdapter(Query)
 
 
 class BadQueryError(AglError, ValueError):
@@ -241,21 +239,15 @@ class Pages:
 
 def read_query(request: Request) -> Query:
     """The query of the address. BadQueryError names what cannot be read."""
-    fields = {key: value for key, value in request.query_params.items() if value}
-    return Query(
-        step=whole(fields["step"], "step") if "step" in fields else None,
-        mode=member(Mode, fields.get("mode"), "mode"),
-        ending=member(Ending, fields.get("ending"), "ending"),
-        agent=fields.get("agent"),
-        policy=fields.get("policy"),
-        tool=fields.get("tool"),
-        status=member(ToolStatus, fields.get("status"), "status"),
-        dropped=fields.get("dropped"),
-        low=number(fields["low"], "low") if "low" in fields else None,
-        high=number(fields["high"], "high") if "high" in fields else None,
-        text=fields.get("text"),
-        verdict=member(Verdict, fields.get("verdict"), "verdict"),
-    )
+    fields: dict[str, Any] = {key: value for key, value in request.query_params.items() if value}
+    if "step" in fields:
+        fields["step"] = whole(fields["step"], "step")
+    try:
+        return _QUERY.validate_python(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0])
+        raise BadQueryError(f"{name}={fields[name]} in the address will not do: {problem['msg']}.") from None
 
 
 def with_earlier(attempt: AttemptReport) -> list[tuple[Turn, int]]:
@@ -329,23 +321,8 @@ def _tint(logprob: float | None) -> str:
     return "lpx" if logprob is None else f"lp{sum(-logprob > bound for bound in _SURE)}"
 
 
-def number(text: str, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise BadQueryError(f"{name}={text} in the address is not a number.") from None
-
-
 def whole(text: str, name: str) -> int:
-    value = number(text, name)
-    if not value.is_integer() or abs(value) >= _MOST_WHOLE:
+    """A whole number of the address. BadQueryError if it is none, or larger than what every store and browser takes."""
+    if not re.fullmatch("-?[0-9]{1,15}", text):
         raise BadQueryError(f"{name}={text} in the address is not a whole number, or too large.")
-    return int(value)
-
-
-def member(kind: type[Chosen], text: str | None, name: str) -> Chosen | None:
-    try:
-        return None if text is None else kind(text)
-    except ValueError:
-        known = ", ".join(kind)
-        raise BadQueryError(f"{name}={text} in the address is none of {known}.") from None
+    return int(text)

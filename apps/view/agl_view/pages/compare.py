@@ -19,7 +19,7 @@ from agl_core.reading.runs import read_settings
 from agl_core.types import Mode, Task
 from agl_view.charts import Points, line_chart
 from agl_view.groups import align
-from agl_view.pages.base import BadQueryError, Pages, member, whole
+from agl_view.pages.base import BadQueryError, Pages, read_query, whole
 from agl_view.templating import page_address
 
 
@@ -46,7 +46,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         pages.folders.find(name)
     if len(chosen) > 2:
         raise BadQueryError(f"Two runs can be compared; the address names {len(chosen)}.")
-    mode = member(Mode, request.query_params.get("mode") or Mode.EVAL_GREEDY, "mode") or Mode.EVAL_GREEDY
+    mode = read_query(request).mode or Mode.EVAL_GREEDY
     defaults: list[tuple[str, int]] = []
     if chosen:
         first, last = chosen[0], chosen[-1]
