@@ -369,7 +369,8 @@ class Engine(ABC):
     async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
         """The log-probability of each response token under the current weights, at the transition's temperature.
 
-        It changes nothing. The batch has only what the engine could train on.
+        It changes nothing. The batch has only what the model could be trained on; what the engine cannot take all the
+        same is NaN.
         """
         raise self._not_supported("logprobs")
 

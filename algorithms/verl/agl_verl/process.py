@@ -10,15 +10,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl_core.errors import AglError, EngineError, nearest
-from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.protocols import EngineContext, Progress, ResponseScores, UpdateResult
 from agl_core.training.child import Host, in_one_line
-from agl_core.types import Batch
+from agl_core.types import Batch, RecordedReply, TokenizedReply
 from agl_verl import checkpoint
 from agl_verl.config import ChosenAlgorithm, compose, optimizers
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
@@ -70,6 +70,7 @@ class Driver:
         import transfer_queue
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
+        from agl_chat.conversation import load_text
         from agl_verl.cluster import Watch, connect
         from agl_verl.servers import register_servers
         from agl_verl.trainer import Policy, SeparateTrainer, SharedTrainer
@@ -88,6 +89,10 @@ class Driver:
         self._trainer.start(policies, context.seed, options.sequence_parallel, stage)
         self.urls = tuple(f"http://{address}/v1" for address in self._trainer.servers.get_addresses())
         self.context_length = self._trainer.context_length
+        self._texts = {
+            name: load_text(spec.model, trust_remote_code=spec.trust_remote_code)
+            for name, spec in context.policies.items()
+        }
         self.watch = Watch()
 
     def update(
@@ -106,6 +111,17 @@ class Driver:
             result = self._trainer.update(policy, batch, progress)
         progress(1.0)
         return result
+
+    def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
+        """Of a batch's response tokens; veRL does not say which tokens are the most likely ones."""
+        with self._usable():
+            return ResponseScores(self._trainer.logprobs(policy, batch))
+
+    def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
+        """The token ids of recorded replies by the policy's tokenizer and chat template."""
+        from agl_chat.conversation import tokenized
+
+        return [tokenized(self._texts[policy], reply) for reply in replies]
 
     def save(self, folder: Path) -> None:
         """Write the policies below `folder`, which every node of the cluster has to see."""

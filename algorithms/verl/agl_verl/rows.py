@@ -179,7 +179,7 @@ def actor_loss(
         Logprobs(
             current_R=current_R,
             old_R=old_R,
-            behaviour_R=samples.behaviour_R,
+            behaviour_R=torch.where(samples.behaviour_R.isnan(), old_R, samples.behaviour_R),
             reference_R=_picked(data["ref_log_prob"], data) if "ref_log_prob" in data else None,
             entropy_R=entropy_R if algorithm.needs_entropy else None,
         ),
@@ -258,7 +258,7 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
 
     `actor/policy_loss` is `policy_loss`, as under the torch engine; the critic's are `value_…` or `critic_…`; what veRL
     measures beyond that keeps its name, for instance `rollout_probs_diff_max` (by how much training's probabilities
-    differ from serving's).
+    differ from serving's). That is left out where no probability of serving's is known.
 
     >>> named({"actor/lr": 0.1, "critic/grad_norm": 2.0, "critic/value_loss": 3.0, "training/x": 1.0})
     {'learning_rate': 0.1, 'critic_grad_norm': 2.0, 'value_loss': 3.0, 'x': 1.0}
@@ -268,6 +268,8 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
         if not np.isscalar(value) or isinstance(value, str):
             continue
         role, _, rest = name.partition("/")
+        if role == "training" and np.isnan(value):
+            continue
         if rest == "loss" and f"{role}/{TOTAL_LOSS}" in metrics:
             continue
         rest = _RENAMED.get(rest, rest)

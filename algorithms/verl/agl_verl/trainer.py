@@ -188,9 +188,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Train a policy on a batch and serve its new version; it grows also when nothing could be trained on."""
         self._progress = progress
         self.hold(name)
-        fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
-        trainable = min(self.context_length, fits)
-        usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer), grammars=False)
+        usable = self._usable(batch)
         samples = samples_of(usable.batch)
         prepared = None if self._algorithm.needs_critic else prepare(usable, samples, self._algorithm)
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
@@ -214,6 +212,25 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
         measured = named(metrics) | seconds | prepared.metrics() | gap
         return prepared.result(step, measured, old_R, self.config.actor_rollout_ref.rollout.dtype)
+
+    def logprobs(self, name: str, batch: Batch) -> NDArray[np.float64]:
+        """[R] under the weights as they are, NaN where a transition does not fit; the servers go on as before."""
+        self.hold(name)
+        self.global_steps = self._policy.version
+        usable = self._usable(batch)
+        everything = np.arange(len(usable.batch))
+        self._update = Update(usable, samples_of(usable.batch), None, everything, [], {})
+        logprobs_R = np.full(int(batch.response_offsets[-1]), np.nan)
+        if len(everything):
+            self._set_temperature(usable.batch, everything)
+            rows, _ = self.sample()
+            self.on_sample_end()
+            rows = PPOTrainer._compute_old_log_prob(self, self._balance_batch(rows, {}), {})
+            is_usable_R = np.repeat(np.isin(np.arange(len(batch)), usable.places), batch.response_lengths_N)
+            logprobs_R[is_usable_R] = self._gather(rows, "old_log_probs").numpy()
+            self.on_step_end()
+            tq.kv_clear(keys=rows.keys, partition_id=rows.partition_id)
+        return logprobs_R
 
     def save(self, name: str, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""
@@ -335,6 +352,12 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return batch
 
     # Parts of the above.
+
+    def _usable(self, batch: Batch) -> Usable:
+        """What servers and training workers can take of a batch."""
+        fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
+        context = min(self.context_length, fits)
+        return filter_trainable(batch, context_length=context, vocabulary=len(self.tokenizer), grammars=False)
 
     def _expect(self) -> None:
         """Say whose weights and version come next."""

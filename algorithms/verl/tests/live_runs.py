@@ -71,6 +71,51 @@ def test_the_reward_of_a_real_agent_rises(tmp_path: Path) -> None:
     assert all(line["update/grad_norm"] > 0 for line in steps if line["update/transitions_trained"])
 
 
+def test_a_policy_imitates_the_best_of_its_own_rollouts(tmp_path: Path) -> None:
+    settings = {"algorithm.name": "rft", "algorithm.rft.top_k": 1, "train.steps": 2}
+    done = subprocess.run(command(tmp_path, **settings), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    for line in steps_of(tmp_path / "calc"):
+        assert line["update/grad_norm"] > 0
+        assert line["update/loss"] > 0
+        assert 0 < line["update/transitions_trained"] < line["transitions/kept"]
+
+
+def test_a_policy_imitates_recorded_conversations(tmp_path: Path) -> None:
+    """Texts, which the engine tokenises; the loss of those that are held out is that of the torch engine."""
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    with demonstrations.open("w") as file:
+        for number in range(24):
+            messages = [
+                {"role": "user", "content": f"What is {number} plus 1?"},
+                {"role": "assistant", "content": f"It is {number + 1}."},
+                {"role": "user", "content": "And plus 1 again?"},
+                {"role": "assistant", "content": f"That is {number + 2}."},
+            ]
+            line = {"messages": messages, "split": "eval" if number < 4 else "train"}
+            file.write(json.dumps(line) + "\n")
+    talk = f'source = "recorded"\nrun = "{demonstrations}"'
+    (tmp_path / "train.toml").write_text(
+        f'config_version = 1\nname = "calc"\n[tasks.train]\n{talk}\nsplit = "train"\n[tasks.eval]\n{talk}\n'
+        f'split = "eval"\n[policies.default]\nmodel = {{path = "{CALC.parent / "policy"}", dtype = "float32"}}\n'
+        "optimizer.learning_rate = 1e-3\n"
+    )
+    losses = {}
+    for engine in ("torch", "verl"):
+        runs = tmp_path / engine
+        settings = {"algorithm.name": "sft", "train.steps": 3, "engine.name": engine}
+        done = subprocess.run(command(runs, tmp_path / "train.toml", **settings), capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        lines = [json.loads(line) for line in (runs / "calc" / "metrics.jsonl").read_text().splitlines()]
+        evaluations = [line for line in lines if line["kind"] == "eval"]
+        losses[engine] = [line["eval/loss"] for line in evaluations]
+        assert {line["eval/tokens"] for line in evaluations} == {float(evaluations[0]["eval/tokens"])}
+        assert all(("eval/accuracy" in line) == (engine == "torch") for line in evaluations)
+        assert all(line["transitions/kept"] == 8 and "reward/mean" not in line for line in steps_of(runs / "calc"))
+    assert losses["verl"][-1] < losses["verl"][0]
+    assert losses["verl"] == pytest.approx(losses["torch"], rel=1e-3)
+
+
 OWN_ALGORITHM = """
 import agl_core
 import torch

@@ -55,6 +55,8 @@ CASES = {
         {"critic_learning_rate": 1e-3, "across_calls": True, "gamma": 0.95, "lam": 0.9, "minibatches": 3},
         CreditKind.REWARD,
     ),
+    "SFT, in two minibatches": Case("sft", {"minibatches": 2}),
+    "RFT, the best of each group": Case("rft", {"top_k": 1, "aggregation": "token-mean"}),
     "REINFORCE++": Case("reinforce++", {"epochs": 2, "aggregation": "token-mean"}),
     "REINFORCE++ across calls": Case(
         "reinforce++", {"across_calls": True, "gamma": 0.95, "whitening": "transitions"}, CreditKind.REWARD

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import orjson
@@ -25,7 +26,7 @@ from agl_core.config.resolve import Chosen
 from agl_core.errors import ConfigError, nearest
 from agl_core.protocols import RecordedTasks, TaskSource
 from agl_core.training.plan import train_index
-from agl_core.types import RecordedRollout, Task
+from agl_core.types import RecordedRollout, Rollout, Task
 from agl_core.types.forms import dump_json, load_json
 
 
@@ -212,13 +213,13 @@ def _read_utf8(path: Path) -> str:
 
 
 class RecordedOptions(BaseModel):
-    """The run, and which of its rollouts."""
+    """The runs, and which of their rollouts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    run: Path = Field(
+    run: Path | tuple[Path, ...] = Field(
         description="The folder of the run, as `agl import`, `agl run` or `agl train` made it, relative "
-        "to the configuration file."
+        "to the configuration file; or a file that `agl import` takes; or several of them."
     )
     split: str | None = Field(
         None,
@@ -239,27 +240,41 @@ class Recorded:
     """
 
     def __init__(self, options: RecordedOptions, folder: Path, seed: int) -> None:
-        """Read which rollouts there are. ConfigError if there is no such run, or it has none."""
-        self._run = folder / options.run.expanduser()
-        if not (self._run / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{self._run} is not a run's folder (it has no {CONFIG_FILE}). Make one of a file with `agl import`; "
-                f"paths are relative to the configuration file, or to its `folder`."
-            )
-        self.without_logprobs = options.without_logprobs
+        """Read which rollouts there are. ConfigError if there is no such run, or it has none; EpisodesError names what
+        is wrong with a file."""
+        self.without_logprobs, self._split = options.without_logprobs, options.split
+        self._imported: list[TemporaryDirectory[str]] = []
+        """The folders of runs that were made of files."""
+        self._groups: list[tuple[Path, Sequence[Rollout]]] = []
+        """By task: the run, and the rollouts."""
+        with ThreadPoolExecutor(1) as thread:  # In this thread an event loop may be running.
+            for path in (options.run,) if isinstance(options.run, Path) else options.run:
+                self._groups += thread.submit(self._read, folder / path.expanduser()).result()
+
+    def _read(self, path: Path) -> list[tuple[Path, Sequence[Rollout]]]:
+        """The groups of the run at this path, or of a run that is made of this file."""
         # Agents' processes register components too, and need nothing that reads runs.
+        from agl_core.reading.importing import import_file
         from agl_core.reading.rollouts import recorded_groups
 
-        with ThreadPoolExecutor(1) as thread:  # In this thread an event loop may be running.
-            groups = thread.submit(asyncio.run, recorded_groups(self._run)).result()
-        if options.split is not None:
-            groups = [group for group in groups if group[0].task.split == options.split]
+        run = path
+        if path.is_file():
+            self._imported.append(TemporaryDirectory(prefix="agl-"))
+            run = import_file(path, "imported", Path(self._imported[-1].name)).run
+        if not (run / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{path} is neither a run's folder (it has no {CONFIG_FILE}) nor a file. Paths are relative to the "
+                f"configuration file, or to its `folder`."
+            )
+        groups = asyncio.run(recorded_groups(run))
+        if self._split is not None:
+            groups = [group for group in groups if group[0].task.split == self._split]
         elif any(group[0].mode.trains for group in groups):
             groups = [group for group in groups if group[0].mode.trains]
-        self._groups = groups
-        if not self._groups:
-            which = "that is done" if options.split is None else f"of the split '{options.split}' that is done"
-            raise ConfigError(f"The run {self._run} has no rollout {which}, so there is nothing to train on.")
+        if not groups:
+            which = "that is done" if self._split is None else f"of the split '{self._split}' that is done"
+            raise ConfigError(f"{path} has no rollout {which}, so there is nothing to train on.")
+        return [(run, group) for group in groups]
 
     @property
     def size(self) -> int:
@@ -267,17 +282,24 @@ class Recorded:
 
     def task(self, index: int) -> Task:
         """The task at this index, in the order in which their first rollouts were recorded."""
-        return self._groups[index][0].task
+        return self._groups[index][1][0].task
 
     def members(self, index: int) -> int:
         """How many rollouts there are of the task at this index."""
-        return len(self._groups[index])
+        return len(self._groups[index][1])
 
     async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
         """These rollouts, each by the index of its task and its number there."""
         from agl_core.reading.rollouts import read_recorded
 
-        return await read_recorded(self._run, [self._groups[index][number] for index, number in wanted])
+        by_run: dict[Path, list[int]] = {}
+        for place, (index, _) in enumerate(wanted):
+            by_run.setdefault(self._groups[index][0], []).append(place)
+        rollouts = [self._groups[index][1][number] for index, number in wanted]
+        records: dict[int, RecordedRollout] = {}
+        for run, places in by_run.items():
+            records |= zip(places, await read_recorded(run, [rollouts[place] for place in places]), strict=True)
+        return [records[place] for place in range(len(wanted))]
 
 
 _CYCLE = 1000

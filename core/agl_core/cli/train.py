@@ -40,6 +40,15 @@ Resume = Annotated[
         help="A run: go on from its last checkpoint, or from that of a step, as its next restart.",
     ),
 ]
+From = Annotated[
+    list[Path],
+    typer.Option(
+        "--from",
+        metavar="RUN|FILE",
+        help="Train on what was recorded there, a run or a file that `agl import` takes, instead of [tasks.train]. It "
+        "can be repeated.",
+    ),
+]
 EngineName = Annotated[str | None, typer.Option("--engine", metavar="NAME", help="Overrides engine.name.")]
 DryRun = Annotated[
     bool,
@@ -53,6 +62,7 @@ def train(
     config: Config = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006
+    from_: From = [],  # noqa: B006
     resume: Resume = None,
     engine: EngineName = None,
     dry_run: DryRun = False,
@@ -75,16 +85,23 @@ def train(
     AGL_WORKER_KEY here and there. What crosses the network is not encrypted.
     """
     checkpoint = None
+    recorded = []
     if config is not None and resume is None:
         file = config
-    elif resume is not None and config is None:
+        if from_:
+            sources = [str((path if path.is_file() else find_run(path)).resolve()) for path in from_]
+            recorded = [f"tasks.train={{source = 'recorded', run = {json.dumps(sources)}}}"]
+    elif resume is not None and config is None and not from_:
         folder, step = _find_checkpoint(str(resume))
         file = folder / CONFIG_FILE
         if step is not None and (checkpoint := Checkpoints(folder / CHECKPOINTS, keep=1).meant_by(step)) is None:
             raise ConfigError(f"{resume}: a run is resumed from a checkpoint. To begin at step 0, start a new run.")
     else:
-        raise ConfigError("Name either a configuration file or, with --resume, a run's folder. See agl train --help.")
-    loaded = load(file, [*set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
+        raise ConfigError(
+            "Name either a configuration file (which --from is for) or, with --resume, a run's folder. See agl train "
+            "--help."
+        )
+    loaded = load(file, [*recorded, *set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
     check(loaded)
     if dry_run:
         typer.echo(describe_engine(loaded), nl=False)

@@ -174,10 +174,13 @@ class HeldOutReplies:
         tokens, hits, knows = 0, 0, True
         for policy, batch in self._batches.items():
             scores = await self.engine.logprobs(policy, batch)
-            nats -= float(scores.logprobs_R[batch.mask_R].sum())
-            tokens += int(batch.mask_R.sum())
+            is_scored_R = batch.mask_R & ~np.isnan(scores.logprobs_R)
+            nats -= float(scores.logprobs_R[is_scored_R].sum())
+            tokens += int(is_scored_R.sum())
             knows = knows and scores.is_top_R is not None
-            hits += 0 if scores.is_top_R is None else int(scores.is_top_R[batch.mask_R].sum())
+            hits += 0 if scores.is_top_R is None else int(scores.is_top_R[is_scored_R].sum())
+        if not tokens:
+            return {"loss": np.nan, "tokens": 0.0}
         return {"loss": nats / tokens, **({"accuracy": hits / tokens} if knows else {}), "tokens": float(tokens)}
 
     async def _read(self) -> dict[str, Batch]:

@@ -83,6 +83,10 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("train.stop.alarms.no_contrast=2", "alarms.no_contrast=false"),
             ("[train.stop] alarms waits for 'no_contrast', which [alarms] switches off",),
         ),
+        (
+            ("algorithm.name=sft",),
+            ("imitates recorded rollouts, but task source", "agl train CONFIG --from RUN", "trains on recorded texts"),
+        ),
     ],
 )
 def test_what_does_not_is_refused_with_a_remedy(

@@ -17,6 +17,7 @@ from agl_core.errors import CheckpointError
 from agl_core.hooks import hookimpl
 from agl_core.learning.evaluations import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.plugins import Plugins
+from agl_core.reading.metrics import MetricsLine, verdict_of
 from agl_core.training.metrics import (
     MetricsLog,
     Summary,
@@ -24,6 +25,7 @@ from agl_core.training.metrics import (
     drop_metrics,
     episode_metrics,
     staleness_metrics,
+    step_line,
 )
 from agl_core.types import (
     DropReason,
@@ -120,6 +122,27 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     assert (summary["llm_calls"], summary["rollouts"]) == (6, {"finished": 3, "crashed": 1})
     assert summary["transitions"]["kept"] == line["transitions/kept"]
     assert summary["train_rewards"] == [line["reward/mean"]]
+
+
+STEP = {"transitions/kept": 8.0, "ending/finished": 8.0, "seconds/rollouts": 1.0, "seconds/update": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("held_out", "losses", "verdict"),
+    [
+        ([2.0, 0.5], [3.0, 3.0], "learned: the held-out loss (demos) fell from 2 to 0.5 nats per token"),
+        ([2.0, 2.5], [3.0, 1.0], "not yet: the held-out loss (demos) rose from 2 to 2.5 nats per token"),
+        ([], [3.0, 1.0], "learned: the training loss fell from 3 to 1 nats per token"),
+        ([], [3.0], "not yet: one step shows no change"),
+    ],
+)
+def test_what_imitates_is_judged_by_its_loss(held_out: list[float], losses: list[float], verdict: str) -> None:
+    lines = [MetricsLine(step, "eval", {"demos/loss": loss}) for step, loss in enumerate(held_out)]
+    lines += [MetricsLine(step, "train", {**STEP, "update/loss": loss}) for step, loss in enumerate(losses, 1)]
+    told = verdict_of(lines)
+    assert told is not None
+    assert told.text == verdict
+    assert step_line(1, 9, lines[-1].values).startswith(f"step   1/9  loss {losses[-1]:.3f}  rollouts")
 
 
 async def test_failures_of_lifecycle_hooks_are_counted_by_step(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,14 @@ from testing_aids import write_store
 from agl_core.builtin.credit import identical
 from agl_core.builtin.tasks import Recorded, RecordedOptions
 from agl_core.config.models import RunConfig
-from agl_core.errors import ConfigError
+from agl_core.errors import ConfigError, EpisodesError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.learning.rewards import ScoringRule
+from agl_core.protocols import ResponseScores
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
 from agl_core.training.plan import TrainingPlan
-from agl_core.training.recorded import RecordedQueue, Recordings
+from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector
 from agl_core.training.session import check_agent
 from agl_core.types import (
@@ -233,8 +236,67 @@ def test_calls_go_to_the_policy_of_their_agent(tmp_path: Path) -> None:
         Taken(tmp_path / "old", chosen=config(policies={"other": model, "another": model}))
 
 
+class Scoring(Tokenizing):
+    """An engine that finds each token as unlikely as its id says, and the smallest ones most likely."""
+
+    async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
+        ends = zip(batch.offsets[1:], batch.response_lengths_N, strict=True)
+        ids = np.concatenate([batch.tokens_T[end - length : end] for end, length in ends])
+        return ResponseScores(np.where(ids == ord("e"), np.nan, -ids.astype(np.float64)), ids <= MINE[0])
+
+
+async def measured(folder: Path, **train: Any) -> dict[str, float]:
+    """The scores of a recorded held-out set."""
+    chosen = config(train={"agents": ["*"], **train})
+    recordings = Recordings(Recorded(RecordedOptions(run=folder), Path(), 0), chosen, Scoring(), imitated=True)
+    loaded: Any = SimpleNamespace(config=chosen)
+    return await HeldOutReplies("eval", recordings, loaded, Scoring(), 2000).measure()
+
+
+def test_of_held_out_replies_the_loss_and_the_accuracy_are_measured(tmp_path: Path) -> None:
+    record_run(tmp_path / "ids")
+    record_run(tmp_path / "texts", mode=Mode.EVAL_SAMPLED, response_ids=None, reply="\x01e\x09")
+
+    assert asyncio.run(measured(tmp_path / "ids")) == {"loss": 7.5, "accuracy": 0.5, "tokens": 4.0}
+    assert asyncio.run(measured(tmp_path / "texts")) == {"loss": 5.0, "accuracy": 0.5, "tokens": 4.0}, (
+        "what it cannot say"
+    )
+    with pytest.raises(ConfigError, match=r"\[tasks.eval\]: none of the recorded calls can be scored"):
+        asyncio.run(measured(tmp_path / "ids", agents=["nobody"]))
+
+
+def test_what_is_imitated_has_no_log_probabilities_and_the_temperature_of_this_run(tmp_path: Path) -> None:
+    record_run(tmp_path / "old", members=1)
+    source = Recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
+    recordings = Recordings(source, config(sampling={"temperature": 0.5}), Tokenizing([9, 9]), imitated=True)
+
+    [recorded] = asyncio.run(source.recorded([(0, 0)]))
+    own = asyncio.run(recordings.adopt(recorded, make.rollout("mine")))
+
+    [call] = own.calls
+    assert (call.rollout, call.effective.temperature, call.choices[0].logprobs) == ("mine", 0.5, None)
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [9, 9], "of another tokenizer, its texts are taken"
+
+
+def test_several_runs_and_files_are_one_source(tmp_path: Path) -> None:
+    record_run(tmp_path / "first")
+    talk = [{**USER, "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+    (tmp_path / "second.jsonl").write_text(json.dumps({"messages": talk, "reward": 0.5}))
+
+    source = Recorded(RecordedOptions(run=(tmp_path / "first", Path("second.jsonl"))), tmp_path, 0)
+
+    assert [source.members(index) for index in range(source.size)] == [2, 1]
+    last, first = asyncio.run(source.recorded([(1, 0), (0, 1)]))
+    assert (last.terminal, last.calls[0].choices[0].message["content"]) == (0.5, "four")
+    assert first.rollout.member == 1
+    (tmp_path / "second.jsonl").write_text("[]")
+    with pytest.raises(EpisodesError, match=r"second.jsonl has bad lines"):
+        Recorded(RecordedOptions(run=Path("second.jsonl")), tmp_path, 0)
+
+
 def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is not a run's folder .*`agl import`"):
+    with pytest.raises(ConfigError, match=r"nowhere is neither a run's folder .* nor a file"):
         Recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
     record_run(tmp_path / "old", members=1)
     with pytest.raises(ConfigError, match="has no rollout of the split 'test' that is done"):
@@ -242,6 +304,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: P
     source = Recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
     with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
         check_agent(config(), {"train": source})
+    check_agent(config(), {"train": source}, imitates=True)
     alone = {"train": {"group_size": 1}}
     check_agent(config(**alone), {"train": source})
     fresh: Any = type("Fresh", (), {"size": 1, "task": None})()
