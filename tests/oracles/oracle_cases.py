@@ -95,6 +95,11 @@ def preferences(batch: Batch, options: Options) -> Outputs:
     }
 
 
+def imitation(batch: Batch, name: str, options: Options) -> Outputs:
+    algorithm, samples = build(name, options), samples_of(batch)
+    return _loss(batch, algorithm, samples, algorithm.advantages(samples))
+
+
 def _loss(batch: Batch, algorithm: Ppo, samples: Samples, advantages_R: Tensor) -> Outputs:
     current_R = batch.flat("current").requires_grad_()
     logprobs = Logprobs(current_R, batch.flat("old"), batch.flat("behaviour"), batch.flat("reference"))
@@ -258,6 +263,11 @@ def _trl() -> list[Case]:
         case("trl-importance-sequence", capped, importance=by_sequence, loss_type="dapo"),
         case("trl-masked-response", whole(**SEQUENCE), "hollow", LOSS, loss_type="grpo"),
         case("trl-impossible-token", whole(**TOKEN), "impossible", LOSS, loss_type="dapo"),
+        Case("trl-sft", "episodes", _of(imitation, "sft", **TOKEN)(), "oracle_trl.sft"),
+        Case(
+            "trl-sft-of-good-rollouts", "episodes", _of(imitation, "rft", **TOKEN)(threshold=0.25), "oracle_trl.sft",
+            {"threshold": 0.25},
+        ),
         *(
             Case(name, "episodes", _of(preferences)(**settings), "oracle_trl.dpo", settings)
             for name, settings in {

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from .oracle_batches import Batch
 
@@ -152,6 +152,33 @@ def dpo(batch: Batch, beta: float, margin: float | None = None) -> Outputs:
         "accuracy": torch.tensor(measured["rewards/accuracies"]).mean().double(),
         "margin": torch.tensor(measured["rewards/margins"], dtype=torch.float64).mean(),
     }
+
+
+def sft(batch: Batch, threshold: float | None = None) -> Outputs:
+    """TRL's own loss, told what the log-probabilities are: of all rollouts, or of those with at least this return."""
+    values: dict[int, list[float]] = {}
+    for row in batch.transitions:
+        values.setdefault(row.rollout, []).append(row.value)
+    mean = {rollout: sum(of_rollout) / len(of_rollout) for rollout, of_rollout in values.items()}
+    chosen_N = torch.tensor([threshold is None or mean[row.rollout] >= threshold for row in batch.transitions])
+    mask_NL = batch.padded("mask").bool() & chosen_N[:, None]
+    current_NL = batch.padded("current").requires_grad_()
+    trainer = SFTTrainer.__new__(SFTTrainer)
+    accelerator = {"parallelism_config": None, "num_processes": 1, "gather_for_metrics": lambda value: value}
+    settings = {
+        "model": SimpleNamespace(training=True), "accelerator": SimpleNamespace(**accelerator),
+        "args": SFTConfig(use_cpu=True, bf16=False, loss_type="nll"), "aux_loss_enabled": False,
+        "compute_loss_func": None, "label_smoother": None, "_metrics": {"train": defaultdict(list)},
+        "_total_train_tokens": 0, "_tp_size": 1,
+    }  # fmt: skip
+    vars(trainer).update(settings)
+    outputs = {"label_mask": mask_NL, "is_top1": mask_NL, "entropy": torch.zeros_like(current_NL).detach()}
+
+    def model(**_: Any) -> Any:
+        return SimpleNamespace(log_probs=current_NL * mask_NL, **outputs)
+
+    loss = trainer.compute_loss(model, {"attention_mask": mask_NL})
+    return {"loss": loss.detach(), "gradient": batch.unpadded(torch.autograd.grad(loss, current_NL)[0])}
 
 
 def _tiny_checkpoint(folder: Path) -> tuple[Path, PreTrainedTokenizerFast]:
