@@ -15,7 +15,7 @@ ADAPTERS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard adapters/*/pyproject
 APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTERS:%=%/pyproject.toml)))
 TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
-PACKAGES := core rewards apps/view apps/online algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
+PACKAGES := core rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
 EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \

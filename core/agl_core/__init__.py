@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agl_core import kinds
-    from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
+    from agl_core.capture import agent, attach, load_episodes, prompt, reward, save_episodes, state, tool
     from agl_core.decorators import (
         adapter,
         algorithm,
@@ -44,6 +44,7 @@ __all__ = [
     "hookimpl",
     "kinds",
     "load_episodes",
+    "prompt",
     "reward",
     "reward_rule",
     "save_episodes",

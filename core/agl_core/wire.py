@@ -101,6 +101,7 @@ class Assignment(Body):
     mode: Mode
     path: str = Field(description="The path prefix of the attempt's own base URL.")
     key: str = Field(repr=False, description="The agent's API key: good for this attempt's calls and spans only.")
+    prompts: dict[str, str] = Field({}, description="The texts of the agent's named prompts, by name.")
 
 
 class Lease(Assignment):

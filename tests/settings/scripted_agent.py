@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+import agl_core
 from agl_core.capture.requests import HEADER_AGENT
 from agl_core.worker.agent import AgentContext
 
@@ -46,6 +47,12 @@ async def solve_somewhere(task_input: Any, context: AgentContext) -> int:
     return os.getpid()
 
 
+async def solve_prompted(task_input: Any, context: AgentContext) -> Any:
+    """Has a prompt, which it asks agl for by its name."""
+    await _ask(context.base_url, context.api_key, system=agl_core.prompt("system", "Be brief."))
+    return task_input["answer"]
+
+
 def solve_big(task_input: Any, context: AgentContext) -> Any:
     """A sync agent that asks for two gibibytes."""
     asyncio.run(solve(task_input, context))
@@ -53,11 +60,14 @@ def solve_big(task_input: Any, context: AgentContext) -> Any:
         return len(memory)
 
 
-async def _ask(base_url: str, key: str, agent: str = "solver") -> None:
+async def _ask(base_url: str, key: str, agent: str = "solver", system: str | None = None) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         await client.post(
             f"{base_url}/chat/completions",
-            json={"model": "default", "messages": [{"role": "user", "content": "hello"}]},
+            json={"model": "default", "messages": messages},
             headers={"Authorization": f"Bearer {key}", HEADER_AGENT: agent},
         )
 

@@ -199,6 +199,7 @@ IN_FLIGHT, KEPT = (
     ran(lambda run: run.metrics[1]["groups/in_flight"]),
     ran(lambda run: run.summary.as_json()["transitions"]["kept"]),
 )
+SYSTEM = ran(lambda run: sorted({request["messages"][0]["content"] for request in run.seen["requests"]}))
 PLACE, GROUPS, EVALUATIONS = serving(served_at), ran(groups_and_rollouts), ran(evaluations)
 SUCCESS, SET_ASIDE = (
     ran(lambda run: run.summary.state.success),
@@ -279,6 +280,18 @@ EFFECTS: Mapping[str, Effect] = {
         {"gateway.passthrough.api_key_env": "OTHER_KEY"},
         {"gateway.passthrough.url": "http://127.0.0.1:1/v1"},
     ),
+    "prompts": Effect(SYSTEM, {"prompts": {"system": {"text": "Be kind."}}}, agent("solve_prompted")),
+    "prompts.NAME.text": Effect(
+        SYSTEM, {"prompts.system.text": "Be long."}, {**agent("solve_prompted"), "prompts.system.text": "Be kind."}
+    ),
+    "prompts.NAME.replace": Effect(
+        SYSTEM, {"prompts.other.replace": "brief"}, {**agent("solve_prompted"), "prompts.other.text": "long"}
+    ),
+    "prompts.NAME.agents": Effect(
+        SYSTEM,
+        {"prompts.other.agents": ["critic"]},
+        {**agent("solve_prompted"), "prompts.other": {"text": "long", "replace": "brief"}},
+    ),
     "train.steps": Effect(ran(lambda run: len(run.updates)), {"train.steps": 1}),
     "train.groups_per_step": Effect(GROUPS, {"train.groups_per_step": 1}),
     "train.group_size": Effect(GROUPS, {"train.group_size": 3}),
@@ -350,6 +363,7 @@ SEEN_BY: Mapping[str, tuple[str, ...]] = {
     "tracker.": ("core/tests/trackers",),
     "online.": ("apps/online/tests",),
     "learn.": ("apps/online/tests",),
+    "optimize.": ("apps/prompts/tests",),
 }
 """Where the effects of components' own settings are tested, by the first prefix that fits; tests there name each."""
 

@@ -7,6 +7,7 @@ checks them; here only that is checked which the gateway, or what reads records,
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,9 @@ OWN_FIELDS = frozenset(
 )
 """Fields of a chat completion that the gateway sets itself."""
 _STREAM_OPTIONS = frozenset({"include_usage"})
+
+_SYSTEM = frozenset({"system", "developer"})
+"""Roles of messages with instructions to the model."""
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -97,6 +101,13 @@ class ModelRequest:
         if model is None:
             raise wrong("model", "is missing", code="missing_required_parameter")
         return replace(self, model=model)
+
+    def with_system_texts(self, texts: Mapping[str, str]) -> ModelRequest:
+        """The same with other texts in its system messages: each text that is a key is replaced by its value.
+
+        They are other in the record too, which has what the model gets.
+        """
+        return replace(self, chat=_with_texts(self.chat, texts), recorded=_with_texts(self.recorded, texts))
 
     def notes(self, of_server: str | None) -> dict[str, str]:
         """Headers for the reply that say what was ignored, here and by the model server (`of_server`)."""
@@ -205,6 +216,22 @@ class Dialect(ABC):
     def refuse(self, error: ApiError) -> Response:
         """The error in this API's shape."""
         return openai_error(error)
+
+
+def _with_texts(fields: Mapping[str, Json], texts: Mapping[str, str]) -> Mapping[str, Json]:
+    def replaced(value: Json) -> Json:
+        match value:
+            case str():
+                return functools.reduce(lambda text, old: text.replace(old, texts[old]), texts, value)
+            case list():  # Parts, of which some are text.
+                return [{**part, "text": replaced(part["text"])} if "text" in part else part for part in value]
+        return value
+
+    messages = [
+        {**message, "content": replaced(message.get("content"))} if message["role"] in _SYSTEM else message
+        for message in fields["messages"]
+    ]
+    return {**fields, "messages": messages}
 
 
 def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:

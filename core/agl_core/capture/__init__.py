@@ -23,6 +23,7 @@ from agl_core.capture.recording import describe_error as describe_error
 from agl_core.capture.recording import jsonable as jsonable
 from agl_core.capture.reports import Latest as Latest
 from agl_core.capture.reports import guarded as guarded
+from agl_core.capture.reports import prompt as prompt
 from agl_core.capture.reports import record_tool_result as record_tool_result
 from agl_core.capture.reports import report_problem as report_problem
 from agl_core.capture.reports import reward as reward

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import orjson
@@ -126,6 +126,8 @@ class AttemptContext:
     """The bearer token of the agent's client."""
     recording: Recording
     """Where its tool results and rewards are collected."""
+    prompts: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """The texts of its named prompts."""
 
 
 class IdentityScope:

@@ -9,19 +9,27 @@ import functools
 import inspect
 import logging
 import math
+import os
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+import orjson
 
 from agl_core.capture.context import current_attempt
 from agl_core.capture.recording import Recording, describe_error, jsonable
 from agl_core.capture.status import Decided, status_of
-from agl_core.errors import AgentError
+from agl_core.errors import AgentError, nearest
 from agl_core.types import Identity, ToolResult
 from agl_core.wire import RewardReport
 
 logger = logging.getLogger(__name__)
+
+PROMPTS = "AGL_PROMPTS"
+"""The environment variable that names a file of prompts. A command that runs as a rollout has their texts in it."""
 
 P = ParamSpec("P")
 K = TypeVar("K")
@@ -46,6 +54,46 @@ def reward(value: float, name: str = "reward") -> None:
     active = current_attempt()
     if active is not None:
         active.recording.reward(RewardReport(name=name, value=number))
+
+
+def prompt(name: str, default: str | None = None) -> str:
+    """The text of the agent's prompt of this name: in a rollout that of the run's configuration, or of a candidate.
+
+    Elsewhere it is that of the file that the variable AGL_PROMPTS names (such as `agl optimize` writes). Where neither
+    has one, it is `default`. AgentError if there is none at all, or that file cannot be read.
+
+    >>> prompt("system", "Answer in one word.")
+    'Answer in one word.'
+    """
+    active = current_attempt()
+    texts = {**_texts(os.environ.get(PROMPTS, "")), **(active.prompts if active is not None else {})}
+    text = texts.get(name, default)
+    if text is None:
+        raise AgentError(
+            f"agl_core.prompt('{name}'): there is no such prompt. Give it a default, or name a file that has it in "
+            f"{PROMPTS}. {nearest(name, texts)}"
+        )
+    if active is not None and texts and name not in texts:
+        active.recording.problem(f"agl_core.prompt('{name}'): the run has no such prompt. {nearest(name, texts)}")
+    return text
+
+
+@functools.cache
+def _texts(given: str) -> Mapping[str, str]:
+    """The texts of a prompts file, by name; a command's environment has them themselves, as JSON."""
+    if given.startswith("{"):
+        texts: dict[str, str] = orjson.loads(given)
+        return texts
+    if not given:
+        return {}
+    try:
+        prompts = tomllib.loads(Path(given).read_text(encoding="utf-8"))["prompts"]
+        return {name: prompt["text"] for name, prompt in prompts.items() if "text" in prompt}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AgentError(
+            f"{PROMPTS}: {given} is no file of prompts, which has tables [prompts.NAME] with a `text` "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
 def record_tool_result(

@@ -214,6 +214,8 @@ def show(names: Names, width: Width = 300, tokens: TokensOption = False, as_json
     if entry.superseded:
         screen.print("superseded: a later restart went on from an earlier checkpoint", style="yellow")
     screen.print(f"task {rollout.task.id}: {_json(rollout.task.input, width)}")
+    for name, text in rollout.prompts.items():
+        screen.print(f"prompt {one_line(name, 60)}: {one_line(text, width)}")
     for attempt in group.chosen.attempts:
         _print_attempt(screen, attempt, group, width, tokens)
 

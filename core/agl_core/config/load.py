@@ -163,9 +163,12 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     report = Problems(path, apply_overrides(data, overrides))
     if seed is not None:
         data["seed"] = seed
-    # What is for a plugin alone needs no tasks and no model; with either of them, it is to be trained too.
+    if isinstance(file := data.get("prompts"), str):
+        folder = path.parent / Path(data.get("folder") or "").expanduser()
+        data["prompts"] = _read(below(folder, Path(file))).get("prompts", {})
+    # What is for a plugin alone needs no tasks or no model; with both, it is to be trained too.
     names = {field.alias or name for name, field in RunConfig.model_fields.items()}
-    is_plugins = bool(data.keys() - names) and not {"tasks", "policies"} & data.keys()
+    is_plugins = bool(data.keys() - names) and not {"tasks", "policies"} <= data.keys()
     config = report.validated(UntrainedConfig if is_plugins else RunConfig, data)
     report.raise_if_any()
     assert config is not None
@@ -191,7 +194,7 @@ def store_config(config: RunConfig, run_dir: Path) -> None:
     """
     assert config.folder is not None
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
-    left_out = {"tasks", "policies"} if isinstance(config, UntrainedConfig) else None
+    left_out = {name for name in ("tasks", "policies") if not getattr(config, name)}
     data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True, exclude=left_out)
     private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(data))
 

@@ -296,6 +296,29 @@ class GatewaySection(Section):
     passthrough: PassthroughSection = PassthroughSection()
 
 
+class PromptSection(Section):
+    """A prompt of the agent, which `agl_core.prompt` gets by this name in rollouts (docs/how-to/prompts.md)."""
+
+    text: str | None = Field(None, description="The prompt; absent: what the agent itself has.")
+    replace: str | None = Field(
+        None,
+        min_length=1,
+        description="For agents that do not ask for it: the words in their system messages that the gateway replaces "
+        "by `text`.",
+    )
+    agents: tuple[str, ...] = Field(
+        ("*",), description="Names or patterns of the agents in whose calls it is replaced."
+    )
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if self.text is None and self.replace is None:
+            raise ValueError("needs a text, or what it is to replace")
+        if self.replace is None and self.agents != ("*",):
+            raise ValueError("agents says in whose calls `replace` is replaced, and there is no `replace`")
+        return self
+
+
 class RewardSection(OpenSection):
     """One reward rule; its settings are beside these keys."""
 
@@ -348,6 +371,10 @@ class RunConfig(Section):
     workers: WorkerSection = WorkerSection()
     server: ServerSection = ServerSection()
     gateway: GatewaySection = GatewaySection()
+    prompts: dict[str, PromptSection] = Field(
+        default_factory=dict,
+        description="The agent's prompts, by name; or a file with these tables, such as `agl optimize` writes.",
+    )
     rewards: dict[str, RewardSection] = Field(
         default_factory=dict, description="Reward rules; without any, the reward is what the agent itself reports."
     )

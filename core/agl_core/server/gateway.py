@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -37,8 +38,8 @@ from agl_core.capture.requests import (
     HEADER_ROLLOUT,
     HEADER_STATE,
 )
-from agl_core.config.models import SamplingSection
-from agl_core.config.sections import policy_of
+from agl_core.config.models import PromptSection, SamplingSection
+from agl_core.config.sections import is_among, policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
@@ -94,9 +95,16 @@ class _ModelCall:
 class Gateway:
     """Answers agents' model calls, by way of what `relay` forwards to, unless an attempt says what answers it."""
 
-    def __init__(self, attribution: Attribution, store: Store, relay: DestinationProvider) -> None:
+    def __init__(
+        self,
+        attribution: Attribution,
+        store: Store,
+        relay: DestinationProvider,
+        prompts: Mapping[str, PromptSection] = MappingProxyType({}),
+    ) -> None:
         self.attribution = attribution
         self._store, self._relay = store, relay
+        self._prompts = prompts
         self._budget = Budget()
         self._noted: set[str] = set()
         self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
@@ -128,6 +136,9 @@ class Gateway:
             if not parsed.model:
                 parsed = parsed.named(request.path_params.get("deployment"), self.models(attempt))
             call = _ModelCall(attempt, dialect, parsed, request.headers, attempt.call_id(dialect.id_prefix))
+            if texts := replaced_prompts(self._prompts, attempt.rollout, call.agent):
+                parsed = parsed.with_system_texts(texts)
+                call = replace(call, request=parsed)
             if dialect.counts:
                 response = dialect.render(parsed, await self._counted(call))
             else:
@@ -411,6 +422,16 @@ def effective_sampling(rollout: Rollout, requested: Sampling, settings: Sampling
     temperature = 0.0 if rollout.mode is Mode.EVAL_GREEDY else settings.temperature
     limit = settings.max_tokens if requested.max_tokens is None else min(requested.max_tokens, settings.max_tokens)
     return Sampling(temperature=temperature, top_p=1.0, max_tokens=limit, seed=seed)
+
+
+def replaced_prompts(prompts: Mapping[str, PromptSection], rollout: Rollout, agent: str | None) -> dict[str, str]:
+    """The texts in an agent's system messages that stand for named prompts, and the prompts that replace them."""
+    texts = {name: rollout.prompts.get(name, prompt.text) for name, prompt in prompts.items()}
+    return {
+        prompt.replace: text
+        for name, prompt in prompts.items()
+        if prompt.replace is not None and (text := texts[name]) is not None and is_among(agent, prompt.agents)
+    }
 
 
 def call_seed(run_seed: int, rollout: Rollout, attempt: int, sequence: int) -> int:

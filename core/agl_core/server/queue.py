@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from agl_core import hooks
 from agl_core.apis.errors import ApiError, stopping
@@ -67,10 +68,11 @@ class _Sighting:
 class RolloutQueue:
     """The lifecycle of rollouts. What a method did is in the store before it returns.
 
-    `attempts` says how often a rollout is tried; `hook` is `Plugins.hook`; `keys` make the agents' keys. Times are in
-    seconds: an attempt that is not closed counts as lost `grace` after its `timeout`. A worker that sends heartbeats
-    loses what it holds `lease` after the last one that named it; a worker that never sent one keeps it up to that
-    timeout. All methods belong to one event loop.
+    `attempts` says how often a rollout is tried; `hook` is `Plugins.hook`; `keys` make the agents' keys; `prompts` are
+    the texts of named prompts for every rollout that has no others. Times are in seconds: an attempt that is not closed
+    counts as lost `grace` after its `timeout`. A worker that sends heartbeats loses what it holds `lease` after the
+    last one that named it; a worker that never sent one keeps it up to that timeout. All methods belong to one event
+    loop.
     """
 
     def __init__(
@@ -81,12 +83,13 @@ class RolloutQueue:
         attempts: int,
         hook: RunHooks,
         keys: Keys,
+        prompts: Mapping[str, str] = MappingProxyType({}),
         grace: float = 30.0,
         lease: float = 20.0,
     ) -> None:
         self._store, self._hook, self._budget = store, hook, attempts
         self._timeout, self._longest, self._expiry = timeout, timeout + grace, lease
-        self._keys = keys
+        self._keys, self._prompts = keys, prompts
         self._pause = min(_LONGEST_PAUSE, lease / _LOOKS_PER_LEASE)
         self._beating: set[str] = set()
         """Workers that have sent a heartbeat."""
@@ -270,6 +273,7 @@ class RolloutQueue:
             mode=active.mode,
             path=rollout_path(*active.key),
             key=self._keys.of_attempt(active.key),
+            prompts={**self._prompts, **active.rollout.prompts},
             secret=self._keys.of_lease(active.key),
             timeout=self._timeout,
             heartbeat=self._expiry / _HEARTBEATS_PER_LEASE,

@@ -72,6 +72,7 @@ class LightningServer:
             attempts=settings.attempts,
             hook=hook,
             keys=keys,
+            prompts={name: prompt.text for name, prompt in settings.prompts.items() if prompt.text is not None},
             lease=listen.lease,
         )
         self.worker_key = keys.worker
@@ -83,7 +84,7 @@ class LightningServer:
         self._upstream, self._settings = upstream, settings
         self._source = source
         attribution = Attribution(keys, self.queue, source)
-        self._gateway = Gateway(attribution, store, self.relay)
+        self._gateway = Gateway(attribution, store, self.relay, settings.prompts)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         of_plugins = hook.call(hooks.server_routes, store, attribution.leased)
         self._plugins_routes = [route for routes in of_plugins for route in routes or ()]

@@ -20,7 +20,7 @@ import orjson
 from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
-from agl_core.config.models import SamplingSection
+from agl_core.config.models import PromptSection, SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server.endpoint import Endpoint
 from agl_core.types import AttemptKey, Json
@@ -192,6 +192,8 @@ class RunSettings:
     """Tries per rollout."""
     agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By policy, the agents that it answers."""
+    prompts: Mapping[str, PromptSection] = field(default_factory=dict)
+    """The agents' prompts, by name."""
 
 
 @dataclass(frozen=True, eq=False)

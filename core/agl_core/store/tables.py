@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-VERSION = 16
+VERSION = 17
 """Grows with each change of the tables or of what a body holds: a file of another version is refused."""
 
 SCHEMA = (

@@ -327,4 +327,5 @@ def run_settings(config: RunConfig) -> RunSettings:
         timeout=config.workers.timeout,
         attempts=config.workers.attempts,
         agents={name: policy.agents for name, policy in config.policies.items()},
+        prompts=config.prompts,
     )

@@ -81,10 +81,12 @@ async def open_session(
     *,
     weights: Path | None = None,
     resumed_step: int | None = None,
+    own_engine: Engine | None = None,
 ) -> AsyncIterator[Session]:
     """Begin a run's next restart on its server, start the engine and, unless workers are elsewhere, a worker.
 
-    `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there.
+    `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there. `own_engine`
+    stands in for that of the configuration.
     """
     config = loaded.config
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
@@ -97,7 +99,7 @@ async def open_session(
     run = await begin_restart(server, config, run_dir, resumed_step)
     async with AsyncExitStack() as stack:
         observer.say("starting the engine")
-        engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
+        engine: Engine = own_engine or loaded.engine.build(engine_context(loaded, run_dir))
         stack.push_async_callback(engine.stop)
         engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
         upstream = await engine.start()

@@ -75,6 +75,8 @@ class Rollout:
     """How the counted attempt ended."""
     position: int = 0
     """The group's place (0, 1, …) among all of training, or of the evaluation: a resumed run repeats it."""
+    prompts: Mapping[str, Json] = field(default_factory=dict)
+    """The texts of named prompts that it tries, over those of the run."""
 
 
 class AttemptKey(NamedTuple):

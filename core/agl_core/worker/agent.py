@@ -23,6 +23,7 @@ import orjson
 
 from agl_core.capture import AttemptContext, Recording, running
 from agl_core.capture.recording import jsonable
+from agl_core.capture.reports import PROMPTS
 from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
@@ -137,7 +138,9 @@ def _wants_context(entry: str, function: Callable[..., Any]) -> bool:
 
 def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> AttemptContext:
     """The attempt that the context of its code carries."""
-    return AttemptContext(assignment.rollout, assignment.attempt, base_url, assignment.key, recording)
+    return AttemptContext(
+        assignment.rollout, assignment.attempt, base_url, assignment.key, recording, prompts=assignment.prompts
+    )
 
 
 def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str]:
@@ -172,6 +175,7 @@ def attempt_variables(assignment: Assignment, base_url: str) -> dict[str, str]:
         "AGL_TASK": orjson.dumps(assignment.task_input).decode(),
         "AGL_ROLLOUT": assignment.rollout,
         "AGL_ATTEMPT": str(assignment.attempt),
+        **({PROMPTS: orjson.dumps(assignment.prompts).decode()} if assignment.prompts else {}),
     }
 
 

@@ -1,0 +1,139 @@
+"""The table `[optimize]`, and the model servers that it names: one answers the agent, the other proposes prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import orjson
+from pydantic import Field
+
+from agl_core.cli.upstreams import open_upstream
+from agl_core.config.sections import Section
+from agl_core.errors import EngineError
+from agl_core.protocols import Engine, Progress, UpdateResult, Upstream
+from agl_core.types import Batch
+
+_TRIES, _PAUSE = 4, 2.0
+"""How often the proposer is asked, and the seconds before the second time; the pause doubles."""
+_TIMEOUT = httpx.Timeout(600, connect=10)
+
+
+class ModelServer(Section):
+    """A model of an OpenAI-compatible server."""
+
+    base_url: str = Field(pattern=r"^https?://[^\s?#]+$", description="The server's address, ending in /v1.")
+    model: str = Field(min_length=1, description="The model's name there.")
+    api_key_env: str | None = Field(
+        None,
+        min_length=1,
+        description="The environment variable with the server's key, which agents do not get to see.",
+    )
+
+
+class OptimizeSection(Section):
+    """Improving the prompts of `[prompts]` with `agl optimize` (docs/how-to/prompts.md)."""
+
+    method: Literal["gepa", "apo"] = Field(
+        "gepa", description="gepa: reflective evolution along a Pareto front; apo: textual gradients and a beam."
+    )
+    proposer: ModelServer = Field(description="The model that writes prompts.")
+    upstream: ModelServer | None = Field(
+        None, description="The model that answers the agent; absent: the run's policies, which are not updated."
+    )
+    budget: int = Field(
+        300, ge=1, description="Rollouts at most. Those on held-out sets, before and after, are not counted."
+    )
+    patience: int = Field(
+        0, ge=0, description="Stop after so many candidates in a row without a better one; 0: do not."
+    )
+    validation: int = Field(
+        20,
+        ge=1,
+        description="Training tasks on which candidates are compared, at most half of a finite set; the others show "
+        "the proposer what goes wrong.",
+    )
+    minibatch: int = Field(3, ge=1, description="Rollouts that the proposer sees at a time.")
+
+
+class ServedModel(Engine):
+    """Stands in for a run's engine where a model server answers: its weights stay as they are."""
+
+    def __init__(self, server: ModelServer, key: str, policies: Mapping[str, Any]) -> None:
+        self._server, self._key, self._policies = server, key, list(policies) or ["default"]
+
+    async def start(self) -> Upstream:
+        server = self._server
+        upstream, _ = await asyncio.to_thread(open_upstream, server.base_url.rstrip("/"), self._key, server.model)
+        return replace(upstream, models=dict.fromkeys(self._policies, server.model))
+
+    async def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
+    ) -> UpdateResult:
+        raise self._not_supported("update")
+
+    async def save(self, folder: Path) -> None:
+        raise self._not_supported("save")
+
+    async def load(self, folder: Path) -> None:
+        raise self._not_supported("load")
+
+    async def versions(self) -> Mapping[str, int]:
+        return {}
+
+    async def stats(self) -> Mapping[str, float]:
+        return {}
+
+    async def stop(self) -> None:
+        """Nothing: the server is not this run's."""
+
+
+class Proposer:
+    """Asks the model that writes prompts. What it answered is kept in `file`: a resumed run gets the same again."""
+
+    def __init__(self, server: ModelServer, key: str, file: Path) -> None:
+        self._server, self._key, self._file = server, key, file
+        self._kept = defaultdict[str, list[str]](list)
+        self._asked = Counter[str]()
+        for line in file.read_bytes().splitlines() if file.is_file() else ():
+            reply = orjson.loads(line)
+            self._kept[reply["request"]].append(reply["text"])
+
+    async def propose(self, request: str) -> str:
+        """Its reply to a message; to the same message again, another reply. EngineError if there is none."""
+        digest = blake2b(request.encode(), digest_size=16).hexdigest()
+        number, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
+        if number == len(self._kept[digest]):
+            text = await self._post({"model": self._server.model, "messages": [{"role": "user", "content": request}]})
+            with self._file.open("ab") as file:
+                file.write(orjson.dumps({"request": digest, "text": text}) + b"\n")
+            self._kept[digest].append(text)
+        return self._kept[digest][number]
+
+    async def _post(self, body: Mapping[str, Any]) -> str:
+        url = f"{self._server.base_url.rstrip('/')}/chat/completions"
+        headers = {"Authorization": f"Bearer {self._key}"}
+        problem = ""
+        async with httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, trust_env=False) as client:
+            for attempt in range(_TRIES):
+                if attempt:
+                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+                try:
+                    response = await client.post(url, json=body)
+                    if response.is_success:
+                        return str(response.json()["choices"][0]["message"]["content"] or "")
+                    problem = f"{response.status_code}: {response.text[:300]}"
+                    if response.status_code < 500 and response.status_code not in (408, 429):
+                        break
+                except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+        raise EngineError(
+            f"[optimize.proposer]: the model '{body['model']}' at {url} did not answer ({problem}). Check address, "
+            f"model and key; then the run can be resumed."
+        )

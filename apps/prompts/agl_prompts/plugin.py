@@ -1,0 +1,14 @@
+"""The component of this package: the table `[optimize]`."""
+
+from __future__ import annotations
+
+from agl_core import hookimpl, kinds
+from agl_core.kinds import Register
+
+
+@hookimpl
+def register_components(register: Register) -> None:
+    """The table of a configuration."""
+    from agl_prompts.config import OptimizeSection
+
+    register(kinds.SECTION, "optimize", lambda options: options, options=OptimizeSection, doc=OptimizeSection.__doc__)

@@ -1,0 +1,213 @@
+"""The search for better prompts: candidates, the rollouts that score them, and when it is over.
+
+    candidate ──▶ rollouts with its texts ──▶ rewards ──▶ a minibatch's conversations ──▶ proposer ──▶ candidate
+                                                    └──▶ mean over the validation tasks: the best one is chosen
+
+Every rollout is in the run's store, with the texts that it tried, and every proposal in a file beside it. So a resumed
+run makes the same search again, without repeating a rollout that was done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias
+
+import orjson
+import tomli_w
+
+from agl_core import private
+from agl_core.config.models import RunConfig
+from agl_core.errors import AglError, ConfigError, TrainingError
+from agl_core.protocols import RecordedTasks
+from agl_core.reading.rollouts import message_text
+from agl_core.training.failures import common_failure, failures
+from agl_core.training.metrics import Observer
+from agl_core.training.plan import group_of, train_index
+from agl_core.training.session import Session
+from agl_core.types import Ending, Episode, Rollout, RolloutState, episode_return
+from agl_prompts.config import OptimizeSection, Proposer
+
+Candidate: TypeAlias = dict[str, str]
+"""A text for each prompt, by name."""
+
+_MAX_TEXT = 2000
+"""Characters of one message, tool result or input that the proposer gets."""
+_MAX_FEEDBACK_TASKS = 1000
+"""Of an endless source."""
+
+
+class SearchOverError(AglError):
+    """The search ended as it should; the message is the reason."""
+
+
+def digest_of(candidate: Mapping[str, str]) -> str:
+    """A name for a candidate's texts."""
+    return blake2b(orjson.dumps(candidate, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+
+
+class Search:
+    """Scores candidates by rollouts, within the budget. `candidates` has all that were tried, the seed first."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: OptimizeSection,
+        session: Session,
+        observer: Observer,
+        proposer: Proposer,
+        recorded: Sequence[Rollout],
+    ) -> None:
+        self.config, self.settings, self.session = config, settings, session
+        self._observer, self.proposer = observer, proposer
+        self._source = source = session.tasks["train"]
+        size = source.size or _MAX_FEEDBACK_TASKS
+        if isinstance(source, RecordedTasks) or size < 2:
+            raise ConfigError("[tasks.train]: optimising prompts needs at least two tasks that are not recorded ones.")
+        count = min(settings.validation, size // 2)
+        self.validation, self.feedback = list(range(count)), list(range(count, size))
+        """Positions in training."""
+        self.seed = {name: prompt.text or prompt.replace or "" for name, prompt in config.prompts.items()}
+        self.candidates: list[Candidate] = []
+        self.scores: dict[str, float] = {}
+        """The mean return over the validation tasks, by digest, of candidates that had all of them."""
+        self._recorded = {
+            rollout.group.removesuffix(f"-r{rollout.restart}"): rollout
+            for rollout in recorded
+            if rollout.state is RolloutState.DONE and rollout.ending not in (Ending.LOST, Ending.CANCELLED)
+        }
+        """By the names of groups (`_name`), as are the episodes of this search."""
+        self._episodes: dict[str, Episode] = {}
+        self.spent = sum(name.endswith("-train") for name in self._recorded)
+        """Rollouts of the budget."""
+        self._idle, self._known = 0, 0
+
+    @property
+    def best(self) -> Candidate:
+        """The candidate with the highest score, the earliest of several; the seed before there is a score."""
+        scored = [candidate for candidate in self.candidates if digest_of(candidate) in self.scores]
+        return max(scored, key=self.score, default=self.seed)
+
+    def score(self, candidate: Candidate) -> float:
+        """Its mean return over the validation tasks; NaN without one."""
+        return self.scores.get(digest_of(candidate), math.nan)
+
+    async def begin(self) -> None:
+        """Score the seed. TrainingError if the agent does not work, ConfigError if the search cannot begin."""
+        if (least := len(self.validation)) > self.settings.budget:
+            raise ConfigError(f"[optimize] budget: {least} validation tasks need more rollouts than this.")
+        episodes = await self.evaluate(self.seed, self.validation)
+        if common_failure(episodes) and (fault := await failures(self.session.server.store, episodes)):
+            raise TrainingError(f"The agent does not work yet: {fault.seen}. {fault.remedy} {fault.details}")
+        for name, prompt in self.config.prompts.items():
+            seen = {message_text(m) for e in episodes for t in e.transitions for m in t.messages}
+            if prompt.replace is not None and not any(self.seed[name] in text for text in seen):
+                raise ConfigError(
+                    f"[prompts.{name}] replace: no message of {len(episodes)} rollouts had these words, so that there "
+                    f"is nothing to replace. Copy them exactly from `agl show`."
+                )
+
+    async def evaluate(self, candidate: Candidate, positions: Sequence[int], split: str = "train") -> list[Episode]:
+        """The episodes of a candidate on these tasks; those that are not recorded are run.
+
+        SearchOverError if the budget does not suffice, or no better candidate came for long.
+        """
+        if candidate not in self.candidates:
+            patience = self.settings.patience
+            if patience and self.scores and len(self.candidates) - self.candidates.index(self.best) > patience:
+                raise SearchOverError(f"no better candidate among the last {patience}")
+            self.candidates.append(candidate)
+        number, names = self.candidates.index(candidate), [_name(candidate, position, split) for position in positions]
+        missing = {n: p for n, p in zip(names, positions, strict=True) if n not in self._episodes}
+        new = [self._group(candidate, split, p) for n, p in missing.items() if n not in self._recorded]
+        if split == "train":
+            if self.spent + len(new) > self.settings.budget:
+                raise SearchOverError(f"the budget of {self.settings.budget} rollouts is spent")
+            self.spent += len(new)
+        collector = self.session.collector
+        with self._observer.phase(f"candidate {number}, {split}", self.spent) as advance:
+            run = iter(await collector.collect(new, advance) if new else ())
+        for name in missing:
+            if name in self._recorded:
+                [scored] = await collector.complete(await collector.scored([self._recorded[name]]))
+                self._episodes[name] = scored.episode
+            else:
+                self._episodes[name] = next(run)
+        validated = [self._episodes.get(_name(candidate, position)) for position in self.validation]
+        returns = [episode_return(episode) for episode in validated if episode is not None]
+        if digest_of(candidate) not in self.scores and len(returns) == len(validated):
+            self.scores[digest_of(candidate)] = math.fsum(returns) / len(returns)
+            self._observer.say(f"candidate {number}: reward {self.score(candidate):.3f} on {len(returns)} tasks")
+        return [self._episodes[name] for name in names]
+
+    async def held_out(self, candidate: Candidate) -> dict[str, float]:
+        """Its mean return on each held-out set."""
+        rewards = {}
+        for name in self.session.evaluator.sets:
+            size = min(self.config.eval.tasks, self.session.tasks[name].size or self.config.eval.tasks)
+            returns = [episode_return(episode) for episode in await self.evaluate(candidate, range(size), name)]
+            rewards[name] = math.fsum(returns) / len(returns)
+        return rewards
+
+    def check_progress(self, patience: int) -> None:
+        """Called once a round; SearchOverError if so many rounds in a row brought no new rollout."""
+        known, self._known = self._known, len(self._episodes)
+        self._idle = self._idle + 1 if known == self._known else 0
+        if self._idle >= patience:
+            raise SearchOverError("nothing new is proposed")
+
+    def write(self, file: Path) -> None:
+        """Write the best candidate as a file of prompts."""
+        prompts = {
+            name: {**prompt.model_dump(mode="json", exclude_defaults=True), "text": self.best[name]}
+            for name, prompt in self.config.prompts.items()
+        }
+        private.replace(file, tomli_w.dumps({"prompts": prompts}, multiline_strings=True))
+
+    def _group(self, candidate: Candidate, split: str, position: int) -> list[Rollout]:
+        """A new rollout on a task, as a group of one."""
+        is_train = split == "train"
+        index = train_index(self._source, position, self.config.seed) if is_train else position
+        first = Rollout(
+            id="",
+            run=self.session.run,
+            restart=self.session.restart,
+            group=_name(candidate, position, split),
+            task=self.session.tasks[split].task(index),
+            mode=self.config.eval.modes[0],
+            step=self.candidates.index(candidate),
+            member=0,
+            position=position,
+            prompts=candidate,
+        )
+        return group_of(first, 1)
+
+
+def _name(candidate: Candidate, position: int, split: str = "train") -> str:
+    """The name of the group of a candidate's rollout on a task."""
+    return f"{digest_of(candidate)}-{position}-{split}"
+
+
+def described(episode: Episode) -> dict[str, str]:
+    """A rollout in words, for the proposer: the task, the conversation with tool results, and the rewards.
+
+    It has the task's metadata too, which the agent does not see: the proposer is to learn what was expected.
+    """
+    lines = []
+    for transition in episode.transitions:
+        lines.append(f"{transition.agent or 'assistant'}: {_cut(message_text(transition.response))}")
+        lines += [f"tool {r.tool} ({r.status}): {_cut(r.error or r.result)}" for r in transition.tool_results]
+    parts = ", ".join(f"{reward.name} {reward.value:.3g}" for reward in episode.rewards)
+    expected = f" The task's metadata: {_cut(dict(episode.task.metadata))}." if episode.task.metadata else ""
+    return {
+        "Inputs": _cut(episode.task.input),
+        "Generated Outputs": "\n".join(lines) or "none",
+        "Feedback": f"The rollout {episode.ending}. Its reward is {episode_return(episode):.3g} ({parts}).{expected}",
+    }
+
+
+def _cut(value: object) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text) - _MAX_TEXT} more characters)"

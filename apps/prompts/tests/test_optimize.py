@@ -1,0 +1,346 @@
+"""`agl optimize` improves prompts: real rollouts over HTTP, by a scripted model and a scripted proposer.
+
+The model answers a sum if its system prompt has enough of three words; the more terms, the more words. The proposer
+adds one word to the prompt that it is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from agl_command import Agl, agl_in_process, working_folder  # noqa: F401
+
+from agl_core.reading.runs import open_store
+from agl_core.testing.scripts import Fail, Received, Say, Step
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import AttemptKey, Ending, Rollout
+
+WORDS = ("carefully", "in", "digits")
+SERVERS = ("proposer", "upstream")
+AGENT = """
+import os, sys, json, urllib.request
+import agl_core
+from openai import AsyncOpenAI
+
+async def ask(system, task):
+    async with AsyncOpenAI() as client:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": task["sum"]}]
+        reply = await client.chat.completions.create(model="any", messages=messages)
+    return reply.choices[0].message.content
+
+async def solve(task):
+    return await ask(agl_core.prompt("system", "the agent's own"), task)
+
+def solve_in_a_process(task):
+    import asyncio
+    return asyncio.run(solve(task))
+
+async def unaware(task):
+    return await ask("Today is Monday. Answer. Be kind.", task)
+
+async def broken(task):
+    raise RuntimeError("no such tool")
+
+if __name__ == "__main__":
+    task = json.loads(os.environ["AGL_TASK"])
+    texts = json.loads(os.environ["AGL_PROMPTS"])
+    messages = [{"role": "system", "content": texts["system"]}, {"role": "user", "content": task["sum"]}]
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "any", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as reply:
+        print(json.load(reply)["choices"][0]["message"]["content"])
+"""
+
+
+def model(received: Received) -> Step:
+    """Adds if its prompt has enough words."""
+    system = " ".join(str(item["content"]) for item in received.items if item["role"] == "system")
+    terms = [int(number) for number in re.findall(r"\d+", received.said)]
+    return Say(str(sum(terms)) if len(terms) - 1 <= sum(word in system.split() for word in WORDS) else "no idea")
+
+
+def proposer(received: Received) -> Step:
+    """The prompt that it is shown, with one word more; or a reason."""
+    request = received.said
+    if "<reason>" in request:
+        return Say("<reason>It lacks a word.</reason>")
+    is_edit = "<prompt>" in request
+    shown = re.findall(r"<prompt>\n(.*?)\n</prompt>" if is_edit else r"```\n(.*?)\n```", request, re.DOTALL)[0]
+    word = next((word for word in WORDS if word not in shown.split()), "please")
+    return Say(f"<prompt>{shown} {word}</prompt>" if is_edit else f"```\n{shown} {word}\n```")
+
+
+@dataclass
+class World:
+    """A folder with an agent and its tasks, the model that answers it, and the one that proposes prompts."""
+
+    folder: Path
+    model: ScriptedUpstream
+    proposer: ScriptedUpstream
+    config: dict[str, Any]
+
+    def write(self, **changes: Any) -> None:
+        """The configuration, with these tables instead; None: without."""
+        config = {name: table for name, table in {**self.config, **changes}.items() if table is not None}
+        (self.folder / "better.toml").write_text(tomli_w.dumps(config))
+
+    def optimize(self, **changes: Any) -> dict[str, Any]:
+        """The table `[optimize]` with these values."""
+        return {**self.config["optimize"], **changes}
+
+    def prompts(self) -> dict[str, Any]:
+        """Those that the run found."""
+        return tomllib.loads((self.folder / "runs" / "better" / "prompts.toml").read_text())["prompts"]
+
+    def rollouts(self) -> list[Rollout]:
+        """Those of the run that were not broken off."""
+
+        async def read() -> list[Rollout]:
+            async with open_store(self.folder / "runs" / "better", read_only=True) as store:
+                return await store.rollouts()
+
+        return [r for r in asyncio.run(read()) if r.ending is Ending.FINISHED]
+
+
+@pytest.fixture
+def world(working_folder: Path) -> Iterator[World]:  # noqa: F811
+    (working_folder / "adder.py").write_text(AGENT)
+    for name, count in (("train", 16), ("eval", 4)):
+        sums = [" + ".join("1" * (2 + n % 3)) for n in range(count)]
+        lines = [json.dumps({"input": {"sum": terms}, "answer": str(len(terms) // 4 + 1)}) for terms in sums]
+        (working_folder / f"{name}.jsonl").write_text("\n".join(lines))
+    with ScriptedUpstream() as answering, ScriptedUpstream() as proposing:
+        answering.answer, proposing.answer = model, proposer
+        config = {
+            "config_version": 1,
+            "name": "better",
+            "agent": {"entry": "adder:solve"},
+            "tasks": {name: {"source": "jsonl", "path": f"{name}.jsonl"} for name in ("train", "eval")},
+            "rewards": {"right": {"rule": "exact_match", "field": "answer"}},
+            "prompts": {"system": {"text": "Answer."}},
+            "optimize": {
+                "proposer": {"base_url": f"{proposing.root}/v1", "model": "served"},
+                "upstream": {"base_url": f"{answering.root}/v1", "model": "served"},
+                "validation": 6,
+                "budget": 100,
+            },
+        }
+        yield World(working_folder, answering, proposing, config)
+
+
+@pytest.mark.parametrize("method", ["gepa", "apo"])
+def test_the_words_that_help_are_found(world: World, agl: Agl, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = {name: {**world.config["optimize"][name], "api_key_env": f"KEY_OF_{name}"} for name in SERVERS}
+    world.write(optimize=world.optimize(method=method, **servers))
+    for name in SERVERS:
+        monkeypatch.setenv(f"KEY_OF_{name}", f"for-{name}")
+
+    done = agl("optimize", "better.toml")
+
+    assert done.returncode == 0, done.stderr
+    assert set(WORDS) <= set(world.prompts()["system"]["text"].split())
+    [(before, after)] = re.findall(r"eval\W+([\d.]+)\W+([\d.]+)", done.stdout)
+    assert (float(before), float(after)) == (0.0, 1.0)
+    assert {r.headers["Authorization"] for r in world.proposer.received} == {"Bearer for-proposer"}
+    assert {r.headers["Authorization"] for r in world.model.received} == {"Bearer for-upstream"}
+    assert {r.body["model"] for r in (*world.model.received, *world.proposer.received)} == {"served"}
+
+
+@pytest.mark.parametrize(
+    ("agent", "prompt"),
+    [
+        ({"entry": "adder:solve_in_a_process"}, {"text": "Answer."}),
+        ({"command": [sys.executable, "adder.py"], "attach": False}, {"text": "Answer."}),
+        ({"entry": "adder:unaware"}, {"replace": "Answer."}),
+    ],
+    ids=["process", "command", "replaced by the gateway"],
+)
+def test_every_agent_gets_the_candidates(world: World, agl: Agl, agent: Any, prompt: Any) -> None:
+    world.write(agent=agent, prompts={"system": prompt}, optimize=world.optimize(budget=16, validation=2))
+
+    done = agl("optimize", "better.toml")
+
+    assert done.returncode == 0, done.stderr
+    sent = {str(r.items[0]["content"]) for r in world.model.received}
+    candidates = {r.prompts["system"] for r in world.rollouts()}
+    assert "Answer. carefully" in candidates
+    assert all(any(candidate in text for text in sent) for candidate in candidates)
+    shown = agl("show", "better", next(r.id for r in world.rollouts() if r.prompts["system"] == "Answer. carefully"))
+    assert "prompt system: Answer. carefully" in shown.stdout
+
+
+def test_the_record_has_the_prompt_that_the_model_got(world: World, agl: Agl) -> None:
+    world.write(agent={"entry": "adder:unaware"}, prompts={"system": {"replace": "Answer."}})
+    assert agl("optimize", "better.toml").returncode == 0
+
+    async def recorded() -> set[str]:
+        async with open_store(world.folder / "runs" / "better", read_only=True) as store:
+            rollouts = await store.rollouts()
+            calls = await store.calls(AttemptKey(r.id, 0) for r in rollouts)
+            return {call.request["messages"][0]["content"] for call in calls}
+
+    sent = {str(r.items[0]["content"]) for r in world.model.received if r.items[0]["role"] == "system"}
+    assert (
+        asyncio.run(recorded())
+        == sent
+        > {"Today is Monday. Answer. Be kind.", "Today is Monday. Answer. carefully Be kind."}
+    )
+
+
+@pytest.mark.parametrize("method", ["gepa", "apo"])
+def test_the_budget_is_kept(world: World, agl: Agl, method: str) -> None:
+    world.write(optimize=world.optimize(method=method, budget=17, minibatch=2))
+
+    done = agl("optimize", "better.toml")
+
+    assert "the budget of 17 rollouts is spent" in done.stdout
+    assert len([r for r in world.rollouts() if "-train" in r.group]) <= 17
+
+
+def test_patience_ends_a_search_that_finds_nothing_better(world: World, agl: Agl) -> None:
+    count = iter(range(1000))
+    world.proposer.answer = lambda received: Say(f"```\nuseless {next(count)}\n```")
+    world.write(optimize=world.optimize(patience=3))
+
+    done = agl("optimize", "better.toml")
+
+    assert "no better candidate among the last 3" in done.stdout
+    assert "for 4 candidates" in done.stdout
+    assert world.prompts()["system"]["text"] == "Answer."
+
+
+def begun(world: World, requests: int) -> subprocess.Popen[str]:
+    """A search in a process of its own, once the model has had so many requests."""
+    command = [sys.executable, "-m", "agl_core", "optimize", "better.toml"]
+    process = subprocess.Popen(command, cwd=world.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while len(world.model.received) < requests:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.01)
+    return process
+
+
+def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: Agl) -> None:
+    world.write(optimize=world.optimize(budget=40))
+    with begun(world, 30) as process:
+        process.kill()
+    before, asked = {r.id for r in world.rollouts()}, len(world.proposer.received)
+    assert before
+
+    done = agl("optimize", "--resume", "better")
+
+    assert done.returncode == 0, done.stderr
+    tried = Counter((r.prompts["system"], r.position, r.task.split, r.group.split("-")[2]) for r in world.rollouts())
+    assert before < {r.id for r in world.rollouts()}
+    assert set(tried.values()) == {1}
+    assert len({str(r.body) for r in world.proposer.received}) >= len(world.proposer.received) - 1
+    assert len(world.proposer.received) > asked
+    resumed = world.prompts()
+    world.write(name="whole", optimize=world.optimize(budget=40))
+    assert agl("optimize", "better.toml").returncode == 0
+    assert tomllib.loads((world.folder / "runs" / "whole" / "prompts.toml").read_text())["prompts"] == resumed
+
+
+def test_ctrl_c_keeps_what_was_found(world: World, agl: Agl) -> None:
+    world.write()
+    with begun(world, 40) as process:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 130, output
+    assert "(chosen)" in output
+    assert agl("optimize", "--resume", "better").returncode == 0
+    assert set(WORDS) <= set(world.prompts()["system"]["text"].split())
+
+
+POLICIES = {"default": {"model": {"path": "weights"}}}
+PLUGIN = """
+import agl_core
+from agl_core import kinds
+from agl_prompts.config import ModelServer, ServedModel
+
+@agl_core.hookimpl
+def register_components(register):
+    server = ModelServer(base_url="URL", model="served")
+    register(kinds.ENGINE, "other", lambda options, context: ServedModel(server, "none", context.policies))
+    register(kinds.ALGORITHM, "none", lambda options: options)
+"""
+
+
+def test_the_engine_of_the_run_answers_unless_an_upstream_is_named(world: World, agl: Agl) -> None:
+    (world.folder / "engine.py").write_text(PLUGIN.replace("URL", f"{world.model.root}/v1"))
+    (world.folder / "weights").mkdir()
+    named = {name: value for name, value in world.optimize(budget=30).items() if name != "upstream"}
+    parts = {"engine": {"name": "other"}, "algorithm": {"name": "none"}, "plugins": ["engine.py"]}
+    world.write(**parts, policies=POLICIES, optimize=named)
+
+    done = agl("optimize", "better.toml")
+
+    assert done.returncode == 0, done.stderr
+    assert "carefully" in world.prompts()["system"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimize": None, "policies": POLICIES}, "add the table [optimize]"),
+        ({"prompts": None}, "a table [prompts.NAME] for each prompt"),
+        ({"prompts": {"system": {"replace": "Not there."}}, "agent": {"entry": "adder:unaware"}}, "nothing to replace"),
+        ({"prompts": {"system": {"text": "Answer.", "agents": ["adder"]}}}, "there is no `replace`"),
+        ({"prompts": {"system": {}}}, "needs a text, or what it is to replace"),
+        ({"agent": {"entry": "adder:broken"}}, "The agent does not work yet"),
+        ({"prompts": "nowhere.toml"}, "nowhere.toml does not exist"),
+    ],
+)
+def test_mistakes_are_named(world: World, agl: Agl, changes: dict[str, Any], says: str) -> None:
+    world.write(**changes)
+
+    done = agl("optimize", "better.toml")
+
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"budget": 3}, "6 validation tasks need more"), ({"budgets": 3}, "budget"), ({"method": "best"}, "method")],
+)
+def test_mistakes_in_its_table_are_named(world: World, agl: Agl, change: dict[str, Any], says: str) -> None:
+    world.write(optimize=world.optimize(**change))
+
+    done = agl("optimize", "better.toml")
+
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_a_proposer_that_refuses_is_named_and_its_failures_are_tried_again(
+    world: World, agl: Agl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_prompts.config._PAUSE", 0.01)
+    world.write()
+    world.proposer.script(Fail(503), Fail(429), Fail(401))
+
+    done = agl("optimize", "better.toml")
+
+    assert done.returncode == 2
+    assert "[optimize.proposer]: the model 'served'" in done.stderr
+    assert "401" in done.stderr
+    assert agl("optimize", "--resume", "better").returncode == 0
+    assert set(WORDS) <= set(world.prompts()["system"]["text"].split())
