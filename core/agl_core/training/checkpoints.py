@@ -63,13 +63,13 @@ class RunState:
 
     def plateau(self, stop: StopSection) -> str:
         """In which way the rewards no longer rise; empty as long as they may."""
-        best, waited = -1, 0
-        for step, reward in self.rewards.items():
-            is_best = best < 0 or reward > self.rewards[best] + stop.tolerance
+        rewards, best, waited = self.rewards, -1, 0
+        for step, reward in rewards.items():
+            is_best = best < 0 or reward > rewards[best] + stop.tolerance
             best, waited = (step, 0) if is_best else (best, waited + 1)
         if not stop.patience or waited < stop.patience:
             return ""
-        return f"none of {waited} evaluations was better than that of step {best} ({self.rewards[best]:.3g})"
+        return f"none of {waited} evaluations was better than that of step {best} ({rewards[best]:.3g})"
 
 
 def read_state(checkpoint: Path) -> RunState:

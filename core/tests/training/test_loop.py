@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -181,27 +182,23 @@ async def test_the_best_evaluation_so_far_has_a_checkpoint_and_a_plateau_ends_tr
     rewards=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=8),
     patience=st.integers(0, 4),
     tolerance=st.sampled_from([0.0, 0.3, 0.6]),
+    of_replies=st.booleans(),
 )
 def test_a_plateau_is_a_best_reward_that_as_many_later_ones_did_not_beat(
-    rewards: list[float], patience: int, tolerance: float
+    rewards: list[float], patience: int, tolerance: float, of_replies: bool
 ) -> None:
-    evaluations = [
-        {
-            "step": 10 * number,
-            "set": name,
-            "mode": mode,
-            "reward": reward if (name, mode) == ("eval", "greedy") else number,
-        }
-        for number, reward in enumerate(rewards)
-        for name in ("easy", "eval")
-        for mode in ("greedy", "sampled")
-    ]
+    """Of recorded replies: a lowest loss."""
+    evaluations: list[dict[str, Any]] = []
+    for number, reward in enumerate(rewards):
+        for name, mode in itertools.product(("easy", "eval"), ("greedy", "sampled")):
+            value = reward if (name, mode) == ("eval", "greedy") else number
+            score = {"loss": -value} if of_replies else {"reward": value}
+            evaluations.append({"step": 10 * number, "set": name, "mode": mode, **score})
     best = 0
     while better := [n for n in range(best, len(rewards)) if rewards[n] > rewards[best] + tolerance]:
         best = better[0]
     waits = len(rewards) - 1 - best
-    stop = StopSection(patience=patience, tolerance=tolerance if patience else 0.0)
-    reason = RunState(evaluations=evaluations).plateau(stop)
+    reason = RunState(evaluations=evaluations).plateau(StopSection(patience=patience, tolerance=tolerance))
     assert bool(reason) == (0 < patience <= waits)
     assert not reason or f"none of {waits} evaluations was better than that of step {10 * best} (" in reason
 
