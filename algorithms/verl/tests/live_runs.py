@@ -78,7 +78,8 @@ def test_a_policy_imitates_the_best_of_its_own_rollouts(tmp_path: Path) -> None:
     for line in steps_of(tmp_path / "calc"):
         assert line["update/grad_norm"] > 0
         assert line["update/loss"] > 0
-        assert 0 < line["update/transitions_trained"] < line["transitions/kept"]
+        assert line["update/transitions_trained"] == line["transitions/kept"] >= 4, "at least a call of each group"
+        assert line["dropped/no_advantage"] >= 12, "and of the three others"
 
 
 def test_a_policy_imitates_recorded_conversations(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def evaluate(
         result |= {"scores": evaluated.scores, "passes": solved}
         print_json(result if other is None else {**result, "against": other, "comparison": compared})
         return
-    rewards = table("held-out set", "sampling", "reward", "rollouts", "seconds")
+    rewards = table("held-out set", "sampling", "score", "rollouts", "seconds")
     for entry in evaluated.entries:
         for name, value in scores_of(entry).items():
             numbers = score(value), str(entry.get("rollouts", "-")), f"{entry['seconds']:.1f}"
