@@ -1,4 +1,4 @@
-"""A policy learns from recorded conversations: `agl import`, then `agl train`, and no agent is run but to evaluate."""
+"""A policy learns from recorded conversations: by their rewards, and by imitation of a file of demonstrations."""
 
 from __future__ import annotations
 
@@ -89,3 +89,32 @@ def test_a_policy_learns_from_recorded_conversations(agl: Any, conversations: Pa
     assert all(line["update/transitions_trained"] >= 32 for line in steps), "both calls of 16 that solve a problem"
     shown = agl.run("show", agl.folder / "runs" / "learned", "s1-g0-m0")
     assert "tokens, no log-probabilities" in shown
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(300)
+def test_a_policy_imitates_the_trained_agent_of_a_file(agl: Any, conversations: Path) -> None:
+    """The rules of the configuration are not asked, and no agent runs: what is held out is recorded too."""
+    good = [chat for line in conversations.read_text().splitlines() if (chat := json.loads(line)).pop("reward") == 1]
+    for number, chat in enumerate(good):
+        chat["split"] = "held" if number < 20 else "train"
+        solving, answer = (message for message in chat["messages"] if message["role"] == "assistant")
+        solving["name"], answer["name"] = "solver", "writer"
+    demonstrations = conversations.with_name("demonstrations.jsonl")
+    demonstrations.write_text("".join(json.dumps(chat) + "\n" for chat in good))
+    file = agl.folder / "train.toml"
+    file.write_text(CONFIGURATION.format(calc=CALC, recorded="none"))
+    held_out = f"tasks.eval={{source='recorded', run='{demonstrations}', split='held'}}"
+    settings = ("algorithm.name=sft", held_out, "train.agents=['solver']", "train.steps=6", "tasks.train.split=train")
+
+    said = agl.run("train", file, "--from", demonstrations, *(f"--set={setting}" for setting in settings))
+
+    assert "verdict: learned: the held-out loss (eval) fell from" in said
+    assert "alarm" not in said
+    first, *steps, last = agl.metrics("learned")
+    assert last["eval/loss"] < first["eval/loss"] / 2
+    assert last["eval/accuracy"] > first["eval/accuracy"]
+    assert agl.summary("learned")["reward"]["after"] == {"loss": last["eval/loss"], "accuracy": last["eval/accuracy"]}
+    for line in steps:
+        assert line["transitions/kept"] == line["dropped/untrained_agent"] == 16
+        assert not [key for key in line if key.startswith(("reward/", "groups/no_contrast", "alarm/"))]

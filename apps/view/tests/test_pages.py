@@ -39,6 +39,18 @@ def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) 
     assert STEP in page.links
 
 
+def test_a_run_that_imitates_has_the_curve_of_its_loss(runs: Folder) -> None:
+    lines = [{"step": step, "kind": "eval", "restart": 0, "demos/loss": loss} for step, loss in enumerate((2.0, 0.5))]
+    step = {"step": 1, "kind": "train", "restart": 0, "update/loss": 1.5, "seconds/rollouts": 3, "seconds/update": 1}
+    runs.make(metrics=[*lines, step])
+
+    page = runs.page("/runs/calc")
+
+    charts = {attributes["aria-label"] for tag, attributes in Parsed(page).tags if tag == "svg"}
+    assert "Loss. training, loss from 1.5 to 1.5; demos, loss from 2 to 0.5" in charts
+    assert "demos, loss 2.000 → 0.500" in text_of(page)
+
+
 def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(runs: Folder) -> None:
     runs.trained()
 

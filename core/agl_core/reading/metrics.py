@@ -19,6 +19,7 @@ from agl_core.training.metrics import LOSS, METRICS_FILE, counts, is_update_loss
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
 _REWARD = "/reward/mean"
+LOSSES = f"/{LOSS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,11 @@ def series(lines: Sequence[MetricsLine], kind: str, key: str) -> list[tuple[int,
     return [(line.step, line.values[key]) for line in lines if line.kind == kind and key in line.values]
 
 
-def held_out(lines: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]:
-    """The mean reward of each held-out set and mode, as `eval/greedy`, each with the step it follows."""
-    keys = dict.fromkeys(key for line in lines if line.kind == "eval" for key in line.values if key.endswith(_REWARD))
-    return {key.removesuffix(_REWARD): series(lines, "eval", key) for key in keys}
+def held_out(lines: Sequence[MetricsLine], what: str = _REWARD) -> dict[str, list[tuple[int, float]]]:
+    """The mean reward of each held-out set and mode, as `eval/greedy`, each with the step it follows; or what else
+    evaluations have at the end of a key, as the loss of recorded replies by set (`LOSSES`)."""
+    keys = dict.fromkeys(key for line in lines if line.kind == "eval" for key in line.values if key.endswith(what))
+    return {key.removesuffix(what): series(lines, "eval", key) for key in keys}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +230,11 @@ def _loss_change(lines: Sequence[MetricsLine]) -> tuple[bool, str] | None:
 
     The replies of an evaluation are the same ones, so no change of it is chance.
     """
-    keys = [f"{HEADLINE_SET}/{LOSS}", *(key for line in lines if line.kind == "eval" for key in line.values)]
-    for key in keys:
-        values = [value for _, value in series(lines, "eval", key)]
-        if key.endswith(f"/{LOSS}") and len(values) > 1:
-            name, before, after = f"the held-out loss ({key.removesuffix(f'/{LOSS}')})", values[0], values[-1]
-            break
+    evaluated = {name: points for name, points in held_out(lines, LOSSES).items() if len(points) > 1}
+    if evaluated:
+        headline = HEADLINE_SET if HEADLINE_SET in evaluated else next(iter(evaluated))
+        (_, before), *_, (_, after) = evaluated[headline]
+        name = f"the held-out loss ({headline})"
     else:
         steps = [line.values for line in lines if line.kind == "train"]
         losses = [fmean(of_step) for s in steps if (of_step := [s[key] for key in s if is_update_loss(key)])]

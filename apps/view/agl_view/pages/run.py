@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
-from agl_core.reading.metrics import MetricsLine, held_out, read_health, series
+from agl_core.reading.metrics import LOSSES, MetricsLine, held_out, read_health, series
 from agl_core.reading.rollouts import Query, list_rollouts, read_entries
 from agl_core.reading.runs import read_entry, read_settings, read_start
 from agl_core.types import Mode, Verdict
@@ -59,6 +59,8 @@ async def run_page(pages: Pages, request: Request) -> Response:
 
     evaluated, training = held_out(lines), series(lines, "train", "reward/mean")
     sets = {key.replace("/", ", "): points for key, points in evaluated.items()}
+    losses = {f"{name}, loss": points for name, points in held_out(lines, LOSSES).items()}
+    imitation = _updates(lines, "loss", "training, loss") | losses
     return pages.render(
         request,
         "run.html",
@@ -71,9 +73,10 @@ async def run_page(pages: Pages, request: Request) -> Response:
         trained=trained,
         last=last,
         rewards=_histogram(name, step, rewards, "rollouts" if step in trained else "rollouts so far"),
-        main=line_chart("Reward", "mean over rollouts", {"training": training, **sets}, link, wide=True),
+        main=line_chart("Reward", "mean over rollouts", {"training": training, **sets}, link, wide=True)
+        or line_chart("Loss", "nats per response token", imitation, link, wide=True),
         charts=[chart for chart in _charts(lines, link) if chart is not None],
-        evaluations=[(kind, points[0], points[-1]) for kind, points in evaluated.items() if points],
+        evaluations=[(kind, points[0], points[-1]) for kind, points in {**evaluated, **losses}.items() if points],
         latest={line.step: line.values for line in lines if line.kind == "train"}.get(last, {}),
         table=_table(lines),
         columns=list(_COLUMNS),
