@@ -54,6 +54,8 @@ class _ToolRun:
     """Its exception."""
     decided: Decided | None = None
     """The status that its MCP server reports, if it reports a failure."""
+    result: Any = None
+    """The SDK's own record of what it returned."""
 
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", default=None)
@@ -119,33 +121,27 @@ def _id(span: Span[Any]) -> str | None:
     return span.span_id if span.span_id != _UNTRACED else None
 
 
-def _sees_results(invoke: _Function) -> _Function:
+@contextmanager
+def _tool_run(*_: Any, function_tool: Any = None, context: Any = None, **__: Any) -> Iterator[_ToolRun | None]:
     """Around one tool: what it returned or raised."""
-
-    async def invoke_seen(*args: Any, **kwargs: Any) -> Any:
-        if current_attempt() is None:
-            return await invoke(*args, **kwargs)
-        run = _ToolRun(kwargs.get("function_tool"))
-        try:
-            with holding(_running, run):
-                result = await invoke(*args, **kwargs)
-        except Exception as error:
-            _report(run, kwargs.get("context"), error)
-            raise
-        _report_result(run, kwargs.get("context"), result)
-        return result
-
-    return invoke_seen
+    if current_attempt() is None:
+        yield None
+        return
+    run = _ToolRun(function_tool)
+    try:
+        with holding(_running, run):
+            yield run
+    except Exception as error:
+        _report(run, context, error)
+        raise
+    _report_result(run, context)
 
 
-def _sees_failures(word_failure: _Function) -> _Function:
+@contextmanager
+def _failure_noted(*_: Any, **named: Any) -> Iterator[None]:
     """Where an exception becomes a text for the model (`failure_error_function`)."""
-
-    async def word_failure_seen(*args: Any, **kwargs: Any) -> Any:
-        _note_failure(**kwargs)
-        return await word_failure(*args, **kwargs)
-
-    return word_failure_seen
+    _note_failure(**named)
+    yield
 
 
 @guarded
@@ -155,24 +151,21 @@ def _note_failure(*, function_tool: Any, error: BaseException, **_: Any) -> None
         run.error = error
 
 
-def _sees_mcp_results(read: _Function) -> _Function:
+@contextmanager
+def _mcp_failure_noted(result: Any) -> Iterator[None]:
     """Where a result of an MCP server loses its `isError`."""
-
-    def read_seen(result: Any) -> Any:
-        run = _running.get()
-        if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
-            run.decided = failure_status("")
-        return read(result)
-
-    return read_seen
+    run = _running.get()
+    if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
+        run.decided = failure_status("")
+    yield
 
 
 @guarded
-def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
+def _report_result(run: _ToolRun, context: Any) -> None:
     inner = peek_agent_tool_run_result(context.tool_call, scope_id=get_agent_tool_state_scope(context))
     if run.error is None and getattr(inner, "interruptions", None):
         return  # an agent used as a tool, waiting for an approval of what its own tool is to do
-    _report(run, context, result.output if run.error is None else run.error)
+    _report(run, context, run.result.output if run.error is None else run.error)
 
 
 @guarded
@@ -226,9 +219,9 @@ def _enter(arguments: tuple[Any, ...]) -> IdentityScope | None:
 
 
 _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
-    ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", _sees_results),
-    ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
-    ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
+    ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", within(_tool_run)),
+    ("agents.tool", "maybe_invoke_function_tool_failure_error_function", within(_failure_noted)),
+    ("agents.mcp.util", "result_structured_content", within(_mcp_failure_noted)),
     ("agents.run_internal.run_loop", "get_new_response", within(_context_carried)),
     ("agents.run_internal.run_loop", "run_single_turn_streamed", within(_context_carried)),
 )

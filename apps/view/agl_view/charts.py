@@ -69,8 +69,8 @@ def line_chart(
         if len(points) > 2:  # Two are a before and an after, with nothing known between them.
             parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": scale.places(points)}))
         if len(points) <= 40:
-            places = [{"cx": f"{scale.x(x):.1f}", "cy": f"{scale.y(y):.1f}", "r": "2.6"} for x, y in points]
-            parts += [tag("circle", {"class": f"dot c{at % _COLOURS}", **place}) for place in places]
+            dot = {"class": f"dot c{at % _COLOURS}", "r": 2.6}
+            parts += [tag("circle", {**dot, "cx": scale.x(x), "cy": scale.y(y)}) for x, y in points]
     parts += _targets(scale, finite, link)
     return Chart(title, note, _svg(title, scale, finite, parts), _legend(finite))
 
@@ -95,10 +95,8 @@ def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | No
             below = tops
             continue
         for x, y in points:
-            top, bottom = scale.y(below[x] + y), scale.y(below[x])
+            parts.append(scale.bar(x, width, below[x], below[x] + y, at))
             below[x] += y
-            place = {"x": f"{scale.x(x) - width / 2:.1f}", "y": f"{top:.1f}", "width": f"{width:.1f}"}
-            parts.append(tag("rect", {"class": f"bar c{at % _COLOURS}", **place, "height": f"{bottom - top:.1f}"}))
     parts += _targets(scale, parts_of, link)
     return Chart(title, note, _svg(title, scale, parts_of, parts), _legend(parts_of))
 
@@ -115,12 +113,9 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
     width = min(scale.pitch * 0.82, _WIDEST_BAR)
     for at, ((low, high), count) in enumerate(zip(bins, counts, strict=True)):
         name = number(low, 3) if low == high else f"{number(low, 3)} – {number(high, 3)}"
-        place = {"x": f"{scale.x(at) - width / 2:.1f}", "width": f"{width:.1f}"}
-        bar = {"class": "bar c0", **place, "y": f"{scale.y(count):.1f}"}
-        shown = tag("rect", {**bar, "height": f"{scale.y(0) - scale.y(count):.1f}"})
-        whole = {"class": "target", **place, "y": str(_TOP), "height": str(scale.height - _TOP - _BOTTOM)}
         label = f"reward {name}: {count} rollouts"
-        inside = shown + tag("rect", whole, tag("title", {}, label))
+        whole = {"class": "target", "x": scale.x(at) - width / 2, "width": width, "y": _TOP, "height": scale.inside}
+        inside = scale.bar(at, width, 0, count, 0) + tag("rect", whole, tag("title", {}, label))
         parts.append(tag("a", {"href": link(low, high), "aria-label": label}, inside))
         if len(bins) <= 6 or at % 2 == 0:
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
@@ -137,7 +132,7 @@ def sparkline(values: Sequence[float], title: str) -> Markup:
     span = (high - low) or 1.0
     points = [(2 + 116 * at / (len(finite) - 1), 24 - 20 * (v - low) / span) for at, v in enumerate(finite)]
     line = tag("polyline", {"class": "line c0", "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points)})
-    dot = tag("circle", {"class": "dot c0", "cx": f"{points[-1][0]:.1f}", "cy": f"{points[-1][1]:.1f}", "r": "2.4"})
+    dot = tag("circle", {"class": "dot c0", "cx": points[-1][0], "cy": points[-1][1], "r": 2.4})
     label = f"{title}: from {number(finite[0], 3)} to {number(finite[-1], 3)}"
     return tag("svg", {"class": "spark", "viewBox": "0 0 120 28", "role": "img", "aria-label": label}, line + dot)
 
@@ -150,22 +145,17 @@ def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None
     def x(value: float) -> float:
         return 14 + 332 * (value - low) / span
 
-    band = {
-        "class": "band",
-        "x": f"{x(mean - std):.1f}",
-        "y": "12",
-        "width": f"{max(x(mean + std) - x(mean - std), 1):.1f}",
-    }
+    width = max(x(mean + std) - x(mean - std), 1)
     parts = [
-        tag("rect", {**band, "height": "20", "rx": "3"}),
-        tag("line", {"class": "axis", "x1": "14", "x2": "346", "y1": "22", "y2": "22"}),
-        tag("line", {"class": "mean", "x1": f"{x(mean):.1f}", "x2": f"{x(mean):.1f}", "y1": "8", "y2": "36"}),
+        tag("rect", {"class": "band", "x": x(mean - std), "y": 12, "width": width, "height": 20, "rx": 3}),
+        tag("line", {"class": "axis", "x1": 14, "x2": 346, "y1": 22, "y2": 22}),
+        tag("line", {"class": "mean", "x1": x(mean), "x2": x(mean), "y1": 8, "y2": 36}),
         text(x(mean), 48, f"mean {number(mean, 3)}", "middle"),
     ]
     alike: dict[float, int] = {}
     for name, value in sorted(values.items(), key=lambda item: item[0] == mine):
         place = alike[value] = alike.get(value, 0) + 1
-        circle = {"cx": f"{x(value):.1f}", "cy": f"{22 - 3 * min(place - 1, 5):.1f}", "r": "6" if name == mine else "4"}
+        circle = {"cx": x(value), "cy": 22 - 3 * min(place - 1, 5), "r": 6 if name == mine else 4}
         title = tag("title", {}, f"{name}: {number(value, 4)}")
         parts.append(tag("circle", {"class": "mine" if name == mine else "other", **circle}, title))
     label = f"mean {number(mean, 4)}, deviation {number(std, 4)}, over {len(values)} rollouts"
@@ -182,6 +172,8 @@ class Scale:
     ) -> None:
         self.steps = steps
         self.width, self.height = size
+        self.inside = self.height - _TOP - _BOTTOM
+        """The height between the axes' ends."""
         self._ticks = _ticks(low, high)
         self._low, self._high = self._ticks[0], self._ticks[-1]
         self._first = steps[0]
@@ -193,8 +185,12 @@ class Scale:
         return _LEFT + self.pitch * (step - self._first + 0.5)
 
     def y(self, value: float) -> float:
-        inside = self.height - _TOP - _BOTTOM
-        return self.height - _BOTTOM - inside * (value - self._low) / (self._high - self._low)
+        return self.height - _BOTTOM - self.inside * (value - self._low) / (self._high - self._low)
+
+    def bar(self, step: float, width: float, low: float, high: float, colour: int) -> Markup:
+        """A bar at a step, from one value to a higher one."""
+        place = {"x": self.x(step) - width / 2, "y": self.y(high), "width": width}
+        return tag("rect", {"class": f"bar c{colour % _COLOURS}", **place, "height": self.y(low) - self.y(high)})
 
     def places(self, points: Iterable[tuple[float, float]]) -> str:
         """Points as a line or an area takes them."""
@@ -203,14 +199,9 @@ class Scale:
     def axes(self, *, x_labels: bool = True) -> list[Markup]:
         parts = []
         for tick in self._ticks:
-            place = {
-                "x1": str(_LEFT),
-                "x2": str(self.width - _RIGHT),
-                "y1": f"{self.y(tick):.1f}",
-                "y2": f"{self.y(tick):.1f}",
-            }
-            parts.append(tag("line", {"class": "grid", **place}))
-            parts.append(text(_LEFT - 6, self.y(tick) + 3.5, number(tick, 4), "end"))
+            y = self.y(tick)
+            parts.append(tag("line", {"class": "grid", "x1": _LEFT, "x2": self.width - _RIGHT, "y1": y, "y2": y}))
+            parts.append(text(_LEFT - 6, y + 3.5, number(tick, 4), "end"))
         if x_labels:
             apart = max(1, math.ceil(len(self.steps) / 8))
             parts += [text(self.x(step), self.height - 7, str(step), "middle") for step in self.steps[::apart]]
@@ -223,11 +214,11 @@ def _targets(scale: Scale, series: Mapping[str, Points], link: Link | None) -> l
     for name, points in series.items():
         for x, y in points:
             at_step.setdefault(x, []).append(f"{name} {number(y, 4)}".strip())
-    width, height, targets = max(scale.pitch, _LEAST_TARGET), scale.height - _TOP - _BOTTOM, []
+    width, targets = max(scale.pitch, _LEAST_TARGET), []
     for step in sorted(at_step)[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
         title = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
         # Most elements of a page are these: written without `tag`, they take half the time.
-        place = f'x="{scale.x(step) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}"'
+        place = f'x="{scale.x(step) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" height="{scale.inside}"'
         target = f'<rect class="target" {place}>{title}</rect>'
         if link is not None:
             # The same links are in the table of steps, for the keyboard and for screen readers.
@@ -253,12 +244,13 @@ def _svg(title: str, scale: Scale, series: Mapping[str, Points], parts: Sequence
 
 def text(x: float, y: float, word: str, anchor: str, kind: str = "tick") -> Markup:
     """A word of a picture."""
-    return tag("text", {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}, word)
+    return tag("text", {"class": kind, "x": x, "y": y, "text-anchor": anchor}, word)
 
 
-def tag(name: str, attributes: Mapping[str, str], inside: str | Markup = "") -> Markup:
-    """An element of a picture: what it says is text."""
-    written = "".join(f' {key}="{escape(harmless(value))}"' for key, value in attributes.items())
+def tag(name: str, attributes: Mapping[str, str | float], inside: str | Markup = "") -> Markup:
+    """An element of a picture: what it says is text, and numbers are places in it."""
+    texts = {key: value if isinstance(value, str) else f"{value:.1f}" for key, value in attributes.items()}
+    written = "".join(f' {key}="{escape(harmless(value))}"' for key, value in texts.items())
     return Markup(f"<{name}{written}>{inside if isinstance(inside, Markup) else escape(harmless(inside))}</{name}>")
 
 
