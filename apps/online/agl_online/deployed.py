@@ -18,7 +18,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
 from agl_core.server.keys import ActiveAttempt
-from agl_core.server.upstream import Destination, Relay, RunSettings, UpstreamClient
+from agl_core.server.upstream import Destination, Relay, RunSettings
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.run import run_settings
 from agl_online.policies import Version, load_run, make_engine, policy_spec
@@ -32,13 +32,13 @@ _FOLDER = "deployed"
 
 def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
     """A model server that answers all sessions; `withdraw` closes its connections."""
-    relay = Relay(lambda lending: None)
+    relay = Relay()
     # What does not return ids may be a hosted API, which refuses settings that it does not know.
     relay.serve(upstream, settings if upstream.returns_ids else replace(settings, sampling=None))
     return relay
 
 
-class DeployedVersions:
+class DeployedVersions(Relay):
     """Answers sessions by the versions that the run's ledger names: the stable one, and for a share the canary.
 
         async with DeployedVersions(run_dir, loaded, share=0.1).running() as deployed:
@@ -54,6 +54,7 @@ class DeployedVersions:
     """
 
     def __init__(self, run: Path, loaded: LoadedConfig, share: float, say: Callable[[str], None] = logger.info) -> None:
+        super().__init__()
         self._run, self._share, self._say = run, share, say
         [self._policy] = loaded.config.policies
         self._settings = run_settings(loaded.config)
@@ -61,7 +62,6 @@ class DeployedVersions:
         self._config = load_run(run, plugins=loaded.plugins)
         self._standing = Standing()
         self._engine: Engine | None = None
-        self._destination: Destination | None = None
         self._loaded: set[int] = set()
         """The versions that the engine has, by their steps."""
         self._calls: Counter[int] = Counter()
@@ -99,12 +99,6 @@ class DeployedVersions:
                     "Sessions are answered as before, because what the ledger says cannot be served: %s", error
                 )
 
-    def current_destination(self) -> Destination:
-        """The engine; ApiError 503 while it is not there."""
-        if self._destination is None:
-            raise no_upstream()
-        return self._destination
-
     @contextmanager
     def acquire_destination(self, attempt: ActiveAttempt) -> Iterator[Destination]:
         """The version that answers a session; it stays loaded until the block ends."""
@@ -131,16 +125,12 @@ class DeployedVersions:
         private.make_folder(folder, exist_ok=True)
         self._engine = make_engine(self._config, folder)
         upstream = await self._engine.start()
-        client = UpstreamClient(upstream, self._settings.timeout)
-        named = replace(upstream, models={self._policy: self._policy})
-        self._destination = Destination(named, self._settings, client, {})
+        self.serve(replace(upstream, models={self._policy: self._policy}), self._settings)
 
     async def _stop(self) -> None:
-        destination, self._destination = self._destination, None
         engine, self._engine = self._engine, None
         self._loaded.clear()
-        if destination is not None:
-            destination.client.close()
+        self.withdraw()
         if engine is not None:
             await engine.stop()
 

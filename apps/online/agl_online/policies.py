@@ -32,7 +32,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, EngineContext, PolicySpec
 from agl_core.reading.runs import find_run, policy_names
 from agl_core.server import Keys, LightningServer
-from agl_core.server.keys import ActiveAttempt, RolloutSource, carries, is_loopback
+from agl_core.server.keys import ActiveAttempt, RolloutSource, carries, is_loopback, refused_key
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
@@ -215,12 +215,7 @@ class ServedPolicies(RolloutSource):
         """The same for all. ApiError 401 without the key; without a key at all, 403 for requests by another name."""
         names = [f"http://{request.headers.get('host', '')}", request.headers.get("origin", "http://localhost")]
         if self._key is not None and not carries(request, self._key):
-            raise ApiError(
-                401,
-                f"The API key (Authorization: Bearer …, or x-api-key) is missing or wrong. It is the value of "
-                f"{POLICY_KEY} where `agl policy serve` was started.",
-                code="invalid_api_key",
-            )
+            raise refused_key(request, f"It is the value of {POLICY_KEY} where `agl policy serve` was started.")
         if self._key is None and not all(is_loopback(URL(name).hostname or "") for name in names):
             raise ApiError(
                 403,

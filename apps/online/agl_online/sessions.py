@@ -26,7 +26,7 @@ from agl_core.capture.requests import HEADER_ROLLOUT, rollout_path
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.server.api import route, route_of
-from agl_core.server.keys import Keys, SourceFactory
+from agl_core.server.keys import Keys, RolloutSource, SourceFactory
 from agl_core.server.upstream import DestinationProvider
 from agl_core.store.interface import Store
 from agl_core.types import Annotation, Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
@@ -62,8 +62,8 @@ _DAY = 86_400.0
 _BETWEEN_REMOVALS = 600.0
 
 
-class Sessions:
-    """The sessions of applications: what a server opens rollouts by (`agl_core.server.keys.RolloutSource`).
+class Sessions(RolloutSource):
+    """The sessions of applications: what a server opens rollouts by.
 
     `answering` answers their calls, `run` and `folder` are of the run that records them. All methods belong to one
     event loop.

@@ -52,17 +52,8 @@ class Step:
         """A context that inherited this step has begun another."""
 
 
-_step: ContextVar[Step | None] = ContextVar("agl_step", default=None)
-
-
-def current_step() -> Step | None:
-    """The step that this context is in, of any scope."""
-    return _step.get()
-
-
-def set_step(step: Step | None) -> None:
-    """Go back to an earlier step (None: to none) when the scope inside it has ended."""
-    _step.set(step)
+STEP: ContextVar[Step | None] = ContextVar("agl_step", default=None)
+"""The step that this context is in, of any scope. When a scope has ended, it is the one before that scope again."""
 
 
 class Steps:
@@ -84,7 +75,7 @@ class Steps:
             self._have_overlapped |= bool(self._running)
             self._latest = step
             self._running.add(step)
-        _step.set(step)
+        STEP.set(step)
         return step
 
     def end_call(self, step: Step) -> None:
@@ -110,7 +101,7 @@ class Steps:
         return latest if step is None or has_come_back else None
 
     def _inherited(self) -> Step | None:
-        step = _step.get()
+        step = STEP.get()
         return step if step is not None and step.steps is self else None
 
 
@@ -294,7 +285,7 @@ class Carried:
 
     @classmethod
     def here(cls) -> Carried:
-        return cls(current_attempt(), current_scope(), current_step(), _variables.get())
+        return cls(current_attempt(), current_scope(), STEP.get(), _variables.get())
 
     @property
     def is_empty(self) -> bool:
@@ -306,7 +297,7 @@ class Carried:
         with (
             holding(_attempt, self.attempt),
             holding(_scope, self.scope),
-            holding(_step, self.step),
+            holding(STEP, self.step),
             holding(_variables, self.variables),
         ):
             yield

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
 from agl_core.capture.context import (
+    STEP,
     AttemptContext,
     Step,
     current_attempt,
     current_identity,
     current_scope,
-    current_step,
     packed_variables,
 )
 from agl_core.capture.reports import Patches, report_problem, within
@@ -178,7 +178,7 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     scope = current_scope()
     if scope is None or scope.steps is None or method != "POST":
         return None
-    step = current_step()
+    step = STEP.get()
     is_retry = headers.get(HEADER_RETRIES, "0") != "0"
     return (
         step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)

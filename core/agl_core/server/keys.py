@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.routing import Route
@@ -323,8 +323,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class RolloutSource(Protocol):
-    """Opens rollouts of mode `use` beside those of the queue. All methods belong to the server's event loop.
+class RolloutSource:
+    """Opens rollouts of mode `use` beside those of the queue; this one opens none.
+
+    All methods belong to the server's event loop.
 
     Each rollout has one attempt, whose `ActiveAttempt` says what answers its calls and how they are recorded.
     """
@@ -354,6 +356,7 @@ class RolloutSource(Protocol):
 
     async def attempt_of(self, request: Request) -> ActiveAttempt | None:
         """The attempt that a model call belongs to, open or not; None: to none of its. ApiError if it is refused."""
+        return None
 
 
 SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
@@ -363,7 +366,7 @@ SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
 class Attribution:
     """Whose model calls and spans are whose: of running attempts, and calls also of those that a source opens."""
 
-    def __init__(self, keys: Keys, queue: RolloutQueue, source: RolloutSource | None) -> None:
+    def __init__(self, keys: Keys, queue: RolloutQueue, source: RolloutSource) -> None:
         self._keys, self._queue, self._source = keys, queue, source
 
     async def of(self, request: Request) -> ActiveAttempt:
@@ -372,7 +375,7 @@ class Attribution:
         ApiError 401 without that attempt's key, whatever else is wrong. ApiError 400 if path and header differ, 404
         if there is no such attempt; those of the source.
         """
-        opened = None if self._source is None else await self._source.attempt_of(request)
+        opened = await self._source.attempt_of(request)
         return self.leased(request) if opened is None else opened
 
     async def open(self, request: Request) -> ActiveAttempt:

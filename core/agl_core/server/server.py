@@ -82,8 +82,8 @@ class LightningServer:
         self.versions = self.relay.versions
         """The version being served of each policy, for upstreams whose replies do not name it."""
         self._upstream, self._settings = upstream, settings
-        self._source = source
-        attribution = Attribution(keys, self.queue, source)
+        self._source = source or RolloutSource()
+        attribution = Attribution(keys, self.queue, self._source)
         self._gateway = Gateway(attribution, store, self.relay, settings.prompts)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         of_plugins = hook.call(hooks.server_routes, store, attribution.leased)
@@ -100,8 +100,7 @@ class LightningServer:
         """Listen; ServerError if a port is taken."""
         listening = Listening(self._host, self._port)
         try:
-            if self._source is not None:
-                await self._source.start(url_of(self._host, listening.port))
+            await self._source.start(url_of(self._host, listening.port))
         except BaseException:
             listening.close()
             raise
@@ -145,8 +144,7 @@ class LightningServer:
         await self._gateway.stop()
         await listening.stop()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        if self._source is not None:
-            await self._source.stop()
+        await self._source.stop()
         await self._passthrough.stop()
         self.relay.withdraw()
 
@@ -164,7 +162,7 @@ class LightningServer:
             queued=self.queue.queued,
             running=len(self.queue.running),
             waiting=self.queue.waiting,
-            counters={} if self._source is None else dict(self._source.counters),
+            counters=dict(self._source.counters),
         )
 
     def activity(self) -> Activity:
@@ -192,8 +190,7 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         async def openapi(request: Request) -> Response:
-            further = () if self._source is None else self._source.operations
-            described = document([*OF_WORKERS, *further], version("agl-core"))
+            described = document([*OF_WORKERS, *self._source.operations], version("agl-core"))
             return Response(orjson.dumps(described), media_type="application/json")
 
         return Starlette(
@@ -201,7 +198,7 @@ class LightningServer:
                 *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, self._gateway)),
                 *self._plugins_routes,
                 *worker_routes(self.keys, self.queue, self.health, self.activity),
-                *(() if self._source is None else self._source.routes),
+                *self._source.routes,
                 Route("/openapi.json", openapi),
             ],
             exception_handlers={404: unserved, 405: unserved},

@@ -223,7 +223,7 @@ class Relay:
     `versions` maps policies to versions, for upstreams that do not name theirs.
     """
 
-    def __init__(self, lend: Callable[[bool], None]) -> None:
+    def __init__(self, lend: Callable[[bool], None] = lambda lending: None) -> None:
         self.versions: dict[str, int] = {}
         self._lend = lend
         self._destination: Destination | None = None
