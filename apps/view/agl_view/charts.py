@@ -69,8 +69,8 @@ def line_chart(
         if len(points) > 2:  # Two are a before and an after, with nothing known between them.
             parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": scale.places(points)}))
         if len(points) <= 40:
-            dot = {"class": f"dot c{at % _COLOURS}", "r": 2.6}
-            parts += [tag("circle", {**dot, "cx": scale.x(x), "cy": scale.y(y)}) for x, y in points]
+            kind = f"dot c{at % _COLOURS}"
+            parts += [tag("circle", {"class": kind, "cx": scale.x(x), "cy": scale.y(y), "r": 2.6}) for x, y in points]
     parts += _targets(scale, finite, link)
     return Chart(title, note, _svg(title, scale, finite, parts), _legend(finite))
 
@@ -114,8 +114,9 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
     for at, ((low, high), count) in enumerate(zip(bins, counts, strict=True)):
         name = number(low, 3) if low == high else f"{number(low, 3)} – {number(high, 3)}"
         label = f"reward {name}: {count} rollouts"
-        whole = {"class": "target", "x": scale.x(at) - width / 2, "width": width, "y": _TOP, "height": scale.inside}
-        inside = scale.bar(at, width, 0, count, 0) + tag("rect", whole, tag("title", {}, label))
+        target = {"x": scale.x(at) - width / 2, "width": width, "y": _TOP, "height": scale.inside}
+        inside = scale.bar(at, width, 0, count, 0)
+        inside += tag("rect", {"class": "target", **target}, tag("title", {}, label))
         parts.append(tag("a", {"href": link(low, high), "aria-label": label}, inside))
         if len(bins) <= 6 or at % 2 == 0:
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
