@@ -14,6 +14,7 @@ import httpx
 import orjson
 from pydantic import Field
 
+from agl_core import private
 from agl_core.cli.upstreams import open_upstream
 from agl_core.config.sections import Section
 from agl_core.errors import EngineError
@@ -111,10 +112,13 @@ class Proposer:
         number, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
         if number == len(self._kept[digest]):
             text = await self._post({"model": self._server.model, "messages": [{"role": "user", "content": request}]})
-            with self._file.open("ab") as file:
-                file.write(orjson.dumps({"request": digest, "text": text}) + b"\n")
-            self._kept[digest].append(text)
+            self._keep(digest, text)
         return self._kept[digest][number]
+
+    def _keep(self, digest: str, text: str) -> None:
+        with open(self._file, "ab", opener=private.opener) as file:
+            file.write(orjson.dumps({"request": digest, "text": text}) + b"\n")
+        self._kept[digest].append(text)
 
     async def _post(self, body: Mapping[str, Any]) -> str:
         url = f"{self._server.base_url.rstrip('/')}/chat/completions"

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def answered(*names: str, key: str | None = None) -> AsyncIterator[Bench]:
+async def answered(*names: str, key: str | None = None, overrides: Sequence[str] = ()) -> AsyncIterator[Bench]:
     async with ScriptedUpstream() as upstream:
         upstream.answer = lambda received: Say(received.body["model"])
         folders: list[Path] = []
@@ -141,7 +141,7 @@ async def answered(*names: str, key: str | None = None) -> AsyncIterator[Bench]:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("agl_online.policies.make_engine", engine)
-            async with serving(names, host="127.0.0.1", port=0, key=key) as (url, _):
+            async with serving(names, host="127.0.0.1", port=0, key=key, overrides=overrides) as (url, _):
                 yield Bench(upstream, url)
                 async with SqliteStore(folders[0] / "store.sqlite", read_only=True) as store:
                     assert await store.rollouts() == []
@@ -183,6 +183,16 @@ async def test_token_ids_are_for_clients_that_ask() -> None:
         assert exact.choices[0].to_dict()["token_ids"] == sampled
         assert exact.choices[0].logprobs is not None
         assert len(exact.choices[0].logprobs.content or ()) == len(sampled)
+
+
+async def test_the_runs_prompts_replace_words_of_clients_too() -> None:
+    prompts = 'prompts={system = {replace = "Be brief.", text = "Be long."}}'
+    async with answered("calc", overrides=[prompts]) as bench, bench.openai() as client:
+        messages: Any = [{"role": "system", "content": "Please: Be brief."}, {"role": "user", "content": "Be brief."}]
+        await client.chat.completions.create(model="calc", messages=messages)
+
+    sent = [message["content"] for message in bench.upstream.received[0].body["messages"]]
+    assert sent == ["Please: Be long.", "Be brief."]
 
 
 async def test_requests_name_a_version_and_one_alone_answers_any_name() -> None:
