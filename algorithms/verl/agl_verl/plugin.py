@@ -102,7 +102,13 @@ def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
 
 @hookimpl
 def register_components(register: Register) -> None:
-    provides = {Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.RECORDED_TEXTS}
+    provides = {
+        Capability.TOKEN_IDS,
+        Capability.REFERENCE,
+        Capability.CRITIC,
+        Capability.RECORDED_TEXTS,
+        Capability.SCORES,
+    }
     # vLLM samples in other kernels, and often in another precision, than FSDP trains in.
     defaults = {"importance_cap": 2.0}
     register(kinds.ENGINE, "verl", build_engine, options=VerlOptions, provides=provides, defaults=defaults)

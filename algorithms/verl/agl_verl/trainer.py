@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from agl_algorithms.policy_gradient import Samples
+from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
@@ -139,6 +139,8 @@ class Update:
     """By its key, the transitions of each row; veRL's pad rows are not among them."""
     old_R: Tensor | None = None
     """Training's log-probabilities before the update; None until it is made."""
+    rescored: Mapping[str, float] = field(default_factory=dict)
+    """The algorithm's metrics of log-probabilities before the update, if it makes its advantages of them."""
 
     def of_rows(self, keys: Sequence[str]) -> list[rows.Chain | None]:
         """The transitions of these rows; None for pad rows."""
@@ -174,7 +176,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Have a policy in the workers: its weights and optimizer, and agl's losses for its algorithm."""
         self._policy = policy = self.policies[name]
         self._algorithm = policy.chosen.build()
-        self._once = self._algorithm.epochs * self._algorithm.minibatches == 1
+        steps = self._algorithm.epochs * self._algorithm.minibatches
+        self._once = steps == 1 and not self._algorithm.needs_scores
         self.use_critic, self.use_reference_policy = self._algorithm.needs_critic, self._algorithm.needs_reference
         self.actor_rollout_wg.set_loss_fn(partial(actor_loss, policy.chosen))
         if self.use_critic:
@@ -210,7 +213,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         gap = {} if old_R is None else prepared.serving_gap(old_R, self._policy.version)
         self._policy.version = step
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
-        measured = named(metrics) | seconds | prepared.metrics() | gap
+        measured = {**named(metrics), **self._update.rescored, **seconds, **prepared.metrics(), **gap}
         return prepared.result(step, measured, old_R, self.config.actor_rollout_ref.rollout.dtype)
 
     def logprobs(self, name: str, batch: Batch) -> NDArray[np.float64]:
@@ -322,6 +325,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         if update.prepared is None:
             values_R = self._gather(batch, "values")
             update.prepared = prepare(update.usable, update.samples, self._algorithm, values_R)
+        if self._algorithm.needs_scores:
+            old_R = self._gather(batch, "old_log_probs")
+            reference_R = self._gather(batch, "ref_log_prob") if self._algorithm.needs_reference else None
+            logprobs = Logprobs(old_R, old_R, old_R, reference_R)
+            update.prepared, update.rescored = update.prepared.rescored(self._algorithm, logprobs)
         fields = rows.fields_of(update.prepared, update.steps, update.of_rows(batch.keys))
         tensors = TensorDict({name: rows.nested(field) for name, field in fields.items()}, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)

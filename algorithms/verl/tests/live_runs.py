@@ -82,6 +82,19 @@ def test_a_policy_imitates_the_best_of_its_own_rollouts(tmp_path: Path) -> None:
         assert line["dropped/no_advantage"] >= 12, "and of the three others"
 
 
+def test_a_policy_learns_from_pairs(tmp_path: Path) -> None:
+    """Its advantages are made of log-probabilities of both models, which are the same before the first step."""
+    settings = {"algorithm.name": "dpo", "algorithm.dpo.margin": 0.0, "train.steps": 2, "seed": 1}
+    settings |= {"train.groups_per_step": 8, "train.group_size": 8}
+    done = subprocess.run(command(tmp_path, **settings), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    first, second = steps_of(tmp_path / "calc")
+    assert first["update/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert first["update/pair_margin"] == pytest.approx(0.0, abs=1e-3)
+    assert second["update/pair_margin"] > 1e-3
+    assert second["update/grad_norm"] > 0
+
+
 def test_a_policy_imitates_recorded_conversations(tmp_path: Path) -> None:
     """Texts, which the engine tokenises; the loss of those that are held out is that of the torch engine."""
     demonstrations = tmp_path / "demonstrations.jsonl"

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.prepared import lineages, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
@@ -177,6 +178,7 @@ class VerlBench:
         self.joins_calls, self.longest = joins_calls, longest
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
+        scores_first |= self.algorithm.needs_scores
         self.once = self.algorithm.epochs * self.algorithm.minibatches == 1 and not scores_first
         self.version = 0
         config = configuration(model, self.chosen, max(512, longest))
@@ -223,6 +225,12 @@ class VerlBench:
             values = self.infer(self.critic, data, "values")
             data["values"] = nested(values)
             prepared = prepare(usable, samples, self.algorithm, gather(whole, values, of_rows))
+        rescored: Mapping[str, float] = {}
+        if self.algorithm.needs_scores:
+            old_R, reference_R = (
+                gather(whole, data[name].unbind(), of_rows) for name in ("old_log_probs", "ref_log_prob")
+            )
+            prepared, rescored = prepared.rescored(self.algorithm, Logprobs(old_R, old_R, old_R, reference_R))
         for field, values in fields_of(prepared, steps, of_rows).items():
             for n, weight in (weights or {}).items() if field != SPAN else ():
                 values[n] = torch.full_like(values[n], weight if field.endswith("weights") else 1.0)
@@ -246,7 +254,7 @@ class VerlBench:
             result.advantage_N,
             result.weight_N,
             result.dropped,
-            measured[TOTAL_LOSS],
+            rescored.get("loss", measured[TOTAL_LOSS]),
             value_loss,
             change,
             critic_change,
