@@ -189,10 +189,18 @@ def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _demonstrations(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """Replies to imitate are recorded: of its own ones, a policy would learn nothing."""
+    """Replies to imitate are recorded: of its own ones, a policy would learn nothing. Held-out ones are scored."""
+    recorded = {name: Capability.DEMONSTRATIONS in source.component.provides for name, source in loaded.tasks.items()}
+    held_out = [name for name, is_recorded in recorded.items() if is_recorded and name != "train"]
+    if held_out and loaded.is_whole and Capability.RECORDED_TEXTS not in loaded.engine.component.provides:
+        others = _others(loaded, kinds.ENGINE, "scores them", lambda it: Capability.RECORDED_TEXTS in it.provides)
+        yield (
+            f"[tasks.{held_out[0]}] is of recorded rollouts, whose replies {loaded.engine.label} does not score. "
+            f"{others}, or leave that set out."
+        )
     source = loaded.tasks.get("train")
     for chosen in needing(loaded, plan, Capability.DEMONSTRATIONS):
-        if source is not None and Capability.DEMONSTRATIONS not in source.component.provides:
+        if source is not None and not recorded["train"]:
             yield (
                 f"{chosen.label} imitates recorded rollouts, but {source.label} has the agent make new ones, so the "
                 f"policy would imitate itself. Train on a recorded run (agl train CONFIG --from RUN, which is [tasks."

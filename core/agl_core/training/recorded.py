@@ -59,7 +59,7 @@ class Recordings:
         policy = policy_of(call.agent, call.policy, self._agents, self._agents)
         if policy is None:
             raise ConfigError(
-                f"[tasks.train]: no policy is chosen for the recorded calls of {call.agent or 'an unnamed agent'}, "
+                f"[tasks]: no policy is chosen for the recorded calls of {call.agent or 'an unnamed agent'}, "
                 f"which '{call.policy}' answered. Name the agent in `agents` of a policy. "
                 f"{nearest(call.policy, self._agents)}"
             )
@@ -167,7 +167,7 @@ class HeldOutReplies:
 
     async def measure(self) -> dict[str, float]:
         """loss (nats per response token), accuracy (the share of tokens that are the most likely ones; absent if an
-        engine does not know), and the tokens that count, all under the weights as they are."""
+        engine does not know), and the tokens that count, all under the weights as they are. ConfigError without any."""
         if self._batches is None:
             self._batches = await self._read()
         nats = 0.0
@@ -180,11 +180,13 @@ class HeldOutReplies:
             knows = knows and scores.is_top_R is not None
             hits += 0 if scores.is_top_R is None else int(scores.is_top_R[is_scored_R].sum())
         if not tokens:
-            return {"loss": np.nan, "tokens": 0.0}
+            raise ConfigError(
+                f"[tasks.{self.name}]: none of the recorded calls can be scored. Those of the agents in train.agents "
+                f"count, if their texts can be tokenised, and fit into the model's context."
+            )
         return {"loss": nats / tokens, **({"accuracy": hits / tokens} if knows else {}), "tokens": float(tokens)}
 
     async def _read(self) -> dict[str, Batch]:
-        """ConfigError if no reply can be scored."""
         config, source = self.loaded.config, self.recordings.source
         wanted = [(i, n) for i in range(min(config.eval.tasks, source.size)) for n in range(source.members(i))]
         groups: list[list[Episode]] = []
@@ -193,13 +195,8 @@ class HeldOutReplies:
             groups.append([build_episode(own.rollout, own.attempt, own.calls, own.tool_results)])
         credit = dict.fromkeys(config.policies, NO_CREDIT)
         made = make_batches(groups, BatchPlan(credit, config.train.agents, without_logprobs=True))
-        usable = {
-            policy: filter_trainable(batch, context_length=self.context_length).batch
+        return {
+            policy: usable
             for policy, batch in made.batches.items()
+            if len(usable := filter_trainable(batch, context_length=self.context_length).batch)
         }
-        if not sum(map(len, usable.values())):
-            raise ConfigError(
-                f"[tasks.{self.name}]: none of the recorded calls can be scored. Those of the agents in train.agents "
-                f"count, if their texts can be tokenised, and fit into the model's context."
-            )
-        return {policy: batch for policy, batch in usable.items() if len(batch)}

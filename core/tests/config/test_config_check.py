@@ -87,6 +87,10 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("algorithm.name=sft",),
             ("imitates recorded rollouts, but task source", "agl train CONFIG --from RUN", "trains on recorded texts"),
         ),
+        (
+            ("tasks.held.source=recorded", "tasks.held.run=old"),
+            ("[tasks.held] is of recorded rollouts, whose replies engine 'pretending'", "that scores them (", "torch"),
+        ),
     ],
 )
 def test_what_does_not_is_refused_with_a_remedy(
