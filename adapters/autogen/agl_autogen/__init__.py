@@ -1,4 +1,3 @@
 """agl's adapter for AutoGen."""
 
-from agl_autogen.plugin import Recorded as Recorded
 from agl_autogen.plugin import record as record

@@ -38,7 +38,8 @@ from agl_core.capture import (
 )
 from agl_core.capture.context import holding
 from agl_core.capture.reports import wrap_once
-from agl_core.types import Choice, FinishReason, Json
+from agl_core.learning.transitions import Alone
+from agl_core.types import Choice, Episode, FinishReason, Json
 
 _MAX_REQUEST = 1 << 24
 
@@ -48,6 +49,20 @@ class AloneAttempt(AttemptContext):
     """An attempt without a server: its calls are kept here."""
 
     captured: CapturedRollout
+
+
+class Recorded(Alone):
+    """The episode of the agents in a `record` block.
+
+    Its transitions have token ids where the endpoint returned them and did not stream.
+    """
+
+    result: Any = None
+    """The agent's result; set it in the block if rewards need it."""
+
+    def episode(self) -> Episode | None:
+        """The block's calls as an episode; None before its end, and in a rollout of agl."""
+        return next(iter(self.episodes()), None)
 
 
 class _ModelCall(Watch):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import agl_core
-from agl_core.capture import CapturedRollout, current_attempt, describe_error, running
-from agl_core.types import Episode, Transition
+from agl_core.capture import Capture, current_attempt, describe_error, running
+
+if TYPE_CHECKING:
+    from agl_autogen.calls import Recorded
 
 
 @agl_core.adapter("autogen_core", name="autogen-core")
@@ -34,26 +36,6 @@ def agentchat() -> None:
     agents.attach_agentchat()
 
 
-class Recorded:
-    """The episode of the agents in a `record` block."""
-
-    def __init__(self, rollout: CapturedRollout) -> None:
-        self._rollout = rollout
-        self.result: Any = None
-        """The agent's result; set it in the block if rewards need it."""
-
-    def episode(self) -> Episode | None:
-        """The block's calls as an episode; None before its end, and in a rollout of agl."""
-        from agl_core.learning.transitions import build_episode
-
-        return build_episode(*self._rollout.records()) if self._rollout.is_finished else None
-
-    def transitions(self) -> list[Transition]:
-        """The transitions of the episode. They have token ids where the endpoint returned them and did not stream."""
-        episode = self.episode()
-        return list(episode.transitions) if episode else []
-
-
 @contextmanager
 def record(input: Any = None) -> Iterator[Recorded]:
     """Record what the AutoGen agents inside do, as one episode; `input` is its task.
@@ -73,8 +55,8 @@ def record(input: Any = None) -> Iterator[Recorded]:
 
     calls.attach()
 
-    rollout = CapturedRollout(uuid.uuid4().hex, input)
-    recorded = Recorded(rollout)
+    capture = Capture(keep=1)
+    rollout, recorded = capture.start(uuid.uuid4().hex, input), calls.Recorded(capture)
     active = current_attempt()
     if active is not None and not isinstance(active, calls.AloneAttempt):
         yield recorded

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
-from agl_core.store.connections import is_written
+from agl_core.reading.runs import has_writer
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.loop import Evaluated, GroupSource, Trainer, uninterrupted
 from agl_core.training.metrics import Observer, Summary
@@ -42,7 +42,7 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
     version. ConfigError without `[learn]`, or if another process has the run.
     """
     section = learn_section(loaded)
-    if is_written(run_dir / _STORE):
+    if has_writer(run_dir):
         raise ConfigError(
             f"Another process has the run {run_dir}: a run has one learner, which also serves it. Stop that one first, "
             f"or give this run another name (--set name=ANOTHER)."

@@ -6,7 +6,7 @@ import base64
 import secrets
 from urllib.parse import quote, urlencode
 
-from starlette.datastructures import URL
+from starlette.datastructures import URL, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,12 +52,9 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                set_already = {name.lower() for name, _ in message["headers"]}
-                added = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-                message["headers"] = [
-                    *message["headers"],
-                    *(header for header in added if header[0] not in set_already),
-                ]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await (self._app if refusal is None else refusal)(scope, receive, guarded)
