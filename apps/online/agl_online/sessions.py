@@ -27,7 +27,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.server.api import route, route_of
 from agl_core.server.keys import Keys, RolloutSource, SourceFactory
-from agl_core.server.upstream import DestinationProvider
+from agl_core.server.upstream import Relay
 from agl_core.store.interface import Store
 from agl_core.types import Annotation, Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire import Empty
@@ -76,7 +76,7 @@ class Sessions(RolloutSource):
         settings: OnlineSection,
         store: Store,
         keys: Keys,
-        answering: DestinationProvider,
+        answering: Relay,
         *,
         run: str,
         folder: Path,
@@ -420,9 +420,7 @@ def _no_call(call: str) -> ApiError:
     )
 
 
-def sessions_of(
-    loaded: LoadedConfig, run_dir: Path, answering: DestinationProvider, say: Callable[[str], None]
-) -> SourceFactory:
+def sessions_of(loaded: LoadedConfig, run_dir: Path, answering: Relay, say: Callable[[str], None]) -> SourceFactory:
     """The sessions of a run, as its server makes them. ConfigError without `[online]`."""
     settings = online_section(loaded)
 

@@ -45,7 +45,7 @@ from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
-from agl_core.server.upstream import Destination, DestinationProvider, UpstreamReply
+from agl_core.server.upstream import Destination, Relay, UpstreamReply
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
 
@@ -99,7 +99,7 @@ class Gateway:
         self,
         attribution: Attribution,
         store: Store,
-        relay: DestinationProvider,
+        relay: Relay,
         prompts: Mapping[str, PromptSection] = MappingProxyType({}),
     ) -> None:
         self.attribution = attribution
@@ -112,13 +112,13 @@ class Gateway:
 
     def current_destination(self, attempt: ActiveAttempt) -> Destination:
         """The destination of an attempt's calls; ApiError 503 while there is none."""
-        return self._provider_of(attempt).current_destination()
+        return self._relay_of(attempt).current_destination()
 
     def models(self, attempt: ActiveAttempt) -> list[str]:
         """The names that its agent may ask for; ApiError 503 while nothing answers."""
         return sorted(self.current_destination(attempt).upstream.models)
 
-    def _provider_of(self, attempt: ActiveAttempt) -> DestinationProvider:
+    def _relay_of(self, attempt: ActiveAttempt) -> Relay:
         return attempt.answered_by or self._relay
 
     async def answer(self, request: Request, send: Send, dialect: Dialect) -> None:
@@ -211,7 +211,7 @@ class Gateway:
     async def _counted(self, call: _ModelCall) -> Reply:
         """A reply to no call, which says how long the prompt is."""
         self.count_unrecorded(call.attempt, call.dialect.api)
-        with self._provider_of(call.attempt).acquire_destination(call.attempt) as served:
+        with self._relay_of(call.attempt).acquire_destination(call.attempt) as served:
             request = call.request
             body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)
             answer = await served.client.complete(body, None)
@@ -258,7 +258,7 @@ class Gateway:
     ) -> Reply:
         """Forward a call, and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
-        with self._provider_of(attempt).acquire_destination(attempt) as served:
+        with self._relay_of(attempt).acquire_destination(attempt) as served:
             started = time.time()
             policy = call.policy(served)
             version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.

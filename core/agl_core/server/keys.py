@@ -32,7 +32,7 @@ from agl_core.apis.answered import Answered
 from agl_core.apis.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
-from agl_core.server.upstream import DestinationProvider
+from agl_core.server.upstream import Relay
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, Source
 from agl_core.wire import (
@@ -95,8 +95,8 @@ class ActiveAttempt:
     """While its end is being written."""
     reported: Ending | None = None
     """The ending with which it was closed, as reported."""
-    answered_by: DestinationProvider | None = None
-    """The provider of its calls' destination; None: the run's."""
+    answered_by: Relay | None = None
+    """What answers its calls; None: what answers those of the run."""
 
     @property
     def key(self) -> AttemptKey:

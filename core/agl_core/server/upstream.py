@@ -11,9 +11,9 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import orjson
 
@@ -207,20 +207,11 @@ class Destination:
     """The version of each policy, for replies that do not name it."""
 
 
-class DestinationProvider(Protocol):
-    """Knows what answers model calls. All methods belong to the server's event loop."""
-
-    def current_destination(self) -> Destination:
-        """The destination in general; ApiError 503 if there is none."""
-
-    def acquire_destination(self, attempt: ActiveAttempt) -> AbstractContextManager[Destination]:
-        """The destination of a call of this attempt, for as long as the block lasts; ApiError 503 if there is none."""
-
-
 class Relay:
-    """The current model server. `lend` is called with whether there is one, so that rollouts wait while there is none.
+    """What answers model calls: the current model server. All methods belong to the server's event loop.
 
-    `versions` maps policies to versions, for upstreams that do not name theirs.
+    `lend` is called with whether there is one, so that rollouts wait while there is none. `versions` maps policies to
+    versions, for upstreams that do not name theirs.
     """
 
     def __init__(self, lend: Callable[[bool], None] = lambda lending: None) -> None:
@@ -240,6 +231,7 @@ class Relay:
 
     @contextmanager
     def acquire_destination(self, attempt: ActiveAttempt) -> Iterator[Destination]:
+        """The destination of a call of this attempt, for as long as the block lasts; ApiError 503 if there is none."""
         yield self.current_destination()
 
     def serve(self, upstream: Upstream, settings: RunSettings) -> None:

@@ -14,7 +14,7 @@ import openai
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.upstream import DestinationProvider, RunSettings
+from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
@@ -98,7 +98,7 @@ class Deployed:
 
 @contextlib.asynccontextmanager
 async def deployed(
-    folder: Path, *, keys: Keys = KEYS, answering: DestinationProvider | None = None, **settings: Any
+    folder: Path, *, keys: Keys = KEYS, answering: Relay | None = None, **settings: Any
 ) -> AsyncIterator[Deployed]:
     """It, on the store in this folder; `settings` are those of `[online]`, `answering` is there instead of a server."""
     async with (
