@@ -153,7 +153,7 @@ def run(folder: Path, state: RunState | None = None, **settings: Any) -> tuple[B
 
 
 def test_fewer_groups_are_without_contrast_where_tasks_stay_as_difficult_as_they_are(tmp_path: Path) -> None:
-    by_success, _ = run(tmp_path / "by_success", steps=100, group_size=8, checkpoint_every=100)
+    by_success, _ = run(tmp_path / "by_success", steps=100, group_size=8, checkpoint_every=100, curriculum={})
     in_turn, _ = run(tmp_path / "in_turn", steps=100, group_size=8, checkpoint_every=100, curriculum=None)
     assert np.mean(in_turn.metric("groups/no_contrast")) == pytest.approx(0.395, abs=0.05), "all equal: p⁸ + (1 - p)⁸"
     assert np.mean(by_success.metric("groups/no_contrast")) < 0.2
