@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_core.server.keys import carries, equal_secrets, is_loopback
 
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
@@ -61,7 +60,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         host = URL(f"http://{request.headers.get('host', '')}").hostname
-        if self._operator_key is None and host not in _LOOPBACK:
+        if self._operator_key is None and not is_loopback(host or ""):
             return PlainTextResponse("This server answers only to 127.0.0.1 and localhost.", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("These pages can only be read.", 405, {"Allow": "GET, HEAD"})
