@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -133,11 +132,11 @@ async def _search(search: Search, observer: ConsoleObserver) -> list[dict[str, f
 
 def _print(console: Screen, search: Search, rewards: list[dict[str, float]], run_dir: Path) -> None:
     candidates = table("candidate", "prompts", numbers=("validation",))
-    for number, candidate in enumerate(search.candidates):
-        if not math.isnan(score := search.score(candidate)):
-            changed = [text for name, text in candidate.items() if text != search.seed[name]] or ["as they were"]
-            mark = " (chosen)" if candidate == search.best else ""
-            candidates.add_row(f"{number}{mark}", " | ".join(text[:60] for text in changed), f"{score:.3f}")
+    for number, score in sorted(search.scores.items()):
+        candidate = search.candidates[number]
+        changed = [text for name, text in candidate.items() if text != search.seed[name]] or ["as they were"]
+        mark = " (chosen)" if candidate == search.best else ""
+        candidates.add_row(f"{number}{mark}", " | ".join(text[:60] for text in changed), f"{score:.3f}")
     console.print(candidates)
     if rewards:
         before, after = rewards

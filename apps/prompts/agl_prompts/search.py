@@ -10,7 +10,7 @@ run makes the same search again, without repeating a rollout that was done.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeAlias
@@ -24,7 +24,7 @@ from agl_core.errors import AglError, ConfigError, TrainingError
 from agl_core.protocols import RecordedTasks
 from agl_core.reading.rollouts import message_text
 from agl_core.training.failures import common_failure, failures
-from agl_core.training.metrics import Observer
+from agl_core.training.metrics import Observer, mean
 from agl_core.training.plan import group_of, train_index
 from agl_core.training.session import Session
 from agl_core.types import Ending, Episode, Rollout, RolloutState, episode_return
@@ -43,11 +43,6 @@ class SearchOverError(AglError):
     """The search ended as it should; the message is the reason."""
 
 
-def digest_of(candidate: Mapping[str, str]) -> str:
-    """A name for a candidate's texts."""
-    return blake2b(orjson.dumps(candidate, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
-
-
 class Search:
     """Scores candidates by rollouts, within the budget. `candidates` has all that were tried, the seed first."""
 
@@ -62,7 +57,7 @@ class Search:
     ) -> None:
         self.config, self.settings, self.session = config, settings, session
         self._observer, self.proposer = observer, proposer
-        self._source = source = session.tasks["train"]
+        source = session.tasks["train"]
         size = source.size or _MAX_FEEDBACK_TASKS
         if isinstance(source, RecordedTasks) or size < 2:
             raise ConfigError("[tasks.train]: optimising prompts needs at least two tasks that are not recorded ones.")
@@ -71,8 +66,8 @@ class Search:
         """Positions in training."""
         self.seed = {name: prompt.text or prompt.replace or "" for name, prompt in config.prompts.items()}
         self.candidates: list[Candidate] = []
-        self.scores: dict[str, float] = {}
-        """The mean return over the validation tasks, by digest, of candidates that had all of them."""
+        self.scores: dict[int, float] = {}
+        """The mean return over the validation tasks, by number, of the candidates that had all of them."""
         self._recorded = {
             rollout.group.removesuffix(f"-r{rollout.restart}"): rollout
             for rollout in recorded
@@ -87,12 +82,11 @@ class Search:
     @property
     def best(self) -> Candidate:
         """The candidate with the highest score, the earliest of several; the seed before there is a score."""
-        scored = [candidate for candidate in self.candidates if digest_of(candidate) in self.scores]
-        return max(scored, key=self.score, default=self.seed)
+        return max(self.candidates, key=self.score, default=self.seed)
 
     def score(self, candidate: Candidate) -> float:
-        """Its mean return over the validation tasks; NaN without one."""
-        return self.scores.get(digest_of(candidate), math.nan)
+        """Its score; the lowest of all if it has none."""
+        return self.scores.get(self.candidates.index(candidate), -math.inf)
 
     async def begin(self) -> None:
         """Score the seed. TrainingError if the agent does not work, ConfigError if the search cannot begin."""
@@ -137,9 +131,9 @@ class Search:
                 self._episodes[name] = next(run)
         validated = [self._episodes.get(_name(candidate, position)) for position in self.validation]
         returns = [episode_return(episode) for episode in validated if episode is not None]
-        if digest_of(candidate) not in self.scores and len(returns) == len(validated):
-            self.scores[digest_of(candidate)] = math.fsum(returns) / len(returns)
-            self._observer.say(f"candidate {number}: reward {self.score(candidate):.3f} on {len(returns)} tasks")
+        if number not in self.scores and len(returns) == len(validated):
+            self.scores[number] = mean(returns)
+            self._observer.say(f"candidate {number}: reward {self.scores[number]:.3f} on {len(returns)} tasks")
         return [self._episodes[name] for name in names]
 
     async def held_out(self, candidate: Candidate) -> dict[str, float]:
@@ -147,8 +141,7 @@ class Search:
         rewards = {}
         for name in self.session.evaluator.sets:
             size = min(self.config.eval.tasks, self.session.tasks[name].size or self.config.eval.tasks)
-            returns = [episode_return(episode) for episode in await self.evaluate(candidate, range(size), name)]
-            rewards[name] = math.fsum(returns) / len(returns)
+            rewards[name] = mean(map(episode_return, await self.evaluate(candidate, range(size), name)))
         return rewards
 
     def check_progress(self, patience: int) -> None:
@@ -168,14 +161,14 @@ class Search:
 
     def _group(self, candidate: Candidate, split: str, position: int) -> list[Rollout]:
         """A new rollout on a task, as a group of one."""
-        is_train = split == "train"
-        index = train_index(self._source, position, self.config.seed) if is_train else position
+        source = self.session.tasks[split]
+        index = train_index(source, position, self.config.seed) if split == "train" else position
         first = Rollout(
             id="",
             run=self.session.run,
             restart=self.session.restart,
             group=_name(candidate, position, split),
-            task=self.session.tasks[split].task(index),
+            task=source.task(index),
             mode=self.config.eval.modes[0],
             step=self.candidates.index(candidate),
             member=0,
@@ -187,7 +180,8 @@ class Search:
 
 def _name(candidate: Candidate, position: int, split: str = "train") -> str:
     """The name of the group of a candidate's rollout on a task."""
-    return f"{digest_of(candidate)}-{position}-{split}"
+    digest = blake2b(orjson.dumps(candidate, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+    return f"{digest}-{position}-{split}"
 
 
 def described(episode: Episode) -> dict[str, str]:
