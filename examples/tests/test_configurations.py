@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[1]
 FILES = [str(path.parent.relative_to(EXAMPLES)) for path in sorted(EXAMPLES.glob("**/train.toml"))]
 MADE_POLICY = f"policies.default.model.path={EXAMPLES / 'calc' / 'policy'}"
 """In the place of SmolLM2, which is not in the repository."""
-ENDLESS = ["beds", "calc", "math", "smollm", "smollm/calculator", "sql", "trip"]
+ENDLESS = ["beds", "calc", "math", "smollm", "smollm/calculator", "smollm/prompts", "sql", "trip"]
 """Whose training set is made as it is needed, anew for each seed."""
 
 
@@ -66,7 +66,7 @@ def finished(task: Task, result: str | None) -> Episode:
     return Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=result)
 
 
-@pytest.mark.parametrize("example", ["calc", "math", "smollm", "smollm/calculator", "trip"])
+@pytest.mark.parametrize("example", ["calc", "math", "smollm", "smollm/calculator", "smollm/prompts", "trip"])
 async def test_the_reward_is_one_for_the_right_last_number(example: str) -> None:
     config, task = loaded(example), tasks(example, "eval").task(0)
     right = int(task.metadata["result"])
@@ -119,6 +119,14 @@ def test_the_cluster_trains_the_same_agents_with_the_same_rewards(example: str) 
     assert cluster.config.agent == laptop.config.agent
     assert cluster.config.rewards.keys() == laptop.config.rewards.keys()
     assert cluster.config.train.agents == laptop.config.train.agents
+
+
+def test_prompts_and_weights_are_of_the_same_agent_tasks_and_rewards() -> None:
+    optimized, trained = loaded("smollm/prompts", file="optimize.toml"), loaded("smollm/prompts")
+    check(optimized)
+    for part in ("agent", "tasks", "rewards", "sampling"):
+        assert getattr(optimized.config, part) == getattr(trained.config, part)
+    assert optimized.config.prompts.keys() == trained.config.prompts.keys()
 
 
 @pytest.mark.parametrize("play", ["learning", "without", "inverted", "unseen"])
