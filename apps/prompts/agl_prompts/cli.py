@@ -113,8 +113,10 @@ async def _optimize(
             except asyncio.CancelledError:
                 if not received:
                     raise
+            finally:
+                if search.scores:
+                    search.write(run_dir / _FILE)
         if search.scores:
-            search.write(run_dir / _FILE)
             _print(console, search, rewards, run_dir)
     return received[0] if received else None
 

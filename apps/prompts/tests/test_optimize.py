@@ -342,5 +342,6 @@ def test_a_proposer_that_refuses_is_named_and_its_failures_are_tried_again(
     assert done.returncode == 2
     assert "[optimize.proposer]: the model 'served'" in done.stderr
     assert "401" in done.stderr
+    assert world.prompts() == world.config["prompts"], "the best so far"
     assert agl("optimize", "--resume", "better").returncode == 0
     assert set(WORDS) <= set(world.prompts()["system"]["text"].split())
