@@ -11,6 +11,8 @@ It can be interrupted at any time; see examples/measured.py. The beds are descri
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -234,9 +236,33 @@ CURRICULUM: dict[str, Cell] = {
     "gained per 1,000 rollouts": spread(lambda run: 1000 * gain(run) / sum(run["step_rollouts"])),
 }
 
+TEACHER = EXAMPLES.parent / "runs" / "calc-teacher"
+"""Where the weights of the teacher are kept. It is made again with its result, so delete that if they are gone."""
+SAMPLED_ALONE = ("eval.tasks=40", 'eval.modes=["eval-sampled"]')
+EIGHT_ROLLOUTS = ("train.steps=40", *SAMPLED_ALONE, "eval.every=40", "engine.torch.threads=1")
+"""In each step, by the rows that have it below."""
+DISTILLED = {
+    "grpo, 4 groups of 8 a step": (
+        *("train.groups_per_step=4", "train.steps=24", "eval.every=24", *SAMPLED_ALONE),
+        *("engine.torch.threads=1", "algorithm.name=grpo"),
+    ),
+    "grpo, a group of 8 a step": ("train.groups_per_step=1", *EIGHT_ROLLOUTS),
+    "distill, 8 tasks a step": (
+        *("train.groups_per_step=8", "train.group_size=1", *EIGHT_ROLLOUTS),
+        *("algorithm.name=distill", "algorithm.distill.epochs=2"),
+        f"algorithm.distill.teacher={os.path.relpath(TEACHER, EXAMPLES / 'calc')}",
+    ),
+}
+"""A student with a reward, and one with a teacher; both take two passes over each batch."""
+
 
 def measured() -> Iterator[Experiment]:
     """Seed by seed, and row by row of all tables."""
+    teaching = ("engine.torch.threads=1", "eval.every=10", "eval.tasks=100")
+    yield Experiment(EXAMPLES / "calc", "distillation/teacher", teaching, 100, keep_teacher)
+    for seed in range(3):
+        for label, changes in DISTILLED.items():
+            yield Experiment(EXAMPLES / "calc", f"distillation/{label}", changes, seed, steps_of)
     for seed in range(3):
         for example, labels in CURRICULA.items():
             for label, settings in labels.items():
@@ -255,6 +281,11 @@ def measured() -> Iterator[Experiment]:
                 if label is not None:
                     bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
                     yield Experiment(EXAMPLES / "beds", f"{bed}/{label}", (*bedded, *RULES[label][0]), seed, learned)
+
+
+def keep_teacher(run: Path) -> Result:
+    shutil.copytree(run / "model", TEACHER, dirs_exist_ok=True)
+    return {}
 
 
 def steps_of(run: Path) -> Result:
@@ -317,9 +348,55 @@ def experiments() -> Iterator[str]:
     for example in REFILLED:
         rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
         yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
+    yield from distillation()
     for example, labels in CURRICULA.items():
         rows = {label: runs_of(MEASURED, measured, f"{example}/curriculum/{label}") for label in labels}
         yield from (f"## Tasks by success: {example}", "", *table("trained on", rows, CURRICULUM), "")
+
+
+def distillation() -> Iterator[str]:
+    """How many rollouts it takes a student to come near its teacher, with a reward and with the teacher."""
+    teachers = runs_of(MEASURED, measured, "calc/distillation/teacher")
+    score = held_out("after", "sampled")(teachers[0]) if teachers else 1.0
+    columns: dict[str, Cell] = {
+        "seeds": seeds_run,
+        "rollouts": average(lambda run: sum(run["step_rollouts"])),
+        **{f"to {share:.0%} of the teacher's score": rollouts_to(share * score) for share in (0.5, 0.75, 0.9)},
+        "after, sampled": spread(held_out("after", "sampled")),
+        "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+    }
+    rows = {"grpo, 8 groups of 8 a step": runs_of(MEASURED, measured, "calc/refill/no")}
+    rows |= {label: runs_of(MEASURED, measured, f"calc/distillation/{label}") for label in DISTILLED}
+    yield from (f"## Distillation: calc, with a teacher that has {score:.2f} sampled", "")
+    yield from (*table("algorithm", rows, columns), "")
+    ends = (96, 160, 224, 288, 320)
+    while_training = {
+        f"after {end}": spread(lambda run, end=end: averages(run)[end], 2)  # type: ignore[misc]
+        for end in ends
+    }
+    new = {label: rows[label] for label in DISTILLED}
+    yield from (*table(f"mean reward of {AVERAGED} rollouts", new, while_training), "")
+
+
+AVERAGED = 96
+"""So many rollouts make a mean of the rewards while training."""
+
+
+def averages(run: Result) -> dict[int, float]:
+    """By the rollouts so far, after each step, the mean reward of the last `AVERAGED` of them."""
+    size, rewards = int(run["step_rollouts"][0]), run["train_rewards"]
+    steps = AVERAGED // size
+    return {size * end: statistics.mean(rewards[end - steps : end]) for end in range(steps, len(rewards) + 1)}
+
+
+def rollouts_to(least: float) -> Cell:
+    """The rollouts of each seed until the mean of the last `AVERAGED` reaches this."""
+
+    def cell(runs: Sequence[Result]) -> str:
+        reached = [next((end for end, mean in averages(run).items() if mean >= least), None) for run in runs]
+        return ", ".join("never" if end is None else str(end) for end in reached)
+
+    return cell
 
 
 def shown(bed: Bed, rule: str) -> str:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,25 @@ import pytest
 import torch
 import uvicorn
 
+from agl_algorithms.policy_gradient import Teacher
 from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, VllmBackend
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.front import make_front
 from agl_chat.requests import ChatError
 from agl_core.apis.reply import StreamedCompletion
+from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.learning.transitions import grammar_of
 from agl_core.protocols import PolicySpec, Upstream
+from agl_core.testing import engines
 from agl_core.testing.server import running_stack
 from agl_core.types import PrefixBreak
 from agl_torch.grammars import unpack
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.requests import Job, Row, Uniforms, distort
+from agl_torch.teachers import ServedTeacher
+from agl_torch.trainer import PolicyTrainer
 from agl_verl.environment import variables
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
@@ -95,8 +100,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("w") as output:
-        engines = variables(cpu=True, api_key="", deterministic=False, cache_mib=1024)
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **engines})
+        settings = variables(cpu=True, api_key="", deterministic=False, cache_mib=1024)
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **settings})
     url = f"http://127.0.0.1:{port}"
     try:
         while True:
@@ -339,3 +344,18 @@ async def test_vllms_refusals_come_in_its_own_words(served: Served) -> None:
     gone = VllmBackend(httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False))
     with pytest.raises(EngineError, match="does not answer"):
         await gone.generate(Request("c", prompt, 4, model="m"))
+
+
+async def test_a_teacher_that_vllm_serves_says_what_its_weights_say_here(served: Served) -> None:
+    """Of random tokens, the second call of a rollout continuing the first."""
+    random = np.random.default_rng(0)
+    rows = []
+    for _ in range(20):
+        tokens = random.integers(3, 400, 40).tolist()
+        rows += [engines.Row(tokens[:end], tokens[end : end + 9], [-1.0] * 9, 0.0) for end in (12, 28)]
+    batch = replace(engines.batch_of(rows), rollout_N=np.arange(40) // 2, turn_N=np.arange(40) % 2)
+    teacher = ServedTeacher(Teacher(f"{served.url}/v1", "m"), served.model.tokenizer)
+    here = PolicyTrainer(served.model, OptimizerSection(), tokens_per_micro_batch=1000).logprobs(batch)
+    np.testing.assert_allclose(teacher.logprobs(batch, np.arange(40)), here.logprobs_R, atol=1e-3)
+    with pytest.raises(EngineError, match=r"status 404\): The model `nobody` does not exist"):
+        ServedTeacher(Teacher(f"{served.url}/v1", "nobody"), served.model.tokenizer)
