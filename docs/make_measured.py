@@ -348,10 +348,10 @@ def experiments() -> Iterator[str]:
     for example in REFILLED:
         rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
         yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
-    yield from distillation()
     for example, labels in CURRICULA.items():
         rows = {label: runs_of(MEASURED, measured, f"{example}/curriculum/{label}") for label in labels}
         yield from (f"## Tasks by success: {example}", "", *table("trained on", rows, CURRICULUM), "")
+    yield from distillation()
 
 
 def distillation() -> Iterator[str]:
@@ -371,7 +371,7 @@ def distillation() -> Iterator[str]:
     yield from (*table("algorithm", rows, columns), "")
     ends = (96, 160, 224, 288, 320)
     while_training = {
-        f"after {end}": spread(lambda run, end=end: averages(run)[end], 2)  # type: ignore[misc]
+        f"after {end}": spread(lambda run, end=end: averages(run)[end])  # type: ignore[misc]
         for end in ends
     }
     new = {label: rows[label] for label in DISTILLED}
