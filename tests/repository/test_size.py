@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 44806,
-    "files of the product": 224,
-    "lines of the core": 26707,
-    "lines of the core's largest room": 3505,
-    "lines of all Python": 102649,
+    "lines of the product": 47154,
+    "files of the product": 239,
+    "lines of the core": 27459,
+    "lines of the core's largest room": 3848,
+    "lines of all Python": 108010,
     "files that one call passes": 42,
     "folders that one call passes": 12,
-    "settings": 145,
+    "settings": 183,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

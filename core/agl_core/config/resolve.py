@@ -390,7 +390,7 @@ def _text(errors: Sequence[ErrorDetails], model: type[BaseModel], place: Place, 
 def names_at(model: type[BaseModel], place: Place) -> list[str]:
     """The keys that a model knows at a place inside it.
 
-    >>> from agl_core.config.models import MixtureOptions, RunConfig
+    >>> from agl_core.config.models import RunConfig
     >>> names_at(RunConfig, ("agent",)), names_at(RunConfig, ("policies", "default", "model", "lora"))
     (['entry', 'command', 'attach'], ['rank', 'alpha', 'targets'])
     """

@@ -165,6 +165,7 @@ class World:
             config=config,
             policies={"default": PolicyPlan(algorithm, credit)},
             plugins=Plugins(),
+            imitates=False,
         )
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
