@@ -84,6 +84,10 @@ WAYS = (
     Way("ppo", "immediate", (("across_calls", True),), CreditKind.REWARD),
     Way("reinforce++", "identical"),
     Way("reinforce++", "immediate", (("across_calls", True), ("gamma", 0.9)), CreditKind.REWARD),
+    Way("sft", "identical"),
+    Way("rft", "identical", (("threshold", -10.0),)),
+    Way("dpo", "identical", (("margin", 0.0),)),
+    Way("distill", "identical", (("teacher", "the policy itself"),)),
 )
 
 
@@ -181,7 +185,7 @@ class Line:
 
     def _updated(self, way: Way, batch: Batch) -> tuple[str | None, ...]:
         trainer, algorithm, loaded = self._trainer(way)
-        result = trainer.update(batch, algorithm)
+        result = trainer.update(batch, algorithm, teacher=loaded if algorithm.teacher else None)
         self.updates += 1
         assert finite(trainer.state_dict()), "the optimizer or the critic"
         assert finite(loaded.model.state_dict()), "the weights"

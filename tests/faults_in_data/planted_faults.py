@@ -214,6 +214,7 @@ ROLLOUT: Mapping[str, Faults] = {
     "state": tuple((state, TRAINED) for state in RolloutState),
     "counted_attempt": ((None, NOT_RUN), (7, NOT_RUN), (-1, NOT_RUN)),
     "ending": tuple((ending, TRAINED) for ending in (None, *Ending)),
+    "prompts": (({"system": "x" * 100_000}, TRAINED),),
 }
 PLANTED: Mapping[type, Mapping[str, Faults]] = {
     Call: CALL,

@@ -114,7 +114,7 @@ def test_a_prefix_is_shared_where_that_pays() -> None:
 def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel, limits: Limits, batch: Batch) -> None:
     for micro in laid_out(batch, limits):
         with torch.no_grad():
-            logprobs, entropy = score(in_float64.model, micro)
+            logprobs, entropy, _ = score(in_float64.model, micro)
         for local, i in enumerate(micro.transitions_n.tolist()):
             with torch.no_grad():
                 plain = plain_logprobs(in_float64.model, batch, i)
@@ -178,7 +178,8 @@ def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
     in_float64.model.get_output_embeddings().weight.data.zero_()
     for micro in laid_out(make_shared(0)):
         with torch.no_grad():
-            logprobs, entropy = score(in_float64.model, micro)
+            logprobs, entropy, is_top = score(in_float64.model, micro)
+        assert is_top.all()
         torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
         torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
 
