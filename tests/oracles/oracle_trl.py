@@ -100,7 +100,7 @@ def grpo_summed(batch: Batch, **settings: Any) -> Outputs:
 
 
 def dpo(batch: Batch, beta: float, margin: float | None = None) -> Outputs:
-    """TRL's own loss, told what the log-probabilities of pairs are; a row is a rollout with all its calls."""
+    """TRL's own loss with the given log-probabilities of pairs; a row is a rollout with all its calls."""
     rollouts: dict[int, list[int]] = {}
     for place, row in enumerate(batch.transitions):
         rollouts.setdefault(row.rollout, []).append(place)
@@ -155,7 +155,7 @@ def dpo(batch: Batch, beta: float, margin: float | None = None) -> Outputs:
 
 
 def sft(batch: Batch, threshold: float | None = None) -> Outputs:
-    """TRL's own loss, told what the log-probabilities are: of all rollouts, or of those with at least this return."""
+    """TRL's own loss with the given log-probabilities: of all rollouts, or of those with at least this return."""
     values: dict[int, list[float]] = {}
     for row in batch.transitions:
         values.setdefault(row.rollout, []).append(row.value)

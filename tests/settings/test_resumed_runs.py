@@ -230,17 +230,17 @@ async def test_a_run_that_stopped_early_says_so_and_goes_on_only_if_told(bench: 
     assert (summary.state.step, summary.checkpoint) == (2, run_dir / "checkpoints" / "step-000002")
     reason = "stopped early at step 2: none of 2 evaluations was better than that of step 0 (1)"
     assert entry(summary) == ("finished early", 2, 5, reason)
-    [told] = [line for line in heard.lines if line.startswith(f"Training {reason}. To train on, resume")]
+    [reason_line] = [line for line in heard.lines if line.startswith(f"Training {reason}. To train on, resume")]
     assert "finished early" in agl("runs", "list", run_dir.parent)
 
     summary = await resumed(run_dir, heard=again)
     assert summary.state.step == 2
-    assert told in again.lines
+    assert reason_line in again.lines
     assert entry(summary) == ("finished early", 2, 5, reason)
 
     summary = await resumed(run_dir, "train.stop.patience=0", heard=on)
     assert summary.state.step == 5
-    assert told not in on.lines
+    assert reason_line not in on.lines
     assert entry(summary) == ("finished", 5, 5, "")
 
 

@@ -75,7 +75,7 @@ def test_a_file_that_is_none_is_named(
         agl_core.prompt("system", "own")
 
 
-def test_a_prompt_that_nobody_has_is_an_error() -> None:
+def test_an_unknown_prompt_is_an_error() -> None:
     with pytest.raises(AgentError, match="Give it a default"):
         agl_core.prompt("system")
 

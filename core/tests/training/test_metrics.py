@@ -139,9 +139,9 @@ STEP = {"transitions/kept": 8.0, "ending/finished": 8.0, "seconds/rollouts": 1.0
 def test_what_imitates_is_judged_by_its_loss(held_out: list[float], losses: list[float], verdict: str) -> None:
     lines = [MetricsLine(step, "eval", {"demos/loss": loss}) for step, loss in enumerate(held_out)]
     lines += [MetricsLine(step, "train", {**STEP, "update/loss": loss}) for step, loss in enumerate(losses, 1)]
-    told = verdict_of(lines)
-    assert told is not None
-    assert told.text == verdict
+    given = verdict_of(lines)
+    assert given is not None
+    assert given.text == verdict
     assert step_line(1, 9, lines[-1].values).startswith(f"step   1/9  loss {losses[-1]:.3f}  rollouts")
 
 
