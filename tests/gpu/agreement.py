@@ -109,7 +109,7 @@ class Served:
 
     @classmethod
     def of(cls, model: Path, device: str, dtype: str, batch: Batch) -> Served:
-        gap = np.abs(trainer_of(load(model, device, dtype)).logprobs(batch) - batch.behaviour_logprobs_R)
+        gap = np.abs(trainer_of(load(model, device, dtype)).logprobs(batch).logprobs_R - batch.behaviour_logprobs_R)
         return cls(float(gap.max()), float(gap.mean()), float((gap <= TOLERANCES[dtype]).mean()))
 
     @property
@@ -132,7 +132,7 @@ class Updated:
     def of(cls, model: Path, device: str, dtype: str, batch: Batch) -> Updated:
         loaded = load(model, device, dtype)
         trainer = trainer_of(loaded)
-        before_R, before = trainer.logprobs(batch), weights_of(loaded)
+        before_R, before = trainer.logprobs(batch).logprobs_R, weights_of(loaded)
         # The loss of the first pass over a batch does not depend on the weights: every ratio is one.
         metrics = trainer.update(batch, Grpo(GrpoOptions(beta=0.0, epochs=2))).metrics
         return cls(before_R, metrics["loss"], metrics["grad_norm"], weights_of(loaded) - before)
