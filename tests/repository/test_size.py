@@ -15,7 +15,7 @@ PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
     "lines of the product": 47200,
-    "files of the product": 239,
+    "files of the product": 240,
     "lines of the core": 27480,
     "lines of the core's largest room": 3860,
     "lines of all Python": 108100,

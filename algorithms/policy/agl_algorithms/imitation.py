@@ -3,7 +3,7 @@
     loss = Σ_tokens w · A · (−log π)
 
 with token weights w over what is imitated (`agl_algorithms.policy_gradient.token_weights`). There are no ratio, no clip
-and no log-probabilities of whoever wrote the replies.
+and no log-probabilities under the model that wrote the replies.
 
 - SFT: A = 1. The loss is the negative log-likelihood of the responses' tokens; credited values are not read.
 - RFT: with v_i the mean credited value of rollout i, which is its return if credit is the same for all its

@@ -22,7 +22,7 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.errors import CapabilityError, ConfigError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import engine_context
-from agl_torch.trainer import PolicyOptimizer
+from agl_torch.optimizer import PolicyOptimizer
 from agl_verl import plugin
 from agl_verl.config import ChosenAlgorithm, lacking, mapped, refuse_decided
 from agl_verl.engine import VerlEngine

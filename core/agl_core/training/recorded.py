@@ -26,7 +26,7 @@ class Recordings:
 
     Calls have no version, since the policy of this run did not answer them. They have log-probabilities only if the
     other rollout was one of training, since elsewhere nothing sees to it that tokens are drawn from the distribution
-    that these are of; and none if they are `imitated`, which takes replies as they are, whoever wrote them.
+    that these are of; and none if they are `imitated`: imitation does not need them.
     """
 
     def __init__(self, source: RecordedTasks, config: RunConfig, engine: Engine, *, imitated: bool = False) -> None:
