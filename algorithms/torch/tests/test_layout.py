@@ -174,6 +174,26 @@ def test_logits_in_parts_give_the_same_scores_and_gradients(
     torch.testing.assert_close(in_parts, whole)
 
 
+def test_the_most_likely_tokens_are_those_of_a_plain_forward(in_float64: LoadedModel) -> None:
+    batch = make_batch(None)
+
+    def most_likely(i: int) -> torch.Tensor:
+        """[response] the token with the largest logit at each place of a response."""
+        ids = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))[None]
+        return in_float64.model(input_ids=ids).logits[0, int(batch.prompt_lengths_N[i]) - 1 : -1].argmax(-1)
+
+    with torch.no_grad():
+        for i in range(0, len(batch), 2):  # Tokens of a random batch are hardly ever the most likely ones.
+            batch.tokens_T[batch.offsets[i] + batch.prompt_lengths_N[i]] = int(most_likely(i)[0])
+        for micro in laid_out(batch):
+            is_top = score(in_float64.model, micro).is_top_R
+            for local, i in enumerate(micro.transitions_n.tolist()):
+                response = batch.tokens_T[batch.offsets[i] + batch.prompt_lengths_N[i] : batch.offsets[i + 1]]
+                expected = most_likely(i) == torch.from_numpy(response)
+                assert expected[0] or i % 2
+                assert is_top[micro.transition_R == local].tolist() == expected.tolist()
+
+
 def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
     in_float64.model.get_output_embeddings().weight.data.zero_()
     for micro in laid_out(make_shared(0)):
