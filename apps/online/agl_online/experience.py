@@ -18,11 +18,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.learning.batch import left_out, staleness
-from agl_core.protocols import DrawContext
 from agl_core.store.interface import Store, Wanted
 from agl_core.training.metrics import Advance
-from agl_core.training.rollouts import Collector, Drawn, Experience, Scored, warn_of_failed_rules
-from agl_core.types import AttemptKey, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
+from agl_core.training.rollouts import Collector, Drawn, Scored, warn_of_failed_rules
+from agl_core.types import Attempt, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 
 _NAME_SHARE = 0.25
@@ -37,45 +36,41 @@ _SHORTEST, _SHARE = 0.5, 20
 """Seconds between two looks, and how many times longer than a look they are at least."""
 
 
+async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Attempt, int]]:
+    """These sessions by their ends, the earliest first, each with its attempt and how much feedback there is on it."""
+    by_id = {rollout.id: rollout for rollout in rollouts}
+    attempts = sorted(await store.attempts(*by_id), key=lambda attempt: attempt.ended or 0.0)
+    annotations = await store.annotations([attempt.key for attempt in attempts])
+    judgements = Counter(annotation.rollout for annotation in annotations)
+    return [(by_id[attempt.rollout], attempt, judgements[attempt.rollout]) for attempt in attempts]
+
+
 @dataclass(eq=False)
 class SessionExperience:
-    """Each update gets the sessions of its step, each a group of one, and groups of rollouts of `tasks`, if any.
+    """Each step gets the sessions that it trains on, each a group of one, those that it drops, and rollouts of tasks.
 
-    The rollouts keep the learner from forgetting the tasks. `since` says how many updates ago a version was, None for
-    one that was given up. `between` is called between two looks: there is more to do while sessions are waited for.
+    `since` says how many updates ago a version was, None for one that was given up. `between` is called between two
+    looks: there is more to do while sessions are waited for.
     """
 
-    store: Store
     collector: Collector
     run: str
     settings: LearnSection
     agents: Sequence[str]
-    tasks: Experience | None
     versions: Mapping[str, int]
     since: Callable[[int], int | None]
     between: Callable[[], Awaitable[None]]
     _unrewarded: dict[str, int] = field(default_factory=dict, init=False)
-    """Sessions without a reward, and how much feedback they had then: they are scored again when there is more."""
+    """Sessions without a reward, and how much feedback they had then."""
 
-    @property
-    def begun(self) -> int:
-        return 0 if self.tasks is None else self.tasks.begun
+    async def draw(self, step: int, advance: Advance, draw_tasks: Callable[[], Awaitable[Drawn]]) -> Drawn:
+        """The groups of a step; waits until there are enough sessions.
 
-    @property
-    def unfinished(self) -> list[int]:
-        return [] if self.tasks is None else self.tasks.unfinished
-
-    async def cancel(self) -> None:
-        """Cancel running rollouts. Sessions go on."""
-        if self.tasks is not None:
-            await self.tasks.cancel()
-
-    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
-        """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
-        usable, unusable, waiting = await self._take(context.step, advance)
+        Only then do rollouts of tasks begin, which keep the learner from forgetting them: so they are up to date.
+        """
+        usable, unusable, waiting = await self._take(step, advance)
         ended = [*usable, *unusable]
         weights = capped_weights([scored.rollout.group for scored in usable])
-        groups = [[scored.episode] for scored in ended]
         warn_of_failed_rules(ended)
         metrics = {
             "sessions/trained": float(len(usable)),
@@ -85,12 +80,12 @@ class SessionExperience:
         if usable:
             metrics["sessions/reward"] = sum(episode_return(scored.episode) for scored in usable) / len(usable)
             metrics["sessions/weight"] = sum(weights) / len(usable)
-        tasks = Drawn([]) if self.tasks is None else await self.tasks.draw(updates_left, context, advance)
+        tasks = await draw_tasks() if self.settings.groups_of_tasks else Drawn([])
         return replace(
             tasks,
-            groups=[*tasks.groups, *groups],
+            groups=[*tasks.groups, *([scored.episode] for scored in ended)],
             weights=[*tasks.weights, *weights, *(1.0 for _ in unusable)],
-            new=[*tasks.new, *(episode for [episode] in groups)],
+            new=[*tasks.new, *(scored.episode for scored in ended)],
             rollouts=[*tasks.rollouts, *(scored.rollout for scored in ended)],
             metrics={**tasks.metrics, **metrics},
             note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",
@@ -98,7 +93,7 @@ class SessionExperience:
 
     async def _take(self, step: int, advance: Advance) -> tuple[list[Scored], list[Scored], int]:
         """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
-        again = await self.store.rollouts(run=self.run, mode=Mode.USE, step=step)
+        again = await self.collector.store.rollouts(run=self.run, mode=Mode.USE, step=step)
         if again:  # A learner that was killed before its checkpoint made this step with them.
             return *await self._look(again, len(again)), 0
         wanted = self.settings.sessions_per_step
@@ -117,7 +112,8 @@ class SessionExperience:
         ended: Wanted = {"run": self.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
         first: Wanted = {**ended, "limit": _MAX_DROPPED}
         last: Wanted = {**ended, "newest": _LATEST}
-        earliest, latest = await self.store.rollouts(**first), await self.store.rollouts(**last)
+        store = self.collector.store
+        earliest, latest = await store.rollouts(**first), await store.rollouts(**last)
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> tuple[list[Scored], list[Scored]]:
@@ -125,14 +121,12 @@ class SessionExperience:
 
         They are the latest, which come from versions that are nearest to the weights.
         """
-        now, ids = time.time(), [rollout.id for rollout in rollouts]
-        ends = {attempt.rollout: attempt.ended or now for attempt in await self.store.attempts(*ids)}
-        annotations = await self.store.annotations([AttemptKey(id, 0) for id in ids])
-        judgements = Counter(annotation.rollout for annotation in annotations)
-        self._unrewarded = {id: self._unrewarded[id] for id in ids if id in self._unrewarded}
-        latest = sorted(rollouts, key=lambda rollout: ends.get(rollout.id, 0.0), reverse=True)
-        young = [rollout for rollout in latest if now - ends.get(rollout.id, 0.0) <= _MAX_AGE]
-        old = latest[len(young) :][-_MAX_DROPPED:]
+        ended = await read_ended(self.collector.store, rollouts)
+        judgements = {rollout.id: number for rollout, _, number in ended}
+        self._unrewarded = {id: self._unrewarded[id] for id in judgements if id in self._unrewarded}
+        limit = time.time() - _MAX_AGE
+        old = [rollout for rollout, attempt, _ in ended if (attempt.ended or 0.0) < limit]
+        young = [rollout for rollout, _, _ in reversed(ended[len(old) :])]
         changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != judgements[rollout.id]]
         usable, unusable = list[Scored](), list[Scored]()
         for start in range(0, len(changed), 2 * wanted):
@@ -145,7 +139,7 @@ class SessionExperience:
                     (usable if is_usable else unusable).append(session)
             if len(usable) >= wanted:
                 break  # The others wait; in the end they are too old.
-        unusable += [self._taken(scored, is_old=True)[0] for scored in await self.collector.scored(old)]
+        unusable += [self._taken(scored, is_old=True)[0] for scored in await self.collector.scored(old[:_MAX_DROPPED])]
         return usable[::-1], unusable[::-1]
 
     def _taken(self, scored: Scored, *, is_old: bool = False) -> tuple[Scored, bool]:

@@ -19,8 +19,9 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
 from agl_core.reading.runs import has_writer
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
-from agl_core.training.loop import Evaluated, GroupSource, Trainer, uninterrupted
-from agl_core.training.metrics import Observer, Summary
+from agl_core.training.loop import Evaluated, Trainer, uninterrupted
+from agl_core.training.metrics import Advance, Observer, Summary
+from agl_core.training.rollouts import Drawn
 from agl_core.training.run import make_run_dir, train
 from agl_core.types import AlarmName
 from agl_online.config import LearnSection, learn_section
@@ -73,28 +74,31 @@ class Learner(Trainer):
     ledger: Ledger = field(kw_only=True)
     _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""
+    _sessions: SessionExperience = field(init=False)
     _outcomes: Outcomes = field(init=False)
 
     def __post_init__(self) -> None:
         # What an earlier version sampled is bound to have other log-probabilities.
         self.watch.settings = {AlarmName.LOGPROB_GAP: False, **self.watch.settings}
-        self._outcomes = Outcomes(self.session.server.store, self.session.collector, self.session.run)
-        super().__post_init__()
-        self._plan = replace(self._plan, min_group_size=1)  # A session is the only one of its kind.
-
-    def _source(self) -> GroupSource:
-        groups = self.section.groups_of_tasks
-        return SessionExperience(
-            self.session.server.store,
+        self._outcomes = Outcomes(self.session.collector, self.session.run)
+        self._sessions = SessionExperience(
             self.session.collector,
             self.session.run,
             self.section,
             self.loaded.config.train.agents,
-            self._of_tasks(groups) if groups else None,
             versions=self.session.versions,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
             between=self._attend,
         )
+        super().__post_init__()
+        self._plan = replace(self._plan, min_group_size=1)  # A session is the only one of its kind.
+
+    @property
+    def _groups_per_step(self) -> int:
+        return self.section.groups_of_tasks
+
+    async def _draw(self, step: int, advance: Advance) -> Drawn:
+        return await self._sessions.draw(step, advance, partial(super()._draw, step, advance))
 
     async def train(self) -> None:
         """Train from where `state` is to the last step, and then answer sessions until this is cancelled.

@@ -9,7 +9,6 @@ which both see, says nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +20,12 @@ from agl_core.learning.evaluations import compare
 from agl_core.learning.health import answer
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
-from agl_core.store.interface import Store
 from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import mean
 from agl_core.training.rollouts import Collector, Scored
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
+from agl_online.experience import read_ended
 from agl_online.versions import By, Decision, State
 
 _SOLVED = 1.0
@@ -260,21 +259,18 @@ _UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.PLUGIN, DropReason.REWAR
 class Outcomes:
     """Reads them from the store; what was scored is scored again only when something new was said of it."""
 
-    def __init__(self, store: Store, collector: Collector, run: str) -> None:
-        self._store, self._collector, self._run = store, collector, run
+    def __init__(self, collector: Collector, run: str) -> None:
+        self._collector, self._run = collector, run
         self._scored: dict[tuple[str, int], Outcome | None] = {}
         """By session, and how much was said of it."""
 
     async def since(self, moment: float, versions: Collection[int]) -> list[Outcome]:
         """The sessions of these versions that began after this moment and have ended, in the order of their ends."""
-        ended = await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE)
-        rollouts = {rollout.id: rollout for rollout in ended}
-        attempts = [attempt for attempt in await self._store.attempts(*rollouts) if attempt.started >= moment]
-        attempts.sort(key=lambda attempt: attempt.ended or attempt.started)
-        annotations = await self._store.annotations([attempt.key for attempt in attempts])
-        judgements = Counter(annotation.rollout for annotation in annotations)
-        keys = [(attempt.rollout, judgements[attempt.rollout]) for attempt in attempts]
-        changed = [rollouts[id] for id, number in keys if (id, number) not in self._scored]
+        store = self._collector.store
+        done = await store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE)
+        ended = await read_ended(store, done)
+        keys = {(rollout.id, number): rollout for rollout, attempt, number in ended if attempt.started >= moment}
+        changed = [rollout for key, rollout in keys.items() if key not in self._scored]
         scored = {result.rollout.id: outcome_of(result) for result in await self._collector.scored(changed)}
         self._scored = {key: self._scored[key] if key in self._scored else scored[key[0]] for key in keys}
         outcomes = self._scored.values()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
@@ -63,24 +63,6 @@ def _part(advance: Advance, number: int, count: int) -> Progress:
     return lambda share: advance((number + share) / count, "")
 
 
-class GroupSource(Protocol):
-    """Where the groups of updates come from."""
-
-    @property
-    def begun(self) -> int:
-        """How many groups of rollouts were begun."""
-
-    @property
-    def unfinished(self) -> list[int]:
-        """The positions of the groups that were begun and that no update has had."""
-
-    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
-        """The groups of the next update; waits until there are enough."""
-
-    async def cancel(self) -> None:
-        """Cancel running groups; they stay unfinished."""
-
-
 @dataclass
 class Trainer:
     """One run's training; all parts are passed in, started."""
@@ -104,14 +86,14 @@ class Trainer:
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _plan: BatchPlan = field(init=False)
     _curriculum: Curriculum | None = field(default=None, init=False)
-    _experience: GroupSource = field(init=False)
+    _experience: Experience = field(init=False)
 
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
         tasks = self.session.tasks.get("train")
         without_logprobs = isinstance(tasks, RecordedTasks) and tasks.without_logprobs
         self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)
-        self._experience = self._source()
+        self._experience = self._of_tasks()
 
     async def train(self) -> None:
         """Train from where `state` is to the last step, or until it is `stopped`.
@@ -128,7 +110,7 @@ class Trainer:
                 step = self.state.step + 1
                 started, before = time.monotonic(), await self._stats()
                 with self.observer.phase("rollouts", step) as advance:
-                    drawn = await self._experience.draw(last - self.state.step, self._draw_context(step), advance)
+                    drawn = await self._draw(step, advance)
                 await uninterrupted(self._learn(step, drawn, started, before))
                 if every and (step % every == 0 or step == last):
                     await self._evaluate()
@@ -159,13 +141,15 @@ class Trainer:
     async def _after_step(self) -> None:
         """Hook for subclasses, called after each step."""
 
-    def _source(self) -> GroupSource:
-        """Where the groups of updates come from: rollouts of tasks."""
-        return self._of_tasks(self.loaded.config.train.groups_per_step)
+    @property
+    def _groups_per_step(self) -> int:
+        """The groups of rollouts of `[tasks.train]` that a step draws."""
+        return self.loaded.config.train.groups_per_step
 
-    def _of_tasks(self, per_step: int) -> Experience:
+    def _of_tasks(self) -> Experience:
         """Groups of rollouts of `[tasks.train]`."""
         config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
+        per_step = self._groups_per_step
         if config.curriculum is not None:
             self._curriculum = Curriculum(config.curriculum, source, config.seed, self.state.success)
         plan = TrainingPlan(
@@ -188,9 +172,12 @@ class Trainer:
             unfinished=self.state.groups_unfinished,
         )
 
-    def _draw_context(self, step: int) -> DrawContext:
-        staleness = self.loaded.config.asynchronous.max_staleness
-        return DrawContext(step, self.loaded.config.seed, self.session.versions, staleness, self._plan.min_group_size)
+    async def _draw(self, step: int, advance: Advance) -> Drawn:
+        """The groups of a step; waits until there are enough."""
+        config = self.loaded.config
+        staleness, least = config.asynchronous.max_staleness, self._plan.min_group_size
+        context = DrawContext(step, config.seed, self.session.versions, staleness, least)
+        return await self._experience.draw(config.train.steps - self.state.step, context, advance)
 
     async def _learn(self, step: int, drawn: Drawn, started: float, before: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored.

@@ -178,7 +178,7 @@ class World:
             versions={"default": len(self.engine.made_by)},
             collector=Collector(self.store, nobody, rules, {}, Plugins().hook, lambda: None),
             evaluator=SimpleNamespace(evaluate=self.evaluate),
-            tasks={},
+            tasks={"train": cast(Any, [])},
             stall=StallWatch(),
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
-from agl_core.protocols import DrawContext
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
@@ -76,11 +75,14 @@ class Sessions:
         nobody = cast(Any, None)
         collector = Collector(self.store, nobody, rules, NOTHING, Plugins().hook, lambda: None)
         return SessionExperience(
-            *(self.store, collector, "run", LearnSection(**self.settings), ("*",), None),
+            *(collector, "run", LearnSection(**self.settings), ("*",)),
             versions={"default": self.engine_version},
             since=lambda version: updates_since(version, self.step, self.resets),
             between=between or self._once(),
         )
+
+    async def _no_tasks(self) -> Drawn:
+        return Drawn([])
 
     def _once(self) -> Callable[[], Awaitable[None]]:
         looks = 0
@@ -96,7 +98,7 @@ class Sessions:
     async def take(self, source: SessionExperience | None = None) -> Drawn:
         """The sessions of the next step, which is made with them."""
         with Observer().phase("rollouts", self.step + 1) as phase:
-            return await (source or self.source()).draw(1, DrawContext(self.step + 1, 0, {}, 0, 1), phase)
+            return await (source or self.source()).draw(self.step + 1, phase, self._no_tasks)
 
     async def train(self, taken: Drawn) -> list[str]:
         """The step is made and recorded; its rollouts."""
