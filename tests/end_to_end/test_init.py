@@ -128,7 +128,7 @@ def test_an_agent_is_found_beside_its_tools(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "what"),
     [
-        ("broken.py", "def solve(:\n", "is not valid Python"),
+        ("broken.py", "def solve(:\n", "SyntaxError: "),
         ("raising.py", "import nowhere_at_all\ndef solve(task): ...\n", "No module named 'nowhere_at_all'"),
         ("empty.py", "x = 1\n", "(there is none). Name it: --entry"),
         ("unsure.py", "def one(task): ...\ndef two(task): ...\n", "(one, two). Name it: --entry"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -18,7 +20,7 @@ from agl_core.capture import installed_adapters
 from agl_core.config.check import check
 from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
-from agl_core.worker.agent import agent_environment, client_variables, load_agent
+from agl_core.worker.agent import agent_environment, client_variables, load_agent, load_module
 
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]
@@ -89,8 +91,6 @@ def right(episode):
     return float(str(expected) in str(episode.result))
 '''
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 @dataclass(frozen=True, slots=True)
 class AgentFile:
@@ -127,7 +127,7 @@ def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Fo
 
 
 def read_agent_file(file: Path, function: str | None) -> AgentFile:
-    """Look at an agent file, and import it.
+    """Import an agent file, and look at its functions.
 
     AgentError if it cannot be imported, has no such function, or does not say which of several is the agent.
     """
@@ -135,27 +135,25 @@ def read_agent_file(file: Path, function: str | None) -> AgentFile:
         raise AgentError(f"There is no file {file} (looked in {Path.cwd()}). Name the Python file of your agent.")
     if not file.is_file() or file.suffix != ".py" or not file.stem.isidentifier():
         raise AgentError(f"{file} is not a Python file that can be imported (its name would be '{file.stem}').")
-    try:
-        tree = ast.parse(file.read_bytes(), str(file))
-    except (SyntaxError, ValueError) as error:
-        raise AgentError(f"{file} is not valid Python: {error}.") from error
-    functions = {node.name: node for node in tree.body if isinstance(node, _Function)}
-    chosen = function or _chosen(file, functions)
     adapters, before = installed_adapters(), set(sys.modules)
     with agent_environment(client_variables(_NOWHERE)):
-        agent = load_agent(f"{file.stem}:{chosen}", file.parent)
+        module = load_module(file.stem, file.parent, str(file))
     frameworks = {adapter.framework for adapter in adapters} & (sys.modules.keys() - before)
-    keys = _keys(functions[chosen]) if chosen in functions else ()
+    chosen = function or _chosen(file, module)
+    agent = load_agent(f"{file.stem}:{chosen}", file.parent)
+    keys = _keys(agent.function) if inspect.isfunction(agent.function) else ()
     return AgentFile(file, chosen, agent.is_async, keys, sorted(frameworks))
 
 
-def _chosen(file: Path, functions: Mapping[str, _Function]) -> str:
-    """The function with a usual name, or the only one without a decorator that takes one argument."""
-    possible = [
-        name
-        for name, function in functions.items()
-        if not name.startswith("_") and not function.decorator_list and _takes_one(function)
-    ]
+def _chosen(file: Path, module: ModuleType) -> str:
+    """The function with a usual name, or the only one without a decorator that can be called with a task's input."""
+    possible = []
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        is_own = (function.__module__, function.__name__) == (module.__name__, name) and not name.startswith("_")
+        if is_own and not inspect.getsource(function).startswith("@"):
+            with suppress(AgentError):
+                load_agent(f"{file.stem}:{name}", file.parent)
+                possible.append(name)
     usual = [name for name in _USUAL if name in possible]
     if usual or len(possible) == 1:
         return (usual or possible)[0]
@@ -165,31 +163,11 @@ def _chosen(file: Path, functions: Mapping[str, _Function]) -> str:
     )
 
 
-def _takes_one(function: _Function) -> bool:
-    """True if it can be called with one argument, besides the context."""
-    arguments = function.args
-    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    needed = [name for name in named[: len(named) - len(arguments.defaults)] if name != "context"]
-    return len(needed) == 1 or (not needed and bool(named))
-
-
-def _keys(function: _Function) -> list[str]:
+def _keys(function: Callable[..., object]) -> list[str]:
     """The keys of its first argument that it names: `task["question"]`, `task.get("question")`."""
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    keys: dict[str, None] = {}
-    for node in ast.walk(function):
-        match node:
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
-                pass
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id=name), attr="get"), args=[ast.Constant(value=str(key)), *_]
-            ):
-                pass
-            case _:
-                continue
-        if arguments and name == arguments[0].arg:
-            keys[key] = None
-    return list(keys)
+    argument = next(iter(inspect.signature(function).parameters))
+    named = re.findall(rf"""\b{argument}(?:\[|\.get\()\s*(["'])(.+?)\1""", inspect.getsource(function))
+    return list(dict.fromkeys(key for _, key in named))
 
 
 def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:

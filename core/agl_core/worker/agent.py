@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,24 +91,28 @@ class Agent:
         return self.function(assignment.task_input, context=context)
 
 
+def load_module(name: str, folder: Path | None, where: str) -> ModuleType:
+    """Import a module; those in `folder` are found too. AgentError, which says `where` it is named, if that fails."""
+    if folder is not None:
+        add_to_path(folder)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        how = "Looked beside the configuration file and in the environment."
+        if not (isinstance(error, ModuleNotFoundError) and name.startswith(error.name or "?")):
+            how = f"It was found, and this is where it fails:\n{last_frames(error)}"
+        raise AgentError(
+            f"{where}: the module '{name}' cannot be imported ({type(error).__name__}: {error}). {how}"
+        ) from error
+
+
 def load_agent(entry: str, folder: Path | None = None) -> Agent:
     """Import `module:function`; modules beside the configuration file (`folder`) are found too.
 
     AgentError if that fails, or if what is found cannot be called with a task's input.
     """
     module_name, _, function_name = entry.partition(":")
-    if folder is not None:
-        add_to_path(folder)
-    try:
-        function: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        where = "Looked beside the configuration file and in the environment."
-        if not (isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")):
-            where = f"It was found, and this is where it fails:\n{last_frames(error)}"
-        raise AgentError(
-            f"agent.entry = '{entry}': the module '{module_name}' cannot be imported "
-            f"({type(error).__name__}: {error}). {where}"
-        ) from error
+    function: Any = load_module(module_name, folder, f"agent.entry = '{entry}'")
     for part in function_name.split("."):
         function = getattr(function, part, None)
         if function is None:
