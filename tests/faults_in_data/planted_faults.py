@@ -112,7 +112,6 @@ CALL: Mapping[str, Faults] = {
     "late": ((True, GONE),),
     "undelivered": ((True, DropReason.UNDELIVERED),),
     "stamped": ((False, TRAINED),),
-    "pruned": ((True, REFUSED),),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }
 CHOICE: Mapping[str, Faults] = {

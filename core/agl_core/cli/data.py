@@ -72,8 +72,6 @@ def export(
     for reason, count in exported.left_out.items():
         if count:
             typer.echo(f"left out: {count} rollouts that are {reason}")
-    if exported.pruned:
-        typer.echo(f"note: the calls of {exported.pruned} rollouts were pruned, so they have no texts and no tokens")
 
 
 File = Annotated[

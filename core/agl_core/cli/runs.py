@@ -34,7 +34,7 @@ from agl_core.reading.rollouts import Query, list_rollouts, message_text
 from agl_core.types import Ending, Reward, ToolStatus, TrainingRecord
 
 Folder = Annotated[Path, typer.Argument(help="The folder with the runs.")]
-KeepSteps = Annotated[int, typer.Option(min=0, help="The number of last steps whose calls are kept complete.")]
+KeepSteps = Annotated[int, typer.Option(min=0, help="The number of last steps whose rollouts are kept.")]
 KeepCheckpoints = Annotated[
     int | None,
     typer.Option(min=1, help="The number of last checkpoints to keep; by default the run's train.keep_checkpoints."),
@@ -61,11 +61,11 @@ def list_(folder: Folder = reading.RUNS, as_json: AsJson = False) -> None:
 
 @runs.command()
 def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None, as_json: AsJson = False) -> None:
-    """Remove old checkpoints, and the texts and tokens of the calls of old steps.
+    """Remove old checkpoints, and the rollouts of old steps.
 
-    The last checkpoints are kept, and the best one. Metrics, rewards, tool results and what training made of each call
-    stay, and the run can be read and resumed as before. Meanwhile the store needs as much free disk space again. A run
-    that is being trained or served is refused.
+    The last checkpoints are kept, and the best one. Metrics stay, and so do rollouts that were opened from outside; the
+    run can be resumed as before. Meanwhile the store needs as much free disk space again. A run that is being trained
+    or served is refused.
     """
     pruned = [asyncio.run(reading.prune(folder, steps, checkpoints)) for folder in map(reading.find_run, run)]
     if as_json:
@@ -73,7 +73,7 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
         return
     for done in pruned:
         Screen().print(
-            f"{done.folder}: {done.calls} calls of the steps up to {done.up_to_step} pruned, "
+            f"{done.folder}: {done.rollouts} rollouts of the steps up to {done.up_to_step} and "
             f"{len(done.checkpoints)} checkpoints removed, {size(done.before)} → {size(done.after)}"
         )
 
@@ -152,8 +152,6 @@ def rollouts(
     for line in _lines(reports):
         # A terminal shows what of a line has room: an id is there to be copied, a reward to be compared.
         screen.print(one_line(line, screen.width))
-    if any(attempt.pruned for report in reports for attempt in report.attempts):
-        screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
 
 
 def _lines(reports: Sequence[RolloutReport]) -> list[str]:
@@ -229,11 +227,6 @@ def _print_attempt(screen: Screen, report: AttemptReport, group: GroupReport, wi
         screen.print(f"  {one_line(attempt.error, width)}", style="red")
     if attempt.ending is not None:
         screen.print(f"  {report.health.text}", style="green" if not report.health.symptoms else "yellow")
-    if report.pruned:
-        screen.print(
-            "  Its calls were pruned (agl runs prune): their texts and tokens are gone, all else is as it was.",
-            style="yellow",
-        )
     for turn in report.turns:
         _print_turn(screen, turn, width)
         if tokens:

@@ -77,7 +77,7 @@ class Certificate:
 
 
 def certify(transition: Transition, record: TrainingRecord) -> Certificate | None:
-    """The proof that `record` has of each of the tokens. None if they were not trained on, or have been pruned."""
+    """The proof that `record` has of each of the tokens. None if they were not trained on."""
     ids, sampled_T, recomputed = transition.response_ids, transition.logprobs, record.recomputed
     if record.dropped is not None or ids is None or transition.prompt_ids is None:
         return None

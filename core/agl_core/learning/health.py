@@ -59,11 +59,9 @@ class RolloutHealth:
         return self.verdict.value + (f" ({reasons})" if reasons else "")
 
 
-def health_of(episode: Episode, *, pruned: bool = False) -> RolloutHealth:
-    """The health of one rollout. Of a `pruned` one the texts are gone, and with them most symptoms."""
-    symptoms = tuple(dict.fromkeys(_symptoms(episode, pruned)))
-    missing = (Evidence.TEXTS,) if pruned else tuple(dict.fromkeys(_missing(episode)))
-    return RolloutHealth(symptoms, missing)
+def health_of(episode: Episode) -> RolloutHealth:
+    """The health of one rollout."""
+    return RolloutHealth(tuple(dict.fromkeys(_symptoms(episode))), tuple(dict.fromkeys(_missing(episode))))
 
 
 def is_repetitive(text: str) -> bool:
@@ -131,7 +129,7 @@ def is_refusal(text: str) -> bool:
     return _REFUSAL.match(text.strip()) is not None
 
 
-def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
+def _symptoms(episode: Episode) -> Iterator[Symptom]:
     if episode.ending is not Ending.FINISHED:
         yield Symptom.ENDING
     if episode.dropped is DropReason.REWARD_FAILED:
@@ -150,7 +148,7 @@ def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
         if has_cut_prompt(transition):
             yield Symptom.PROMPT_CUT
     text = answer(episode)
-    if text is not None and not text.strip() and not pruned:
+    if text is not None and not text.strip():
         yield Symptom.EMPTY_ANSWER
     results = [result for transition in episode.transitions for result in transition.tool_results]
     if results and all(map(has_failed, results)):

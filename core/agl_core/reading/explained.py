@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def certificates(self) -> list[Certificate | None]:
-        """What each training record proves of its tokens; None if it did not train on them, or they were pruned."""
+        """What each training record proves of its tokens; None if it did not train on them."""
         return [certify(self.transition, record) for record in self.training_records]
 
 
@@ -94,13 +94,11 @@ class AttemptReport:
     attempt: Attempt
     episode: Episode
     training_records: Sequence[TrainingRecord]
-    pruned: bool
-    """Its calls lost their texts and tokens (`agl runs prune`)."""
 
     @property
     def health(self) -> RolloutHealth:
         """The verdict on it, with its reasons."""
-        return health_of(self.episode, pruned=self.pruned)
+        return health_of(self.episode)
 
     @property
     def turns(self) -> list[Turn]:
@@ -242,7 +240,7 @@ async def reports_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutR
     reports: dict[str, list[AttemptReport]] = {id: [] for id in by_id}
     for key, records in recorded.items():
         episode = records.episode(by_id[key.rollout])
-        reports[key.rollout].append(AttemptReport(records.attempt, episode, training_records[key], records.pruned))
+        reports[key.rollout].append(AttemptReport(records.attempt, episode, training_records[key]))
     return [RolloutReport(entry, reports[entry.rollout.id]) for entry in await entries_of(store, rollouts)]
 
 

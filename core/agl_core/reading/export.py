@@ -57,8 +57,6 @@ class Export:
     """By table; of conversations under the format's name."""
     left_out: Counter[str] = field(default_factory=Counter)
     """The number of rollouts that are not exported, by reason."""
-    pruned: int = 0
-    """Rollouts whose calls were pruned: their transitions have no texts and no tokens."""
 
 
 async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -> Export:  # noqa: B008
@@ -75,7 +73,6 @@ async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -
         with _appearing(out) as part, _writers(to, part) as writers:
             for group in groups_of(await store.rollouts(step=query.step, mode=query.mode)):
                 exported = await _selected(store, group, query, held_out, export.left_out)
-                export.pruned += sum(rollout.report.pruned for rollout in exported)
                 for name, rows in _rows(to, exported, query.agent).items():
                     writers[name](rows)
                     export.rows[name] += len(rows)
@@ -177,7 +174,6 @@ def _transition_rows(exported: Exported, agent: str | None) -> Iterator[Row]:
             "rewards": _json([to_json(reward) for reward in rewards]),
             "reward": sum(reward.value for reward in rewards),
             **({} if last is None else _fields(last, "credit", "advantage", "weight", "dropped")),
-            "pruned": report.pruned,
         }
 
 
@@ -242,7 +238,6 @@ class _Parquet:
                 "state dropped prefix_broken",
                 pa.int64(): "choice turn agent_turn version",
                 pa.float64(): "temperature reward credit advantage weight",
-                pa.bool_(): "pruned",
                 pa.list_(pa.int32()): "prompt_ids response_ids",
                 pa.list_(pa.float32()): "logprobs",
                 pa.list_(pa.bool_()): "mask",
@@ -308,10 +303,10 @@ def _preference_rows(group: Sequence[Exported], agent: str | None) -> Iterator[R
 
 
 def _usable(exported: Exported, agent: str | None) -> Iterator[Transition]:
-    """The selected transitions that have a conversation and a reply: not those that were pruned."""
+    """The selected transitions that have a conversation and a reply."""
     for transition in exported.report.episode.transitions:
         has_reply = transition.response.get("content") or transition.response.get("tool_calls")
-        if agent in (None, transition.agent) and not exported.report.pruned and transition.messages and has_reply:
+        if agent in (None, transition.agent) and transition.messages and has_reply:
             yield transition
 
 

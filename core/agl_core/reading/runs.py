@@ -23,7 +23,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.failures import who_waits
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE
-from agl_core.types import Mode
+from agl_core.types import Mode, RolloutState
 from agl_core.wire import Activity
 
 RUNS = Path("runs")
@@ -58,11 +58,10 @@ class RunEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The calls and checkpoints that were removed from a run."""
+    """The rollouts and checkpoints that were removed from a run."""
 
     folder: Path
-    calls: int
-    """The number of calls that lost their texts and tokens."""
+    rollouts: int
     up_to_step: int
     checkpoints: Sequence[Path]
     before: int
@@ -197,21 +196,24 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
 
 
 async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
-    """Keep only the calls of the last steps complete, the last checkpoints, and the best one; free unused space.
+    """Keep only the rollouts of the last steps, the last checkpoints, and the best one; free unused space.
 
-    `keep_checkpoints` is None for the run's `train.keep_checkpoints`. StoreError if another process writes the store.
+    Rollouts that were opened from outside stay: those who opened them remove them. `keep_checkpoints` is None for the
+    run's `train.keep_checkpoints`. StoreError if another process writes the store.
     """
     before = _size(folder)
     async with open_store(folder, read_only=False) as store:
         if not isinstance(store, SqliteStore):
             raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
-        last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
-        calls, up_to = await store.prune(last - keep_steps), max(last - keep_steps, 0)
+        rollouts = await store.rollouts()
+        up_to = max((rollout.step for rollout in rollouts if rollout.mode.trains), default=0) - keep_steps
+        done = [r for r in rollouts if r.state is RolloutState.DONE and r.mode is not Mode.USE]
+        removed = await store.erase([rollout.id for rollout in done if rollout.step <= up_to])
         await store.vacuum()
     if keep_checkpoints is None:
         keep_checkpoints = int(read_settings(folder).get("train", {}).get("keep_checkpoints", 2))
-    removed = Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune()
-    return Pruned(folder, calls, up_to, removed, before, _size(folder))
+    checkpoints = Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune()
+    return Pruned(folder, removed, max(up_to, 0), checkpoints, before, _size(folder))
 
 
 async def erase(folder: Path, ids: Sequence[str]) -> int:

@@ -140,13 +140,13 @@ def decode(kind: type[Kept], bodies: Iterable[tuple[str]]) -> list[Kept]:
 
 
 def decode_training_record(body: str, arrays: bytes | None) -> TrainingRecord:
-    """The training record of a row. Without its array, which goes when its call is pruned, nothing can be compared."""
+    """The training record of a row; only one with `recomputed` has an array."""
     data = load_json(body)
-    rest = data.pop("recomputed", None)
-    if rest is None or arrays is None:
+    if arrays is None:
         return from_json(TrainingRecord, data)
     logprobs = np.frombuffer(arrays, _ARRAYS["logprobs"])
-    return from_json(TrainingRecord, data, recomputed=from_json(Recomputed, rest, logprobs=logprobs))
+    recomputed = from_json(Recomputed, data.pop("recomputed"), logprobs=logprobs)
+    return from_json(TrainingRecord, data, recomputed=recomputed)
 
 
 def _take_apart(call: Call, body: dict[str, Json], pieces: Pieces) -> tuple[bytes, bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,8 +27,8 @@ from agl_core.store.codec import (
 from agl_core.store.connections import transaction
 from agl_core.store.interface import Wanted
 from agl_core.store.tables import LEASES, ROLLOUTS, insertion
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Json, Mode, Rollout, RolloutState, Run, TrainingRecord
-from agl_core.types.forms import dump_json, from_json, load_json
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run, TrainingRecord
+from agl_core.types.forms import from_json, load_json
 
 Kept = TypeVar("Kept")
 
@@ -214,70 +214,19 @@ def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Se
             connection.execute(f"DELETE FROM records WHERE {their_attempts}", parameters)
             connection.execute(f"DELETE FROM attempts WHERE rollout IN {their_ids}", parameters)
             removed = connection.execute(f"DELETE FROM rollouts WHERE id IN {their_ids}", parameters).rowcount
-            _drop_unused(connection, pieces[pieces < first_new_piece])
+            unused = pieces[pieces < first_new_piece]
+            if len(unused):
+                unused = np.setdiff1d(unused, _referred_to(connection.execute(_REFERENCES)), assume_unique=True)
+            connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in unused.tolist()))
             return removed
     finally:
         connection.execute("PRAGMA secure_delete = OFF")
-
-
-def _drop_unused(connection: sqlite3.Connection, pieces: NDArray[np.int64]) -> None:
-    """Remove those of these pieces that no call refers to."""
-    if len(pieces):
-        pieces = np.setdiff1d(pieces, _referred_to(connection.execute(_REFERENCES)), assume_unique=True)
-    connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in pieces.tolist()))
 
 
 def _referred_to(references: Iterable[tuple[bytes | None]]) -> NDArray[np.int64]:
     """The numbers of all of these: of every call of a store in the end, so not one by one."""
     columns = b"".join(column for (column,) in references if column is not None)
     return np.unique(np.frombuffer(columns, dtype=NUMBERS))
-
-
-def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
-    """Take texts and tokens out of the calls of the steps up to `up_to`; returns how many calls had any.
-
-    All in one transaction. Of each call there remain who made it, when, by which policy, how it ended, and which tools
-    it asked for; of its training records all but the log-probabilities of the tokens. Rollouts, tool results and
-    rewards stay as they are. Rollouts that were opened from outside are kept whole: those who opened them remove them.
-    No writer may be there whose `Pieces` remember what this removes.
-    """
-    chosen = (
-        "owner IN (SELECT attempts.seq FROM rollouts JOIN attempts ON attempts.rollout = rollouts.id "
-        "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?)"
-    )
-    values = (up_to, RolloutState.DONE.value, Mode.USE.value)
-    connection.create_function("pruned", 1, _pruned, deterministic=True)
-    with transaction(connection):
-        pruned = connection.execute(
-            "UPDATE records SET pieces = NULL, arrays = NULL, body = pruned(body) WHERE pieces IS NOT NULL "
-            f"AND {chosen}",
-            values,
-        ).rowcount
-        connection.execute(f"UPDATE records SET arrays = NULL WHERE arrays IS NOT NULL AND {chosen}", values)
-        every = (number for (number,) in connection.execute("SELECT seq FROM pieces"))
-        _drop_unused(connection, np.fromiter(every, dtype=NUMBERS))
-    return pruned
-
-
-def _pruned(body: str) -> str:
-    """A call without texts and tokens: tool results are joined with it by the ids of its tool calls."""
-    call = load_json(body)
-    for name in ("tail", "state"):
-        call.pop(name, None)
-    choices = [{**choice, "message": _pruned_message(choice["message"]), "sizes": {}} for choice in call["choices"]]
-    return dump_json({**call, "request": {}, "lists": {}, "choices": choices, "pruned": True})
-
-
-def _pruned_message(message: Mapping[str, Json]) -> dict[str, Json]:
-    calls = message.get("tool_calls")
-    kept = [_pruned_tool_call(call) for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-    return {"role": "assistant", "content": None, **({"tool_calls": kept} if kept else {})}
-
-
-def _pruned_tool_call(tool_call: Mapping[str, Json]) -> dict[str, Json]:
-    function = tool_call.get("function", tool_call.get("custom"))
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return {"id": tool_call.get("id"), "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
 def erased(connection: sqlite3.Connection, ids: Iterable[str]) -> set[str]:

@@ -134,13 +134,6 @@ class SqliteStore(Store):
     async def ended_before(self, mode: Mode, time: float) -> list[str]:
         return await self._read(queries.ended_before, mode, time)
 
-    async def prune(self, up_to: int) -> int:
-        """Take texts and tokens out of the calls of the steps up to `up_to`; returns of how many. All or nothing.
-
-        To be called before anything was put: what this removes may be remembered as written.
-        """
-        return await self._written(lambda writer: writer.remove(partial(queries.prune_calls, up_to=up_to)))
-
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
         await self._written(lambda writer: writer.remove(lambda connection: connection.execute("VACUUM")))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-VERSION = 17
+VERSION = 18
 """Grows with each change of the tables or of what a body holds: a file of another version is refused."""
 
 SCHEMA = (
@@ -29,8 +29,7 @@ SCHEMA = (
     # Attempts that run. Who removes the row of one ends it.
     "CREATE TABLE leases (rollout TEXT PRIMARY KEY, attempt INTEGER NOT NULL, worker TEXT NOT NULL, "
     "renewals INTEGER NOT NULL) WITHOUT ROWID",
-    # What was recorded of attempts. Calls alone have pieces; these and training records have arrays, until calls are
-    # pruned.
+    # What was recorded of attempts. Calls alone have pieces; these and training records have arrays.
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, owner INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, "
     "pieces BLOB, arrays BLOB, body TEXT NOT NULL, UNIQUE (owner, kind, key))",
     f"PRAGMA application_id = {APPLICATION_ID}",

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from agl_core.config.load import LoadedConfig
-from agl_core.errors import PluginError, StoreRefusedError
+from agl_core.errors import PluginError
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
@@ -62,11 +62,6 @@ class AttemptRecords:
     rewards: Sequence[Reward]
     annotations: Sequence[Annotation]
 
-    @property
-    def pruned(self) -> bool:
-        """Its calls lost their texts and tokens (`agl runs prune`)."""
-        return any(call.pruned for call in self.calls)
-
     def episode(self, rollout: Rollout) -> Episode:
         """Its episode, with all these rewards."""
         return build_episode(
@@ -102,7 +97,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
 
     It has the recorded rewards that the agent reported; rules compute theirs again. A rollout without a counted attempt
-    (cancelled, or lost with its worker) is an episode dropped for its ending. StoreRefusedError if calls were pruned.
+    (cancelled, or lost with its worker) is an episode dropped for its ending.
     """
     keys = {*counted_attempts(rollouts)}
     attempts = [attempt for attempt in await store.attempts(*(key.rollout for key in keys)) if attempt.key in keys]
@@ -113,11 +108,6 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
             nothing = Attempt(rollout.id, 0, "", started=0.0, ending=rollout.ending or Ending.CANCELLED)
             episodes.append(replace(build_episode(rollout, nothing, ()), dropped=DropReason.ENDING))
             continue
-        if records.pruned:
-            raise StoreRefusedError(
-                f"The calls of rollout {rollout.id} were pruned (`agl runs prune`): their texts and tokens are gone, "
-                f"so nothing is left to score. Choose a later step."
-            )
         reported = [reward for reward in records.rewards if reward.source == AGENT_SOURCE]
         episodes.append(hook.episode_built(replace(records, rewards=reported).episode(rollout)))
     return episodes

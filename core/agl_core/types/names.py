@@ -220,8 +220,6 @@ class Evidence(StrEnum):
     """The result of a tool call that a response asked for."""
     AGENT_NAMES = "agent_names"
     """The agent that made a call, where several agents made calls."""
-    TEXTS = "texts"
-    """The texts of its calls: they were pruned."""
 
 
 class AlarmName(StrEnum):

@@ -190,8 +190,6 @@ class Call:
     """It does not count: it ended after its attempt was closed, or its client never got the reply and repeated it."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables when it made the call; None if they were not set."""
-    pruned: bool = False
-    """Its texts and tokens were removed to save space (`agl runs prune`); the rest is as it was recorded."""
     undelivered: bool = False
     """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
     stamped: bool = True
@@ -309,7 +307,7 @@ class TrainingRecord:
     dropped: str | None = None
     """A `DropReason`, or None if it was trained on."""
     recomputed: Recomputed | None = None
-    """None if it was not trained on, the engine does not bring them back, or the call was pruned."""
+    """None if it was not trained on, or the engine does not bring them back."""
 
     @property
     def key(self) -> TransitionKey:

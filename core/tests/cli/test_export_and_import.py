@@ -176,18 +176,14 @@ def test_what_is_trained_on_elsewhere_is_not_what_this_run_is_evaluated_on(train
     assert len(lines(trained.folder / "caught.jsonl")) == 2, "of what is no training run, everything"
 
 
-def test_superseded_rollouts_stay_and_pruned_calls_are_no_conversations(trained: Any) -> None:
-    trained.agl("runs", "prune", "calc", "--steps", "1")
+def test_superseded_rollouts_stay(trained: Any) -> None:
     trained.put(Run("calc", 1, 1.0, {}, resumed_step=1))
 
     output = exported(trained, to="parquet").stdout
 
     assert "left out: 2 rollouts that are superseded" in output
-    assert "the calls of 3 rollouts were pruned" in output
     frame = pandas.read_parquet(trained.folder / "out" / "transitions.parquet")
-    assert frame[frame["step"] == 1]["pruned"].all()
     assert set(frame["rollout"]) == {"s1-g0-m0", "s1-g0-m1", "s1-g0-m2", "e2"}
-    assert "has nothing to export" in str(exported(trained, to="sft", out="sft.jsonl").exception)
 
 
 def test_a_page_after_another_and_a_group_after_another(run: Any) -> None:

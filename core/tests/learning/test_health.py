@@ -139,8 +139,3 @@ def test_a_symptom_counts_though_evidence_is_missing_and_a_failed_tool_among_oth
     assert health_of(built(reply("", response_ids=None))).verdict is Verdict.UNHEALTHY
     both = make.choice(tool_calls=["c1", "c2"])
     assert health_of(built(both, reply("42"), results=(FAILED, make.tool_result("2", "c2")))) == RolloutHealth()
-
-
-def test_of_a_pruned_rollout_the_texts_are_missing() -> None:
-    assert health_of(built(reply("", response_ids=None)), pruned=True).missing == (Evidence.TEXTS,)
-    assert health_of(built(reply(""), ending=Ending.LOST), pruned=True).verdict is Verdict.UNHEALTHY

@@ -1,4 +1,4 @@
-"""Rollouts that are removed for good, and old calls without texts and tokens: all of it, and nothing of others."""
+"""Rollouts that are removed for good: all of them, and nothing of others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.errors import StoreError
 from agl_core.store import connections
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Annotation,
     AttemptKey,
-    Choice,
-    FinishReason,
     Mode,
     Reward,
     RolloutState,
@@ -125,71 +122,3 @@ async def test_what_ended_before_a_moment(store: SqliteStore) -> None:
     ):
         await store.put(make.rollout(id, mode=mode, state=state), make.attempt(id, ended=ended))
     assert await store.ended_before(Mode.USE, 20.0) == ["old"]
-
-
-STEPS = 4
-TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"secret": 1}'}}
-
-
-@pytest.fixture
-async def calls(path: Path) -> dict[str, Any]:
-    """Calls of one rollout for each step, and of one of the first step that is not done."""
-    generator = np.random.default_rng(0)
-    calls = {"late": make_call("late", "late")}
-    records = [make.rollout("late", step=1), make.attempt("late"), calls["late"]]
-    for step in range(1, STEPS + 1):
-        name = f"r{step}"
-        message = {"role": "assistant", "content": f"secret {step}", "tool_calls": [TOOL_CALL]}
-        ids, logprobs = generator.integers(0, 2**31, 500, np.int32), generator.standard_normal(500, np.float32)
-        calls[name] = asking(
-            f"c{step}",
-            name,
-            f"secret {step} " * 100,
-            agent="solver",
-            choices=(Choice(0, message, FinishReason.TOOL_CALLS, ids, logprobs),),
-            prompt_ids=generator.integers(0, 2**31, 2000, dtype=np.int32),
-        )
-        rollout = make.rollout(name, step=step, state=RolloutState.DONE, counted_attempt=0)
-        training_record = TrainingRecord(name, 0, f"c{step}", 0, step, 1.0, 0.5, 1.0)
-        records += [rollout, make.attempt(name), calls[name], Reward(name, 0, "right", 1.0, "right"), training_record]
-    async with SqliteStore(path) as store:
-        await store.put(*records)
-    return calls
-
-
-def everything(path: Path) -> dict[str, list[Any]]:
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in names}
-
-
-async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(path: Path, calls: dict[str, Any]) -> None:
-    before, size = everything(path), len(raw(path))
-    async with SqliteStore(path) as store:
-        with pytest.raises(StoreError, match="is being written"):
-            await SqliteStore(path).open()
-        assert await store.prune(2) == 2
-        assert await store.prune(2) == 0
-    after = everything(path)
-    assert {name for name in before if before[name] != after[name]} == {"records", "pieces"}
-    assert "secret 1" not in str(after)
-    async with SqliteStore(path) as store:
-        new = make_call("new", "new", request={"messages": [SHARED]})
-        await store.put(new)
-        kept = [calls["r3"], calls["r4"], calls["late"], new]
-        assert exactly(await store.calls([call.key for call in kept])) == exactly(kept)
-        for call in await store.calls([AttemptKey("r1", 0), AttemptKey("r2", 0)]):
-            assert call.pruned
-            assert (call.request, call.prompt_ids, call.choices[0].response_ids) == ({}, None, None)
-            assert (call.agent, call.policy, call.version, call.sequence) == ("solver", "default", 3, 0)
-            (tool_call,) = call.choices[0].message["tool_calls"]
-            assert (tool_call["id"], tool_call["function"]["name"]) == ("t1", "add")
-        await store.prune(STEPS)
-        await store.vacuum()
-        assert len(raw(path)) < 0.9 * size
-        await store.put(make.rollout("after"))
-    assert everything(path)["rollouts"]
-    async with SqliteStore(path, read_only=True) as reader:
-        with pytest.raises(StoreError, match="opened to read only"):
-            await reader.prune(2)
