@@ -138,13 +138,14 @@ def algorithm(
     *,
     name: str | None = None,
     options: type[BaseModel] | None = None,
-    takes: CreditKind | Callable[[Any], CreditKind] | None = CreditKind.RETURN,
+    takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN,
     needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (Capability.TOKEN_IDS,),
 ) -> Callable[[Decorated], Decorated]:
     """Make a class, or a function that builds one, an algorithm; its keyword-only parameters are the settings.
 
     With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
-    credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
+    credited values it takes (None: it looks at none), and `needs` what it needs of the rest of the run; both may be
+    computed from the settings.
     """
     decorate: Callable[[Decorated], Decorated] = component(
         None, kinds.ALGORITHM, name, operator.call, options, takes=takes, needs=needs

@@ -87,7 +87,7 @@ class Component:
     needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
     provides: frozenset[Capability] = frozenset()
     yields: frozenset[CreditKind] = frozenset()
-    takes: Callable[[Any], CreditKind | None] = lambda options: None
+    takes: Callable[[Any], CreditKind | None] = lambda options: CreditKind.RETURN
     status_rules: tuple[Any, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class Register:
         doc: str | None = None,
         needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
         provides: Iterable[Capability] = (),
-        takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
+        takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN,
         yields: CreditKind | Collection[CreditKind] = (),
         status_rules: Iterable[Any] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -118,10 +118,11 @@ class Register:
 
         `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of
         the builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what an engine,
-        a reward or a credit rule offers it. `takes` is which credited values an algorithm takes (by default either),
-        `yields` what those of a credit rule are, or both if they can be read as either. `needs` and `takes` may be
-        computed from the settings. `status_rules` are the words in which an adapter's framework tells a model that a
-        tool failed. `defaults` are those that an engine wants of algorithms' settings, where an algorithm has them.
+        a reward or a credit rule offers it. `takes` is which credited values an algorithm takes (None: it looks at
+        none, so that rewards mean nothing to it), `yields` what those of a credit rule are, or both if they can be read
+        as either. `needs` and `takes` may be computed from the settings. `status_rules` are the words in which an
+        adapter's framework tells a model that a tool failed. `defaults` are those that an engine wants of algorithms'
+        settings, where an algorithm has them.
         """
         if kind == CREDIT and not yields:
             raise TypeError(

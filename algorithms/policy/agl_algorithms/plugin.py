@@ -1,10 +1,13 @@
-"""The algorithms that this package registers, and their settings.
+"""The algorithms that this package registers, and their settings; one that would have no effect is refused.
 
 Importing it imports no torch, so that a configuration can be checked without; building an algorithm does.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -37,6 +40,10 @@ class AlgorithmOptions(BaseModel):
     def needs(self) -> frozenset[Capability]:
         """The needs of an algorithm with these settings: token ids."""
         return frozenset({Capability.TOKEN_IDS})
+
+    def takes(self) -> CreditKind | None:
+        """Which credited values it takes: returns. None: it looks at none."""
+        return CreditKind.RETURN
 
     def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
         for name in names:
@@ -106,7 +113,7 @@ class PolicyGradientOptions(AlgorithmOptions):
 
 
 class GrpoOptions(PolicyGradientOptions):
-    """Settings of GRPO; a setting without effect is refused."""
+    """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
 
     std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
@@ -139,13 +146,13 @@ class TimeOptions(PolicyGradientOptions):
         "One trained call to the next is one step; what was earned between them belongs to the first.",
     )
 
-    def takes(self) -> CreditKind:
+    def takes(self) -> CreditKind | None:
         """Which credited values it takes: across calls rewards instead of returns."""
         return CreditKind.REWARD if self.across_calls else CreditKind.RETURN
 
 
 class ReinforceOptions(TimeOptions):
-    """Settings of REINFORCE++; a setting without effect is refused."""
+    """Returns normalised over the batch, clipped ratio, neither critic nor groups (arXiv 2501.03262)."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="With across_calls: what a reward is worth one call earlier.")
     whitening: WhiteningUnit | Literal["off"] = Field(
@@ -162,7 +169,7 @@ class ReinforceOptions(TimeOptions):
 
 
 class PpoOptions(TimeOptions):
-    """Settings of PPO; a setting without effect is refused."""
+    """A learned critic, advantages by GAE, clipped ratio and clipped value loss (arXiv 1707.06347)."""
 
     gamma: float = Field(
         1.0, ge=0, le=1, description="What a value is worth one step earlier: a token, or with across_calls a call."
@@ -187,7 +194,7 @@ class PpoOptions(TimeOptions):
 
 
 class DistillOptions(PolicyGradientOptions):
-    """Settings of on-policy distillation; a setting without effect is refused."""
+    """The policy's own replies made as likely as a teacher finds them, token by token (arXiv 2306.13649)."""
 
     teacher: ModelPlace = Field(
         description="The model to learn from, with the policy's tokenizer: a folder or a hub name, or the base URL of "
@@ -211,7 +218,7 @@ class DistillOptions(PolicyGradientOptions):
         return super().needs() | {Capability.SCORES, Capability.TEACHER} | groups
 
     def takes(self) -> CreditKind | None:
-        """Returns, where it looks at them."""
+        """Returns, where rewards count."""
         return CreditKind.RETURN if self.reward_weight > 0 else None
 
     @model_validator(mode="after")
@@ -224,7 +231,7 @@ class DistillOptions(PolicyGradientOptions):
 
 
 class DpoOptions(BaseModel):
-    """Settings of DPO."""
+    """Better rollouts of a group made likelier than worse ones, without a reward model (arXiv 2305.18290)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -242,17 +249,28 @@ class DpoOptions(BaseModel):
         """The needs of DPO: groups to make pairs in, and what its loss compares."""
         return frozenset({Capability.TOKEN_IDS, Capability.GROUPS, Capability.REFERENCE, Capability.SCORES})
 
+    def takes(self) -> CreditKind | None:
+        """Returns, which say what is better."""
+        return CreditKind.RETURN
+
 
 class SftOptions(AlgorithmOptions):
-    """Settings of SFT."""
+    """Recorded replies are made more likely; needs no rewards (maximum likelihood)."""
 
     def needs(self) -> frozenset[Capability]:
         """Recorded rollouts besides, and an engine that trains on texts."""
         return super().needs() | {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}
 
+    def takes(self) -> CreditKind | None:
+        """None: what is imitated need not have been rewarded."""
+        return None
+
 
 class RftOptions(AlgorithmOptions):
-    """Settings of RFT; exactly one of `threshold`, `top_k` and `weights` says which rollouts are imitated."""
+    """The best of the policy's own rollouts are made more likely (arXiv 2304.06767, 2308.08998).
+
+    Exactly one of `threshold`, `top_k` and `weights` says which rollouts are imitated.
+    """
 
     threshold: float | None = Field(None, description="Imitate the rollouts with at least this return.")
     top_k: int | None = Field(
@@ -280,65 +298,32 @@ class RftOptions(AlgorithmOptions):
         return self
 
 
-def build_grpo(options: GrpoOptions) -> Algorithm:
-    """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
-    from agl_algorithms.grpo import Grpo
-
-    return Grpo(options)
-
-
-def build_reinforce(options: ReinforceOptions) -> Algorithm:
-    """Returns normalised over the batch, clipped ratio, neither critic nor groups (arXiv 2501.03262)."""
-    from agl_algorithms.reinforce import Reinforce
-
-    return Reinforce(options)
-
-
-def build_ppo(options: PpoOptions) -> Algorithm:
-    """A learned critic, advantages by GAE, clipped ratio and clipped value loss (arXiv 1707.06347)."""
-    from agl_algorithms.ppo import Ppo
-
-    return Ppo(options)
-
-
-def build_distill(options: DistillOptions) -> Algorithm:
-    """The policy's own replies made as likely as a teacher finds them, token by token (arXiv 2306.13649)."""
-    from agl_algorithms.distill import Distill
-
-    return Distill(options)
-
-
-def build_dpo(options: DpoOptions) -> Algorithm:
-    """Better rollouts of a group made likelier than worse ones, without a reward model (arXiv 2305.18290)."""
-    from agl_algorithms.dpo import Dpo
-
-    return Dpo(options)
-
-
-def build_sft(options: SftOptions) -> Algorithm:
-    """Recorded replies are made more likely; needs no rewards (maximum likelihood)."""
-    from agl_algorithms.imitation import Sft
-
-    return Sft(options)
-
-
-def build_rft(options: RftOptions) -> Algorithm:
-    """The best of the policy's own rollouts are made more likely (arXiv 2304.06767, 2308.08998)."""
-    from agl_algorithms.imitation import Rft
-
-    return Rft(options)
+ALGORITHMS: Mapping[str, tuple[str, type[AlgorithmOptions | DpoOptions]]] = {
+    "grpo": ("grpo.Grpo", GrpoOptions),
+    "reinforce++": ("reinforce.Reinforce", ReinforceOptions),
+    "ppo": ("ppo.Ppo", PpoOptions),
+    "distill": ("distill.Distill", DistillOptions),
+    "dpo": ("dpo.Dpo", DpoOptions),
+    "sft": ("imitation.Sft", SftOptions),
+    "rft": ("imitation.Rft", RftOptions),
+}
+"""By name: the class in this package, and its settings, whose docstring begins with what the algorithm does."""
 
 
 @hookimpl
 def register_components(register: Register) -> None:
-    register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=CreditKind.RETURN)
-    reinforce = ReinforceOptions
-    register(
-        kinds.ALGORITHM, "reinforce++", build_reinforce, options=reinforce, needs=reinforce.needs, takes=reinforce.takes
-    )
-    register(kinds.ALGORITHM, "ppo", build_ppo, options=PpoOptions, needs=PpoOptions.needs, takes=PpoOptions.takes)
-    register(kinds.ALGORITHM, "dpo", build_dpo, options=DpoOptions, needs=DpoOptions.needs, takes=CreditKind.RETURN)
-    register(kinds.ALGORITHM, "sft", build_sft, options=SftOptions, needs=SftOptions.needs)
-    register(kinds.ALGORITHM, "rft", build_rft, options=RftOptions, needs=RftOptions.needs, takes=CreditKind.RETURN)
-    distill = DistillOptions
-    register(kinds.ALGORITHM, "distill", build_distill, options=distill, needs=distill.needs, takes=distill.takes)
+    for name, (path, options) in ALGORITHMS.items():
+        register(
+            kinds.ALGORITHM,
+            name,
+            partial(_build, path),
+            options=options,
+            doc=options.__doc__,
+            needs=options.needs,
+            takes=options.takes,
+        )
+
+
+def _build(path: str, options: AlgorithmOptions | DpoOptions) -> Algorithm:
+    algorithm: Algorithm = pkgutil.resolve_name(f"agl_algorithms.{path}")(options)
+    return algorithm

@@ -82,6 +82,11 @@ class LoadedConfig:
         """True if all policies imitate recorded replies, of which rewards and log-probabilities mean nothing."""
         return all(Capability.DEMONSTRATIONS in plan.algorithm.needs for plan in self.policies.values())
 
+    @property
+    def is_rewarded(self) -> bool:
+        """True if the algorithm of a policy looks at credited values; otherwise rewards mean nothing to training."""
+        return any(plan.algorithm.takes is not None for plan in self.policies.values())
+
     def weights(self, policy: str) -> str:
         """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""
         path = self.config.policies[policy].model.path

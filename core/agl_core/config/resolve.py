@@ -65,7 +65,7 @@ class Chosen:
 
     @property
     def takes(self) -> CreditKind | None:
-        """Which credited values an algorithm takes, with these settings; None: either."""
+        """Which credited values an algorithm takes, with these settings; None: it looks at none."""
         return self.component.takes(self.options)
 
 

@@ -159,12 +159,12 @@ def assertions_in(loaded: LoadedConfig) -> list[Check]:
 
 
 async def rollout_alarms(
-    assertions: Sequence[Check], drawn: Drawn, store: Store, *, imitates: bool = False
+    assertions: Sequence[Check], drawn: Drawn, store: Store, *, rewarded: bool = True
 ) -> list[Alarm]:
-    """The alarms on the groups of a step; `assertions` are those of the run's settings. Where a policy `imitates`,
+    """The alarms on the groups of a step; `assertions` are those of the run's settings. Unless a policy is `rewarded`,
     rewards mean nothing."""
     seen: dict[Callable[..., str | None], str | None] = {}
-    if not imitates:
+    if rewarded:
         seen[no_reward] = no_reward(drawn.episodes)
         seen |= {check: check(drawn.new) for check in (*assertions, contradicted_tool_results)}
     alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]

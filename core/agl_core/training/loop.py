@@ -192,8 +192,8 @@ class Trainer:
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        imitates, store = self.loaded.imitates, self.session.server.store
-        alarms = await rollout_alarms(self.assertions, drawn, store, imitates=imitates)
+        store, rewarded = self.session.server.store, self.loaded.is_rewarded
+        alarms = await rollout_alarms(self.assertions, drawn, store, rewarded=rewarded)
         stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),
@@ -285,9 +285,11 @@ class Trainer:
         dropped = sum(record.dropped is not None for record in records)
         idle = sum(record.dropped is None and record.advantage == 0 for record in records)
         before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
-        rewards = episode_metrics(drawn.new) | contrast_metrics(drawn.groups)
-        if self.loaded.imitates:  # There are none, and nothing is compared.
-            rewards = {k: v for k, v in rewards.items() if not k.startswith(("reward/", "groups/no_contrast"))}
+        rewards = episode_metrics(drawn.new)
+        if self.loaded.is_rewarded:
+            rewards |= contrast_metrics(drawn.groups)
+        elif self.loaded.imitates:  # Nothing was scored.
+            rewards = {k: v for k, v in rewards.items() if not k.startswith("reward/")}
         return {
             **rewards,
             **drawn.metrics,

@@ -191,16 +191,19 @@ def workload(loaded: LoadedConfig) -> Workload:
     # Each held-out set is evaluated before training, every so many steps, and at the end.
     evaluations = 0 if held_out.every == 0 else 1 + -(-train.steps // held_out.every)
     tasks = sum(
-        min(held_out.tasks, source.size or held_out.tasks)
-        for name, source in sources.items()
-        if name != "train" and not isinstance(source, RecordedTasks)
+        min(held_out.tasks, of_set.size or held_out.tasks)
+        for name, of_set in sources.items()
+        if name != "train" and not isinstance(of_set, RecordedTasks)
     )
+    source, group_size = sources["train"], train.group_size
+    if isinstance(source, RecordedTasks):  # A group has what was recorded: so many on average.
+        group_size = -(-sum(map(source.members, range(source.size))) // source.size)
     return Workload(
         steps=train.steps,
         groups=train.groups_per_step,
-        group_size=train.group_size,
+        group_size=group_size,
         evaluated=evaluations * len(held_out.modes) * tasks,
-        prompt_tokens=TEMPLATE_TOKENS + len(orjson.dumps(sources["train"].task(0).input)) // CHARACTERS_PER_TOKEN,
+        prompt_tokens=TEMPLATE_TOKENS + len(orjson.dumps(source.task(0).input)) // CHARACTERS_PER_TOKEN,
         response_tokens=config.sampling.max_tokens,
     )
 

@@ -261,7 +261,9 @@ def make_bench(
     collector = ScriptedCollector(versions)
 
     policies = {"default": PolicyPlan(algorithm, credit)}
-    loaded: Any = SimpleNamespace(config=config, policies=policies, plugins=plugins or Plugins(), imitates=False)
+    loaded: Any = SimpleNamespace(
+        config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, is_rewarded=True
+    )
     session: Any = SimpleNamespace(
         server=SimpleNamespace(store=store),
         run="run",

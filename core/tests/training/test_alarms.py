@@ -276,6 +276,18 @@ async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path
     assert bench.metric("alarm/asserted_rewards") == [1.0] * 3
 
 
+@pytest.mark.parametrize("is_rewarded", [True, False])
+async def test_only_algorithms_that_look_at_rewards_raise_alarms_about_them(tmp_path: Path, is_rewarded: bool) -> None:
+    bench = make_bench(tmp_path, steps=6)
+    bench.collector.judges = False
+    bench.collector.reward = lambda rollout: 0.0
+    object.__setattr__(bench.trainer.loaded, "is_rewarded", is_rewarded)
+    await bench.trainer.train()
+    assert {alarm.name for alarm in bench.log.alarms} == (
+        {AlarmName.NO_REWARD, AlarmName.NO_CONTRAST} if is_rewarded else set()
+    )
+
+
 async def test_who_waits_for_whom() -> None:
     """The answer follows rollouts as they are queued, run, call a silent model, and use a tool that does not return."""
 

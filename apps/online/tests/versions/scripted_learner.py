@@ -166,6 +166,7 @@ class World:
             policies={"default": PolicyPlan(algorithm, credit)},
             plugins=Plugins(),
             imitates=False,
+            is_rewarded=True,
         )
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
