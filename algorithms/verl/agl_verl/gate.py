@@ -10,20 +10,19 @@ Nothing here imports vLLM. Servers' counters are read over HTTP.
 from __future__ import annotations
 
 import asyncio
-import hmac
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import httpx
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_chat.backends import Backend, Generated, Request, SampledToken
 from agl_core.errors import EngineError
 
 OPEN = frozenset({"/health", "/metrics"})
-"""Routes that everyone may read: they say nothing of prompts and replies."""
+"""A model server's routes that everyone may read: they say nothing of prompts and replies."""
 SECONDS_TO_END = 30.0
 """For streams that have begun when weights are to be exchanged: clients do not ask again for one that is cut off, so it
 often costs the attempt. Where nothing streams, an exchange does not wait."""
@@ -102,40 +101,27 @@ class GatedBackend:
         return replace(generated, version=version) if gate.closings == closings else None
 
 
-class KeyedApp:
-    """An ASGI app that takes the key and refuses every POST: some of vLLM's routes would sample past the gate.
+class FrontApp(ABC):
+    """An ASGI app before a model server's own, of which `OPEN` alone is reached; the chat layer answers all else.
 
-    Without the key only `OPEN` is answered; vLLM leaves more unguarded.
+    Few of vLLM's routes ask for the key, and some would sample past the gate.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        if not key:
-            raise ValueError("a keyed app needs a key")
-        self._app, self._expected = app, f"bearer {key}".encode()
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._chat: ASGIApp | None = None
+
+    @abstractmethod
+    def make_chat(self, app: Any) -> ASGIApp:
+        """The chat layer, which takes the key; `app` is the server's own, after its start."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
+        is_open = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN
+        if is_open or scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # Refused.
-        elif not self._may_pass(scope):
-            error = {
-                "message": "This server answers its run alone: the key is missing or wrong.",
-                "type": "invalid_key",
-            }
-            await JSONResponse({"error": error}, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
-        elif scope["method"] not in ("GET", "HEAD"):
-            error = {"message": "This server answers chat completions alone.", "type": "not_found"}
-            await JSONResponse({"error": error}, 404)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
-        if scope["method"] in ("GET", "HEAD") and path in OPEN:
-            return True
-        scheme, _, token = HttpRequest(scope).headers.get("authorization", "").encode("latin-1").partition(b" ")
-        return hmac.compare_digest(scheme.lower() + b" " + token.strip(), self._expected)
+            return
+        self._chat = self._chat or self.make_chat(scope["app"])
+        await self._chat({**scope}, receive, send)
 
 
 SECONDS_TO_ANSWER = 60.0

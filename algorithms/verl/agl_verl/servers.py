@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import ray
 import torch
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from torch import Tensor
 from verl.utils.vllm import TensorLoRARequest
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -22,11 +22,11 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from agl_chat.api import CHAT_COMPLETIONS, ModelServer, create_app
+from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import VllmBackend, failure, read_events
 from agl_chat.conversation import load_text
 from agl_verl.environment import KEY_VARIABLE
-from agl_verl.gate import Gate, GatedBackend, KeyedApp
+from agl_verl.gate import FrontApp, Gate, GatedBackend
 
 
 class LocalBackend(VllmBackend):
@@ -55,33 +55,21 @@ class LocalBackend(VllmBackend):
         yield reply
 
 
-class ChatServer:
-    """Chat layer and gate as vLLM puts them around its app, by name."""
+class ChatServer(FrontApp):
+    """Chat layer and gate before vLLM's app; vLLM puts it there, by name."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._key = os.environ[KEY_VARIABLE]
-        self._keyed = KeyedApp(app, self._key)
-        self._chat: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._chat is None:
-            self._chat = self._make_chat(scope["app"])
-        if self._chat is not None and scope["path"] == CHAT_COMPLETIONS:
-            await self._chat({**scope}, receive, send)
-        else:
-            await self._keyed(scope, receive, send)
-
-    def _make_chat(self, vllm: Any) -> ASGIApp:
+    def make_chat(self, app: Any) -> ASGIApp:
         from vllm.lora.request import LoRARequest
 
-        state = vllm.state
+        state = app.state
         text, policies = state.args.agl_text, state.args.served_model_name
         if state.args.enable_lora:  # Requests that name an adapter get it; to vLLM, the names are also the base's.
             adapters = {name: LoRARequest(name, number, name) for number, name in enumerate(policies, 1)}
             state.openai_serving_models.lora_requests.update(adapters)
         context = state.engine_client.model_config.max_model_len
         backend = GatedBackend(LocalBackend(state.serving_tokens, text.eos_ids), state.args.agl_gate)
-        return create_app({name: ModelServer(name, text, context) for name in policies}, backend, api_key=self._key)
+        models = {name: ModelServer(name, text, context) for name in policies}
+        return create_app(models, backend, api_key=os.environ[KEY_VARIABLE])
 
 
 class VersionedServer(vLLMHttpServer):  # type: ignore[misc]

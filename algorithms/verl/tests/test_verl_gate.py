@@ -14,13 +14,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from agl_chat.api import CHAT_COMPLETIONS, MODELS, create_app
 from agl_chat.backends import Generated, Request, Response, SampledToken
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_verl.gate import Gate, GatedBackend, KeyedApp
+from agl_verl.gate import FrontApp, Gate, GatedBackend
 
 KEY = "the-run's-key"
-POSTED = ("/v1/completions", "/invocations", "/tokenize", "/inference/v1/generate")
+OTHERS = ("/v1/completions", "/invocations", "/tokenize", "/inference/v1/generate", "/version")
 """Some of vLLM's routes; it asks for the key below /v1 and /inference alone, if at all."""
 PROMPT = np.array([5, 6], np.int32)
 
@@ -219,39 +220,45 @@ async def passed(request: HttpRequest) -> JSONResponse:
     return JSONResponse({})
 
 
-READ = [Route(path, passed) for path in ("/metrics", "/health", "/v1/models", "/version")]
-KEYED = KeyedApp(Starlette(routes=[*READ, *(Route(path, passed, methods=["POST"]) for path in POSTED)]), KEY)
-CLIENT = httpx.AsyncClient(transport=httpx.ASGITransport(KEYED), base_url="http://server")
+class Front(FrontApp):
+    def make_chat(self, app: Starlette) -> Starlette:
+        return create_app({}, app.state.backend, api_key=KEY)
+
+
+SERVED = Starlette(routes=[Route(path, passed, methods=["GET", "POST"]) for path in ("/health", "/metrics", *OTHERS)])
+SERVED.state.backend = Server().backend
+SERVED.add_middleware(Front)
+CLIENT = httpx.AsyncClient(transport=httpx.ASGITransport(SERVED), base_url="http://server")
 OWN = {"authorization": f"Bearer {KEY}"}
 
 
-@pytest.mark.parametrize("path", POSTED)
-async def test_nothing_samples_past_the_gate(path: str) -> None:
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}):
-        refused = await CLIENT.post(path, json={}, headers=headers)
-        assert refused.status_code == 401
-        assert "key" in refused.json()["error"]["message"]
-    refused = await CLIENT.post(path, json={}, headers=OWN)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found")
+@pytest.mark.parametrize("headers", [{}, OWN])
+async def test_only_health_and_metrics_are_the_servers_own(headers: dict[str, str]) -> None:
+    for path in ("/health", "/metrics"):
+        assert (await CLIENT.get(path, headers=headers)).status_code == 200
+        assert (await CLIENT.post(path, headers=headers)).status_code == 404
+    for path in OTHERS:
+        assert (await CLIENT.get(path, headers=headers)).status_code == 404
+        assert (await CLIENT.post(path, json={}, headers=headers)).status_code == 404, "it would sample past the gate"
 
 
-async def test_without_the_key_only_health_and_metrics_are_read() -> None:
-    for path, status in (("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/version", 401), ("/no", 401)):
-        assert (await CLIENT.get(path)).status_code == status
-    assert (await CLIENT.post("/health")).status_code == 401
-    assert (await CLIENT.get("/v1/models", headers=OWN)).status_code == 200
-    assert (await CLIENT.get("/v1/models", headers={"Authorization": f"bearer {KEY}"})).status_code == 200
+@pytest.mark.parametrize("sent", [None, "Bearer wrong", KEY, f"Basic {KEY}"])
+async def test_the_chat_layer_takes_the_key(sent: str | None) -> None:
+    headers = {} if sent is None else {"authorization": sent}
+    assert (await CLIENT.post(CHAT_COMPLETIONS, json={}, headers=headers)).status_code == 401
+    assert (await CLIENT.get(MODELS, headers=headers)).status_code == 401
+    assert (await CLIENT.post(CHAT_COMPLETIONS, json={}, headers=OWN)).status_code == 400
+    assert (await CLIENT.get(MODELS, headers=OWN)).status_code == 200
 
 
 async def test_no_websocket_is_opened() -> None:
     sent: list[dict[str, object]] = []
 
-    async def unreachable(*_: object) -> None:
+    async def unreachable() -> None:
         raise AssertionError
 
     async def send(message: dict[str, object]) -> None:
         sent.append(message)
 
-    app = KeyedApp(unreachable, KEY)
-    await app({"type": "websocket", "path": "/v1/realtime", "headers": []}, unreachable, send)  # type: ignore[arg-type]
+    await SERVED({"type": "websocket", "path": "/v1/realtime", "headers": []}, unreachable, send)  # type: ignore[arg-type]
     assert [message["type"] for message in sent] == ["websocket.close"]
