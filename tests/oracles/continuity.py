@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerFast
 from agl_chat.conversation import ChatText, Sessions
 from agl_chat.formats import LlamaJson
 from agl_chat.parsing import detect_thinking
-from agl_chat.requests import ChatError, normalise
+from agl_chat.requests import normalise
+from agl_core.apis.errors import ApiError
 from agl_core.types import PrefixBreak
 
 from ..benchmarks.tables import replaced, table
@@ -362,7 +363,7 @@ def play(family: Family, conversation: Callable[[Agent], None]) -> str:
     agent = Agent(family, tools=needs_tools)
     try:
         conversation(agent)
-    except ChatError:
+    except ApiError:
         return "×"
     causes = "".join(f" {count}{cause.value[0]}" for cause, count in sorted(agent.causes.items()))
     return f"{agent.carried / agent.tokens:.0%}{causes}"

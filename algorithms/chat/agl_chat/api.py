@@ -29,7 +29,9 @@ from agl_chat.backends import Backend, Generated, Request, SampledToken
 from agl_chat.conversation import ChatText, Prompt, Sessions
 from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
-from agl_chat.requests import ChatError, ChatRequest, normalise, parse_request, unsupported
+from agl_chat.requests import ChatRequest, normalise, parse_request
+from agl_core.apis.dialect import unsupported, wrong
+from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError, openai_error, openai_problem
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.types import FinishReason
@@ -52,11 +54,8 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
     def check_key(request: HttpRequest) -> None:
         sent = request.headers.get("authorization", "")
         if not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
-            raise ChatError(
-                "Wrong API key: send 'Authorization: Bearer <key>' with the key of this run's engine.",
-                code="invalid_api_key",
-                status=401,
-            )
+            message = "Wrong API key: send 'Authorization: Bearer <key>' with the key of this run's engine."
+            raise ApiError(401, message, type="authentication_error", code="invalid_api_key")
 
     async def list_models(request: HttpRequest) -> HttpResponse:
         check_key(request)
@@ -69,12 +68,8 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
         chat = parse_request(await request.body())
         model = models.get(chat.model)
         if model is None:
-            raise ChatError(
-                f"There is no model {chat.model!r}. {nearest(chat.model, models)}",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+            message = f"There is no model {chat.model!r}. {nearest(chat.model, models)}"
+            raise ApiError(404, message, type="not_found_error", param="model", code="model_not_found")
         exchange = model.begin(chat, request.headers.get(HEADER_ROLLOUT), moved=HEADER_MOVED in request.headers)
         headers = {}
         if exchange.ignored:
@@ -86,18 +81,21 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
             return StreamingResponse(_events(first, chunks), 200, headers, media_type="text/event-stream")
         generated = await _unless_gone(request, backend.generate(exchange.request))
         headers[HEADER_POLICY] = str(generated.version)
-        return _json(model.finish(exchange, generated), headers=headers)
+        return _json(model.finish(exchange, generated), headers)
 
     async def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
-        error = _chat_error(error)
-        return _json(error.body, status=error.status)
+        return openai_error(_api_error(error))
 
     routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"]), Route(MODELS, list_models)]
     return Starlette(routes=routes, exception_handlers={AglError: refuse})
 
 
-def _chat_error(error: Exception) -> ChatError:
-    return error if isinstance(error, ChatError) else ChatError(str(error), code="engine_error", status=500)
+def _api_error(error: Exception) -> ApiError:
+    return error if isinstance(error, ApiError) else _engine_error(str(error))
+
+
+def _engine_error(message: str, code: str = "engine_error") -> ApiError:
+    return ApiError(500, message, type="server_error", code=code)
 
 
 async def _events(first: Mapping[str, Any], chunks: AsyncGenerator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
@@ -109,7 +107,7 @@ async def _events(first: Mapping[str, Any], chunks: AsyncGenerator[Mapping[str, 
                 yield _event(chunk)
             yield b"data: [DONE]\n\n"
         except AglError as error:
-            yield _event(_chat_error(error).body)
+            yield _event(openai_problem(_api_error(error)))
 
 
 def _event(body: Mapping[str, Any]) -> bytes:
@@ -117,7 +115,7 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Result:
-    """Generate; ChatError when the client hangs up before."""
+    """Generate; ApiError when the client hangs up before."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -128,14 +126,14 @@ async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Res
         await asyncio.wait({generating, watching}, return_when=asyncio.FIRST_COMPLETED)
         if generating.done():
             return generating.result()
-        raise ChatError("The client hung up.", status=499)
+        raise ApiError(499, "The client hung up.")
     finally:
         generating.cancel()
         watching.cancel()
 
 
-def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    return HttpResponse(orjson.dumps(body), status, headers, media_type="application/json")
+def _json(body: Any, headers: Mapping[str, str] | None = None) -> HttpResponse:
+    return HttpResponse(orjson.dumps(body), 200, headers, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +164,7 @@ class ModelServer:
         self._sessions = Sessions(self.text)
 
     def begin(self, chat: ChatRequest, session: str | None, *, moved: bool = False) -> Exchange:
-        """Make a sampling request of a chat request. Raises ChatError if it cannot be answered.
+        """Make a sampling request of a chat request. Raises ApiError if it cannot be answered.
 
         `moved`: other servers answered earlier calls of the session.
         """
@@ -177,12 +175,8 @@ class ModelServer:
         prompt = self._sessions.prompt(session, messages, tools=chat.shown_tools, options=options, moved=moved)
         length, context = len(prompt.ids), self._context_length
         if length + 1 > context:
-            raise ChatError(
-                f"This model's context is {context} tokens, and the messages alone are {length}: there is no room for "
-                "a response. Shorten the messages.",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            problem = f"alone are {length} tokens of this model's {context}: there is no room for a response"
+            raise wrong("messages", f"{problem}. Shorten them", code=CONTEXT_OVERFLOW)
         stops = (*chat.stops, *_one_call_end(chat, tool_format))
         forced = self.text.forced_prefix(prompt.text, chat.forced_tool) if chat.forces_tool else ""
         request = Request(
@@ -208,12 +202,8 @@ class ModelServer:
         if not chat.shown_tools:
             return None
         if self.text.tool_format is None or not self.text.takes_tools:
-            raise ChatError(
-                f"The chat template of {self.name!r} writes tool calls in no format that this engine knows "
-                "(see agl_chat.formats), so tools cannot be offered to it.",
-                param="tools",
-                code="tools_not_supported",
-            )
+            problem = f"cannot be offered to {self.name!r}: its chat template writes calls in no format known here"
+            raise wrong("tools", f"{problem} (see agl_chat.formats)", code="tools_not_supported")
         return self.text.tool_format
 
     def response_text(self, exchange: Exchange) -> ResponseText:
@@ -232,11 +222,8 @@ class ModelServer:
         choices, extras, replies = [], [], []
         for index, (response, text) in enumerate(zip(generated.responses, texts, strict=True)):
             if not np.isfinite(response.logprobs).all():
-                raise ChatError(
-                    f"The model's output is not finite (policy version {generated.version}): training has diverged.",
-                    code="non_finite",
-                    status=500,
-                )
+                problem = f"The model's output is not finite (policy version {generated.version})"
+                raise _engine_error(f"{problem}: training has diverged.", code="non_finite")
             message, reason = _message(text.parsed, exchange, index), response.finish_reason
             if "tool_calls" in message and reason is FinishReason.STOP:
                 reason = FinishReason.TOOL_CALLS
@@ -305,7 +292,7 @@ def _one_call_end(chat: ChatRequest, tool_format: ToolFormat | None) -> tuple[st
         return ()
     if tool_format.call_end is None:
         reason = f"nothing marks the end of a call in the format {tool_format.name!r}"
-        raise unsupported("parallel_tool_calls=false", reason, "parallel_tool_calls")
+        raise unsupported("parallel_tool_calls", f"= false is not supported: {reason}. Leave it out")
     return (tool_format.call_end,)
 
 

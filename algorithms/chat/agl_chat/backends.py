@@ -18,8 +18,8 @@ import httpx
 import numpy as np
 import orjson
 
-from agl_chat.requests import ChatError, unsupported
-from agl_core.apis.errors import read_error
+from agl_core.apis.dialect import unsupported
+from agl_core.apis.errors import ApiError, read_error
 from agl_core.apis.streams import STREAM_TYPE
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
@@ -137,7 +137,7 @@ class HttpBackend(ABC):
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """The server's reply as JSON: all of it, or each event of a stream.
 
-        ChatError in its own words if it refuses, EngineError if it does not answer, or breaks off.
+        ApiError in its own words if it refuses, EngineError if it does not answer, or breaks off.
         """
         headers = {"content-type": "application/json"}
         try:
@@ -213,7 +213,7 @@ class SglangBackend(HttpBackend):
 
     def _body(self, request: Request) -> dict[str, Any]:
         if "allowed_token_ids" in request.distortions:
-            raise unsupported("allowed_token_ids", "SGLang has no such field", "allowed_token_ids")
+            raise unsupported("allowed_token_ids", "is not supported: SGLang has no such field. Leave it out")
         sampling = {
             "n": request.n,
             "temperature": request.temperature,
@@ -309,14 +309,10 @@ def _sampled(request: Request) -> int:
 
 
 def _form(request: Request) -> dict[str, Any] | None:
-    """The form that responses must have, by kind; ChatError if they may be tool calls too: these servers cannot."""
+    """The form that responses must have, by kind; ApiError if they may be tool calls too: these servers cannot."""
     form: dict[str, Any] | None = orjson.loads(request.grammar) if request.grammar else None
     if form and "or_call" in form:
-        raise ChatError(
-            "This model server cannot hold replies to a form where tools are offered. Leave one of them out.",
-            param="response_format",
-            code="unsupported_parameter",
-        )
+        raise unsupported("response_format", "is not supported where tools are offered: leave one of them out")
     return form
 
 
@@ -335,7 +331,7 @@ def _sglang_form(form: Mapping[str, Any]) -> dict[str, Any]:
             case "grammar":
                 written["ebnf"] = value
             case _:
-                raise ChatError(f"{kind} is not supported: SGLang has no such form.", param="response_format")
+                raise unsupported("response_format", f"{kind} is not supported: SGLang has no such form")
     return written
 
 
@@ -347,7 +343,7 @@ def _vllm_likeliest(entry: Mapping[str, Any], top: int) -> dict[int, float]:
 
 
 async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[Any, None]:
-    """The JSON of a model server's events. ChatError or EngineError if one tells of an error, or the last is missing.
+    """The JSON of a model server's events. ApiError or EngineError if one tells of an error, or the last is missing.
 
     `lines` have an event at most each.
     """
@@ -370,4 +366,4 @@ def failure(status: int, content: bytes) -> Exception:
     status = status if status != 200 else code if isinstance(code, int) else 500
     if status >= 500:
         return EngineError(f"The model server failed ({status}): {message}")
-    return ChatError(f"The model server refuses this: {message}", code="model_server", status=status)
+    return ApiError(status, f"The model server refuses this: {message}", code="model_server")

@@ -23,7 +23,9 @@ from transformers.utils.hub import cached_file
 from agl_chat.formats import Message, ToolFormat, Tools
 from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
 from agl_chat.plain_text import PlainText, in_plain_text
-from agl_chat.requests import ChatError, normalise
+from agl_chat.requests import normalise
+from agl_core.apis.dialect import wrong
+from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import PrefixBreak, RecordedReply, TokenizedReply, Tokens
 
@@ -62,7 +64,7 @@ class ChatText:
     ) -> str:
         """The conversation as text; with `prompt`, up to where the assistant's reply begins.
 
-        Raises ChatError with the template's own words when it refuses the conversation.
+        Raises ApiError with the template's own words when it refuses the conversation.
         """
         if self._in_plain_text:
             messages, tools = in_plain_text(messages, tools), None
@@ -79,11 +81,8 @@ class ChatText:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             if isinstance(error, TypeError) and (texts := _with_text_arguments(messages)) != messages:
                 return self.render(texts, tools=tools, prompt=prompt, options=options)
-            raise ChatError(
-                f"The model's chat template cannot render these messages: {error}",
-                param="messages",
-                code="template_error",
-            ) from error
+            problem = f"cannot be rendered by the model's chat template: {error}"
+            raise wrong("messages", problem, code="template_error") from error
         return str(text)
 
     def encode(self, text: str) -> list[int]:
@@ -167,7 +166,7 @@ def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
         prompt = text.render(messages[:-1], tools=reply.tools)
         full = text.render(messages, tools=reply.tools, prompt=False)
         full.encode()  # No tokenizer takes lone surrogates.
-    except (ChatError, UnicodeEncodeError):
+    except (ApiError, UnicodeEncodeError):
         return None
     if not full.startswith(prompt):
         return None

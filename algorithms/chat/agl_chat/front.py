@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, SglangBackend, VllmBackend
 from agl_chat.conversation import load_text
-from agl_chat.requests import ChatError
+from agl_core.apis.errors import ApiError
 from agl_core.cli.screen import KeyVariable, Port, Screen
 from agl_core.cli.upstreams import choose_key, choose_url
 from agl_core.errors import ConfigError, EngineError
@@ -78,7 +78,7 @@ async def make_front(client: httpx.AsyncClient, folder: Path, key: str) -> Starl
     request = Request("agl-1", np.array(text.encode("What is"), np.int32), 1, model=models[0]["id"], top=1)
     try:
         replies = [await backend.generate(asked) for asked in (request, replace(request, id="agl-2", temperature=2.0))]
-    except ChatError as error:
+    except ApiError as error:
         raise EngineError(f"{error} {_FLAGS}") from error
     plain, flat = (reply.responses[0].likeliest for reply in replies)
     if plain == flat:

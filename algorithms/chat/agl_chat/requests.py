@@ -12,32 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agl_chat.formats import Message
-from agl_core.errors import ServerError, nearest
+from agl_core.apis.dialect import json_object, unsupported, wrong
 from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
-from agl_core.types.forms import parse_if_json, parse_json
+from agl_core.types.forms import parse_if_json
 
 MAX_CHOICES = 128
-
-
-class ChatError(ServerError):
-    """A request that cannot be answered; becomes an OpenAI-shaped error reply.
-
-    `param` names the field of the request, `code` is for programs to tell errors apart.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code, self.status = message, param, code, status
-
-    @property
-    def body(self) -> dict[str, dict[str, str | None]]:
-        kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class FunctionTool(BaseModel):
@@ -134,45 +116,30 @@ class ChatRequest(BaseModel):
 
 
 def parse_request(body: bytes) -> ChatRequest:
-    """Check a request's body. Raises ChatError that names the field and what to do."""
+    """Check a request's body. Raises ApiError that names the field and what to do."""
     try:
-        fields = parse_json(body)
-        if not isinstance(fields, dict):
-            raise ChatError("The request body is no JSON object.")
+        fields = json_object(body)
         _refuse_unsupported(fields)
         request = ChatRequest.model_validate(fields)
-    except orjson.JSONDecodeError as error:
-        raise ChatError(f"The request body is no JSON: {error}.") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise ChatError(f"{path}: {first['msg']}", param=str(first["loc"][0]), code="invalid_value") from None
+        raise wrong(".".join(map(str, first["loc"])), f"will not do: {first['msg']}", code="invalid_value") from None
     names = [tool.function.name for tool in request.tools or []]
     if request.forces_tool and not names:
-        raise ChatError("tool_choice asks for a tool call, but there are no tools.", param="tool_choice")
+        raise wrong("tool_choice", "asks for a tool call, but there are no tools")
     if isinstance(request.tool_choice, Tool) and request.forced_tool not in names:
-        raise ChatError(
-            f"tool_choice names {request.forced_tool!r}, which is not among the tools. "
-            f"{nearest(str(request.forced_tool), names)}",
-            param="tool_choice",
-        )
+        raise wrong("tool_choice", f"names {request.forced_tool!r}, which is not among the tools: {', '.join(names)}")
     return request
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name in distorting(fields):
         if name not in ChatRequest.model_fields:
-            raise unsupported(f"{name} = {fields[name]!r}", "nothing here samples like that", name)
+            raise unsupported(name, f"= {fields[name]!r} is not supported: nothing samples like that. Leave it out")
     for name, (neutral, reason) in _NOT_SERVED.items():
         value = fields.get(name)
         if value is not None and value is not False and value not in (neutral, "", [], {}):
-            raise unsupported(f"{name} = {str(value)[:60]}", reason, name)
-
-
-def unsupported(what: str, reason: str, param: str) -> ChatError:
-    return ChatError(
-        f"{what} is not supported: {reason}. Leave {param} out.", param=param, code="unsupported_parameter"
-    )
+            raise unsupported(name, f"= {str(value)[:60]} is not supported: {reason}. Leave it out")
 
 
 _TEXT_ALONE = "this engine reads and writes text alone"
@@ -202,10 +169,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages for `apply_chat_template`: text content, tool arguments as values, no null keys.
 
-    Raises ChatError for what is no message or no text.
+    Raises ApiError for what is no message or no text.
     """
     if not messages:
-        raise ChatError("messages is empty: send at least one message.", param="messages")
+        raise wrong("messages", "is empty: send at least one message")
     names: dict[str, str] = {}
     return [_normalise(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
 
@@ -213,7 +180,7 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 def _normalise(message: Mapping[str, Any], field: str, names: dict[str, str]) -> Message:
     role = message.get("role")
     if role not in _ROLES:
-        raise ChatError(f"{field}.role is {role!r}; it must be one of {', '.join(_ROLES)}.", param=f"{field}.role")
+        raise wrong(f"{field}.role", f"is {role!r}; it must be one of {', '.join(_ROLES)}")
     text, thinking = _texts(message.get("content"), f"{field}.content")
     normal: Message = {"role": "system" if role == "developer" else role, "content": text}
     if message.get("name") is not None:
@@ -246,11 +213,7 @@ def _texts(content: Any, field: str) -> tuple[str, str]:
         if kind == "thinking" and isinstance(text, list):
             text, _ = _texts(text, field)
         if not isinstance(text, str):
-            raise ChatError(
-                f"{field} has a part of type {kind!r}; this engine takes text only.",
-                param=field,
-                code="unsupported_content",
-            )
+            raise wrong(field, f"has a part of type {kind!r}; this engine takes text only", code="unsupported_content")
         texts["thinking" if kind == "thinking" else "text"] += text
     return texts["text"], texts["thinking"]
 
@@ -258,7 +221,7 @@ def _texts(content: Any, field: str) -> tuple[str, str]:
 def _tool_call(call: Any, field: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatError(f"{field} is no function call: it needs function.name and function.arguments.", param=field)
+        raise wrong(field, "is no function call: it needs function.name and function.arguments")
     arguments = parse_if_json(function.get("arguments") or {})
     normal: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):

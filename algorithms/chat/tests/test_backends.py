@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from agl_chat.api import CHAT_COMPLETIONS, create_app
 from agl_chat.backends import Backend, Generated, HttpBackend, Request, SampledToken, SglangBackend, VllmBackend
-from agl_chat.requests import ChatError
+from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 
@@ -170,7 +170,7 @@ async def test_tokens_that_are_watched_are_those_of_the_whole_reply(
     [
         ([], EngineError, "broke off"),
         (['{"error": {"message": "the engine died"}}'], EngineError, "the engine died"),
-        (['{"error": {"message": "too long", "code": 400}}', "[DONE]"], ChatError, "too long"),
+        (['{"error": {"message": "too long", "code": 400}}', "[DONE]"], ApiError, "too long"),
     ],
 )
 @pytest.mark.parametrize("path", BACKENDS)
@@ -218,7 +218,7 @@ async def test_what_is_asked_reaches_the_server(path: str) -> None:
     assert not sampling["skip_special_tokens"]
     assert sampling.items() >= distortions.items()
     if path == SGLANG:
-        with pytest.raises(ChatError, match="allowed_token_ids"):
+        with pytest.raises(ApiError, match="allowed_token_ids"):
             await server.ask(distortions={"allowed_token_ids": [4]})
 
 
@@ -239,7 +239,7 @@ async def test_the_form_of_replies_is_enforced_by_the_server(
 ) -> None:
     server = Server(path, [9])
     if sglang is None:
-        with pytest.raises(ChatError, match="where tools are offered"):
+        with pytest.raises(ApiError, match="where tools are offered"):
             await server.ask(grammar=json.dumps(form))
         return
     await server.ask(grammar=json.dumps(form))
@@ -270,7 +270,7 @@ async def test_the_likeliest_are_the_best_whether_sampled_or_not(path: str) -> N
 @pytest.mark.parametrize(
     ("failure", "error", "words"),
     [
-        (JSONResponse({"error": {"message": "too long", "type": "BadRequestError"}}, 400), ChatError, "too long"),
+        (JSONResponse({"error": {"message": "too long", "type": "BadRequestError"}}, 400), ApiError, "too long"),
         (JSONResponse({"error": {"message": "the engine is dead"}}, 500), EngineError, "the engine is dead"),
         (PlainTextResponse("Bad Gateway", 502), EngineError, "Bad Gateway"),
     ],

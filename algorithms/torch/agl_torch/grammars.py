@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_chat.conversation import ChatText
-from agl_chat.requests import ChatError
+from agl_core.apis.dialect import wrong
 from agl_core.types import Tokens
 
 if TYPE_CHECKING:  # Importing it takes a while, and few runs need it.
@@ -77,7 +77,7 @@ class Grammars:
         self._compiled: Callable[[str, bool], llguidance.LLMatcher] = functools.lru_cache(MAX_KEPT)(self._compile)
 
     def check(self, grammar: str) -> None:
-        """Raises ChatError for one that cannot be enforced, with the reason."""
+        """Raises ApiError for one that cannot be enforced, with the reason."""
         for is_thinking in (False, True):
             self._compiled(grammar, is_thinking)
 
@@ -125,11 +125,8 @@ class Grammars:
         except (ValueError, TypeError, KeyError) as unreadable:
             error = str(unreadable)
         if error:
-            raise ChatError(
-                f"The reply's format cannot be enforced: {error.strip().splitlines()[0]}. Ask for a simpler one.",
-                param="response_format",
-                code="invalid_value",
-            )
+            problem = f"cannot be enforced: {error.strip().splitlines()[0]}. Ask for a simpler one"
+            raise wrong("response_format", problem, code="invalid_value")
         return matcher
 
     def _whole(self, form: dict[str, Any], is_thinking: bool) -> str:

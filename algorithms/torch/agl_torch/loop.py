@@ -56,7 +56,7 @@ class EngineLoop:
     async def generate(self, request: Request) -> Generated:
         """Answer a request by its model's sampler; its id must be unique among those in flight.
 
-        Cancelling it frees its place at once. Raises ChatError if its grammar cannot be enforced.
+        Cancelling it frees its place at once. Raises ApiError if its grammar cannot be enforced.
         """
         if request.grammar is not None:  # Compiling may take long, and is none of the tensor thread's work.
             await asyncio.to_thread(self._samplers[request.model].grammars.check, request.grammar)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_chat.backends import Generated, Request, SampledToken
-from agl_chat.requests import ChatError
+from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
@@ -106,7 +106,7 @@ class Sampler:
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raises EngineError if its prompt leaves no room for a response, ChatError if its grammar cannot be enforced, or
+        Raises EngineError if its prompt leaves no room for a response, ApiError if its grammar cannot be enforced, or
         if it names a token that there is not.
         """
         length = len(request.prompt_ids)
@@ -118,7 +118,7 @@ class Sampler:
         asked, vocabulary = request.distortions, self._loaded.vocabulary
         tokens = [*asked.get("allowed_token_ids", ()), *map(int, asked.get("logit_bias", ()))]
         if max(tokens, default=0) >= vocabulary:
-            raise ChatError(f"There is no token {max(tokens)}: the model has {vocabulary}.", code="invalid_value")
+            raise ApiError(400, f"There is no token {max(tokens)}: the model has {vocabulary}.", code="invalid_value")
         job = Job(request)
         limit = min(request.max_tokens, self._context - length)
         job.rows = [Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]

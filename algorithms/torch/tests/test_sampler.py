@@ -38,7 +38,7 @@ from transformers.generation import (
 )
 
 from agl_chat.backends import Generated, Request
-from agl_chat.requests import ChatError
+from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.requests import Job, Row, Uniforms, choose, distort
@@ -251,7 +251,7 @@ def test_distorted_responses_are_scored_by_the_models_own_distribution(qwen: Loa
     assert set(ids["biased"]) == {9}
     alone = drive(Sampler(qwen), asked[:1])
     assert ids["plain"] == alone["plain"].responses[0].ids.tolist(), "its neighbours change nothing"
-    with pytest.raises(ChatError, match="no token 100000"):
+    with pytest.raises(ApiError, match="no token 100000"):
         Sampler(qwen).submit(Request("r", prompt, max_tokens=2, distortions={"logit_bias": {"100000": 1.0}}))
 
 

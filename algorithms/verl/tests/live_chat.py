@@ -27,7 +27,7 @@ from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, VllmBackend
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.front import make_front
-from agl_chat.requests import ChatError
+from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import StreamedCompletion
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
@@ -337,9 +337,9 @@ async def test_the_context_is_filled_to_its_end(served: Served) -> None:
 
 async def test_vllms_refusals_come_in_its_own_words(served: Served) -> None:
     prompt = np.array([5, 6, 7], np.int32)
-    with pytest.raises(ChatError, match="nobody"):
+    with pytest.raises(ApiError, match="nobody"):
         await served.backend().generate(Request("a", prompt, 4, model="nobody"))
-    with pytest.raises(ChatError, match=r"(?i)out of vocabulary|vocab"):
+    with pytest.raises(ApiError, match=r"(?i)out of vocabulary|vocab"):
         await served.backend().generate(Request("b", np.array([10**6], np.int32), 4, model="m"))
     gone = VllmBackend(httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False))
     with pytest.raises(EngineError, match="does not answer"):

@@ -157,7 +157,7 @@ class Dialect(ABC):
         `answered` has the replies of the attempt so far: an echo of one becomes the upstream's own message again.
         """
         try:
-            return self._parse(_json_object(raw), answered)
+            return self._parse(json_object(raw), answered)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             raise wrong(".".join(map(str, problem["loc"])), f"will not do: {problem['msg']}") from error
@@ -260,7 +260,7 @@ def rendered(body: Mapping[str, Json]) -> Response:
     return Response(orjson.dumps(body), media_type="application/json")
 
 
-def _json_object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
         body = parse_json(raw)
