@@ -136,7 +136,7 @@ class DeployedVersions(Relay):
 
     async def _refresh(self) -> None:
         """Load what is new, then let sessions have it, then let go of the others."""
-        standing = await asyncio.to_thread(self._ledger.settle)
+        standing = await asyncio.to_thread(self._ledger.current)
         if standing.stable is None:
             raise EngineError(f"No version is stable in {self._run}: call Ledger.begin first.")
         await self._load(standing.stable)

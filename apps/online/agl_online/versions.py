@@ -7,22 +7,18 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
 from agl_core import private
 from agl_core.errors import AglError
 from agl_core.reading.runs import policy_names
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-
-LEDGER_FILE = "versions.jsonl"
-"""One decision on each line."""
+from agl_core.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints
 
 
 class LedgerError(AglError, ValueError):
@@ -72,6 +68,8 @@ class Decision:
     """One sentence for people."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """The numbers that made it."""
+    kept: Sequence[int] = ()
+    """The versions whose checkpoints are needed from then on, the stable one first; set when it is recorded."""
     time: float = field(default_factory=time.time)
     """Unix seconds."""
 
@@ -177,15 +175,15 @@ class Ledger:
         ledger.record(Decision(20, State.CANDIDATE, By.TRAINING, "a checkpoint was written"))
         ledger.current().stable
 
-    The stable version is also the run's mark `stable`, so that `NAME@stable` means it, and the checkpoints that it
-    needs are kept. The file comes first: a mark that a kill left behind is put right by the next `settle` or `record`.
+    Each decision says which versions are needed after it: so `NAME@stable` means the stable one, and the checkpoints
+    that it needs are kept.
     """
 
     run: Path
 
     @property
     def file(self) -> Path:
-        return self.run / LEDGER_FILE
+        return self.run / VERSIONS_FILE
 
     def decisions(self) -> list[Decision]:
         """All decisions, the oldest first. LedgerError if the file is damaged.
@@ -215,44 +213,26 @@ class Ledger:
             self.record(Decision(step, State.STABLE, By.START, reason))
 
     def record(self, decision: Decision) -> Standing:
-        """Write a decision, durably, and mark what follows from it. Returns what the versions are then.
+        """Write a decision, durably. Returns what the versions are then.
 
         LedgerError if the decision makes no sense: the gate did not pass the version, another one is the canary,
         nothing is left to roll back to, …
         """
-        with self._open() as file:
+        with open(self.file, "a+b", opener=private.opener) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # A kill left the last line incomplete.
             standing = self.current()
             problem = standing.problem(decision) or self._missing(standing, decision)
             if problem is not None:
                 raise LedgerError(f"Version {decision.step} of {self.run} cannot become {decision.state}. {problem}")
+            standing = standing.after(decision)
             # JSON cannot say what is not finite.
             figures = {name: float(value) for name, value in decision.figures.items() if math.isfinite(value)}
-            file.write(orjson.dumps(asdict(replace(decision, figures=figures))) + b"\n")
+            file.write(orjson.dumps(asdict(replace(decision, figures=figures, kept=standing.kept))) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-            standing = standing.after(decision)
-            self._mark(standing)
             return standing
-
-    def settle(self) -> Standing:
-        """Put right the mark that a kill between a decision and its mark left behind. Returns what the versions are."""
-        with self._open():
-            standing = self.current()
-            self._mark(standing)
-            return standing
-
-    @contextmanager
-    def _open(self) -> Iterator[BinaryIO]:
-        """The file, locked against other writers, without an incomplete last line."""
-        with open(self.file, "a+b", opener=private.opener) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-            yield file
-
-    def _mark(self, standing: Standing) -> None:
-        if standing.stable is not None:
-            self._checkpoints.mark_stable(self._policy, standing.stable, standing.kept)
 
     def _missing(self, standing: Standing, decision: Decision) -> str | None:
         """The error if the version that is served after a decision has no checkpoint."""
@@ -261,14 +241,6 @@ class Ledger:
             step = standing.previous if step == standing.stable else None
         if not step or decision.state is State.REJECTED:
             return None
-        is_there = (self._checkpoints.path(step) / self._policy / "model").is_dir()
-        return None if is_there else f"There is no checkpoint of step {step}."
-
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.run / CHECKPOINTS, keep=1)
-
-    @property
-    def _policy(self) -> str:
-        """A run that is deployed has one."""
-        return policy_names(self.run)[0]
+        [policy, *_] = policy_names(self.run)  # A run that is deployed has one.
+        saved = Checkpoints(self.run / CHECKPOINTS, keep=1).path(step) / policy / "model"
+        return None if saved.is_dir() else f"There is no checkpoint of step {step}."

@@ -6,14 +6,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter
 
 from agl_core import private
 from agl_core.config.models import StopSection
@@ -26,9 +25,9 @@ CHECKPOINTS = "checkpoints"
 HEADLINE_SET = "eval"
 _STATE, _PREFIX = "state.json", "step-"
 """The state in each checkpoint; how a checkpoint's name begins."""
-_STABLE = "stable.json"
-"""In a run's folder: of each policy the step of its stable version, and then those of others that are needed."""
-_MARKS = TypeAdapter(dict[str, list[int]])
+VERSIONS_FILE = "versions.jsonl"
+"""In a run's folder: one decision on its versions on each line. `kept` in the last line has the steps of those that are
+served, or may be again, the stable one first."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ def read_state(checkpoint: Path) -> RunState:
 class Checkpoints:
     """The checkpoints of one run, in `folder/step-N`, and beside the folder links to the latest weights.
 
-    The last `keep` are kept, the best one, and those marked as stable. The link is `model`, or
+    The last `keep` are kept, the best one, and those in use. The link is `model`, or
     `model-POLICY` for each of several policies; transformers loads it. It is relative, so a run can be moved.
     """
 
@@ -116,7 +115,7 @@ class Checkpoints:
         elif name == "best":
             path = self.best()
         elif name == "stable" or name.isdecimal():
-            step = min(self.stable().values(), default=None) if name == "stable" else int(name)
+            step = next(iter(self.in_use()), None) if name == "stable" else int(name)
             if step == 0:
                 return None
             path = None if step is None else self.path(step)
@@ -153,7 +152,7 @@ class Checkpoints:
 
     def prune(self) -> list[Path]:
         """Remove the checkpoints that are not kept; returns them."""
-        kept = {self.best()} | {self.path(step) for steps in self._marked().values() for step in steps}
+        kept = {self.best(), *map(self.path, self.in_use())}
         return _remove(path for path in self.all()[: -self._keep] if path not in kept)
 
     def forget_after(self, step: int) -> list[Path]:
@@ -165,25 +164,20 @@ class Checkpoints:
         rewards = {path: reward for path in self.all() if (reward := _evaluated(path)) is not None}
         return max(reversed(rewards), key=rewards.__getitem__, default=None)
 
-    def stable(self) -> dict[str, int]:
-        """The step of each policy's stable version, of those that have one. CheckpointError if that cannot be read."""
-        return {policy: steps[0] for policy, steps in self._marked().items()}
+    def in_use(self) -> list[int]:
+        """The steps of the versions that are needed, the stable one first. CheckpointError if they are not known.
 
-    def mark_stable(self, policy: str, step: int, needed: Sequence[int] = ()) -> None:
-        """Make the version of this step the policy's stable one; it and those that are needed are kept from now on."""
-        marks, wanted = self._marked(), list(dict.fromkeys((step, *needed)))
-        if marks.get(policy) != wanted:
-            private.replace(self.folder.parent / _STABLE, orjson.dumps({**marks, policy: wanted}))
-
-    def _marked(self) -> dict[str, list[int]]:
-        """Of each policy the steps that are kept, the stable one first."""
-        file = self.folder.parent / _STABLE
+        A last line that a kill left incomplete was never decided.
+        """
+        file = self.folder.parent / VERSIONS_FILE
         try:
-            return {policy: steps for policy, steps in _MARKS.validate_json(file.read_bytes()).items() if steps}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}. Remove it, and mark the version again.") from error
+            content = file.read_bytes() if file.exists() else b""
+            decisions = content[: content.rfind(b"\n") + 1].splitlines()
+            return list(orjson.loads(decisions[-1])["kept"]) if decisions else []
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"{file} does not say which versions are in use ({error!r}). Restore the file from a backup."
+            ) from error
 
 
 def model_links(checkpoint: Path) -> dict[Path, Path]:

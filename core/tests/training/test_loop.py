@@ -255,13 +255,14 @@ def test_the_best_and_the_stable_ones_are_kept_too(tmp_path: Path) -> None:
             evaluations += [evaluated(step, 1 - reward, "easy"), evaluated(step, reward)]
         save(checkpoints, step, evaluations=list(evaluations))
     assert [path.name for path in checkpoints.all()] == ["step-000003", "step-000005"]
-    checkpoints.mark_stable("default", 5)
+    ledger = tmp_path / "versions.jsonl"
+    ledger.write_text('{"kept": [1]}\n{"kept": [5]}\n{"kept": [')
     save(checkpoints, 6)
     assert [path.name for path in checkpoints.all()] == ["step-000003", "step-000005", "step-000006"]
-    assert checkpoints.stable() == {"default": 5}
-    (tmp_path / "stable.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"stable.json cannot be read"):
-        checkpoints.stable()
+    assert checkpoints.meant_by("stable") == checkpoints.path(5)
+    ledger.write_text("[]\n")
+    with pytest.raises(CheckpointError, match=r"versions.jsonl does not say which versions are in use"):
+        checkpoints.prune()
 
 
 def test_what_is_cut_off_leaves_no_checkpoint_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream
 from agl_online.policies import POLICY_KEY, Version, export, load_run, policy_spec, serving
+from agl_online.versions import Ledger
 
 from .saved_runs import LoadingEngine, make_run
 
@@ -32,7 +33,8 @@ from .saved_runs import LoadingEngine, make_run
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
-    make_run(tmp_path / "runs" / "calc", {10: 0.5, 20: 0.9, 30: 0.4}, base=tmp_path / "base").mark_stable("default", 10)
+    make_run(tmp_path / "runs" / "calc", {10: 0.5, 20: 0.9, 30: 0.4}, base=tmp_path / "base")
+    Ledger(tmp_path / "runs" / "calc").begin(10, "It is deployed.")
     make_run(tmp_path / "runs" / "tuned", {3: None}, adapter=True, base=tmp_path / "base")
     policies = {name: {"model": {"path": "base"}, "agents": [name]} for name in ("solver", "critic")}
     make_run(tmp_path / "runs" / "debate", {4: None}, policies=policies)

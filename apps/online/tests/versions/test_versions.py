@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import textwrap
@@ -15,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agl_core.errors import AglError
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState
+from agl_core.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints, RunState
 from agl_online.cli import versions
 from agl_online.policies import Version
-from agl_online.versions import LEDGER_FILE, By, Ledger, LedgerError, State
+from agl_online.versions import By, Ledger, LedgerError, State
 
 from ..policies.saved_runs import make_run
 from .deployed_runs import decide, make_canary, make_deployed, make_passed, make_stable
@@ -150,36 +149,15 @@ def test_a_half_written_line_was_never_decided(ledger: Ledger) -> None:
     for length in (1, len(promoted) // 2, len(promoted)):
         ledger.file.write_bytes(whole + promoted[:length])
         assert ledger.current().canary == 10
+        assert Version.find("calc@stable").step == 0
 
     decide(ledger, 10, State.ROLLED_BACK, By.CANARY)
 
     assert ledger.file.read_bytes().startswith(whole)
     assert [decision.state for decision in ledger.decisions()][-2:] == [State.CANARY, State.ROLLED_BACK]
     ledger.file.write_bytes(b"nonsense\n" + whole)
-    with pytest.raises(LedgerError, match=f"Line 1 of .*{LEDGER_FILE} is no decision"):
+    with pytest.raises(LedgerError, match=f"Line 1 of .*{VERSIONS_FILE} is no decision"):
         ledger.current()
-
-
-KILLED = textwrap.dedent("""
-    import os, signal, sys
-    from pathlib import Path
-    from agl_core import private
-    from agl_online.versions import By, Decision, Ledger, State
-
-    private.write = lambda path, content: os.kill(os.getpid(), signal.SIGKILL)
-    Ledger(Path(sys.argv[1])).record(Decision(10, State.STABLE, By.CANARY, "It is better."))
-""")
-
-
-def test_a_kill_between_the_decision_and_its_mark_loses_nothing(ledger: Ledger) -> None:
-    make_canary(ledger, 10)
-    child = subprocess.run([sys.executable, "-c", KILLED, str(ledger.run)], timeout=60, check=False)
-    assert child.returncode == -signal.SIGKILL
-
-    assert ledger.current().stable == 10
-    assert Checkpoints(ledger.run / CHECKPOINTS, keep=1).stable() == {"default": 0}, "the mark is still the old one"
-    ledger.settle()
-    assert Version.find("calc@stable").step == 10
 
 
 WRITER = textwrap.dedent("""
