@@ -169,16 +169,20 @@ def _template(owner: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
     It ends when the way to it is closed, as it is with this process.
     """
-    control, theirs = socket.socketpair()
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    kept |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # Threads do not survive a fork.
+    return launch("-I", str(_PROGRAM), env=kept, cwd="/", stdout=subprocess.DEVNULL)
+
+
+def launch(*arguments: str, **options: Any) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Run Python with these arguments and the number of a socket, whose other end is returned too."""
+    ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-I", str(_PROGRAM), str(theirs.fileno())],
+            [sys.executable, *arguments, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # Threads do not survive a fork.
-            cwd="/",
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is meant for the run.
+            **options,
         )
-    return control, process
+    return ours, process

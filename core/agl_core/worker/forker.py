@@ -3,9 +3,11 @@
     worker ──socket──▶ forker (single-threaded, the agent imported) ──fork──▶ one process per attempt
 
 It is a program of its own: a worker has threads, and a forked process with threads may hang. Messages are lines of
-JSON. The worker sends `{"start": id, "files": n}` with n file descriptors, and `{"end": id}`. It gets `{"ready": …}` or
-`{"failed": reason}` once, and `{"exited": [id, status]}` for each process, with the status from waitpid. When the
-worker is gone, everything that was started for it is ended.
+JSON. The worker gets `{"ready": …}` or `{"failed": reason}` once. Then each byte that it sends asks for a process, and
+brings file descriptors: a leash, and those that the process gets. The process is ended when the worker shuts its side
+of the leash down. Over the leash comes `{"exited": status}` with the status from waitpid once nothing of the process is
+left, or `{"failed": reason}` if there could be none. When the worker is gone, everything that was started for it is
+ended.
 
 On Linux nothing escapes: each process adopts its orphaned descendants, also those in sessions of their own, and the
 forker adopts what such a process leaves behind. Elsewhere the process group is ended.
@@ -22,6 +24,7 @@ import atexit
 import contextlib
 import gc
 import json
+import math
 import os
 import resource
 import select
@@ -46,15 +49,15 @@ from agl_core.worker.processes import ProcessSetup
 
 _TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
-_MAX_FILES = 3
+_MAX_FILES = 4
 _IMPORT_ANEW = "import-anew"
 _PR_SET_CHILD_SUBREAPER = 36
 """A subreaper becomes the parent of every descendant whose own parent ends."""
 
 
 def main() -> None:
-    """`python -m agl_core.worker.forker FD SETUP`: serve the worker at that socket's other end, until it is gone."""
-    control, setup = socket.socket(fileno=int(sys.argv[1])), ProcessSetup(**json.loads(sys.argv[2]))
+    """`python -m agl_core.worker.forker SETUP FD`: serve the worker at that socket's other end, until it is gone."""
+    setup, control = ProcessSetup(**json.loads(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
     sys.path[:] = setup.path
     agent, imports_anew = None, _IMPORT_ANEW in sys.argv
     if setup.entry is not None and not imports_anew:
@@ -82,10 +85,10 @@ def _load(setup: ProcessSetup) -> Agent:
 class _Forker:
     def __init__(self, control: socket.socket, setup: ProcessSetup, agent: Agent | None) -> None:
         self._control, self._setup, self._agent = control, setup, agent
-        self._ids: dict[int, int] = {}
+        self._leashes: dict[int, socket.socket] = {}
         """By the pid of each process that leads a tree."""
         self._kill_at: dict[int, float] = {}
-        self._received, self._files = b"", list[int]()
+        """When the trees that are to end are killed; infinite once they were."""
 
     def serve(self) -> None:
         with contextlib.suppress(OSError):
@@ -97,54 +100,52 @@ class _Forker:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         connected = True
         while connected:
-            timeout = max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
-            readable, _, _ = select.select([self._control.fileno(), woken], [], [], timeout)
-            if woken in readable:
-                os.read(woken, 4096)
-            if self._control.fileno() in readable:
-                connected = self._receive()
+            held = {leash.fileno(): pid for pid, leash in self._leashes.items() if pid not in self._kill_at}
+            poll = select.poll()
+            for file in (self._control.fileno(), woken, *held):
+                poll.register(file, select.POLLIN)
+            seconds = min(self._kill_at.values(), default=math.inf) - time.monotonic()
+            for file, _ in poll.poll(None if seconds == math.inf else max(0.0, seconds * 1000)):
+                if file == woken:
+                    os.read(woken, 4096)
+                elif file in held:
+                    _signal_tree(held[file], signal.SIGTERM)
+                    self._kill_at[held[file]] = time.monotonic() + _TERM_GRACE
+                else:
+                    connected = self._receive()
             self._kill_overdue()
             self._reap()
-        for pid in self._ids:
+        for pid in self._leashes:
             _signal_tree(pid, signal.SIGKILL)
-        self._ids.clear()
+        self._leashes.clear()
         while children := _children():  # Their own children then become children of this process.
             self._end_orphans()
             for pid in children:
                 os.waitpid(pid, 0)
 
     def _receive(self) -> bool:
-        """Carry out the worker's messages; False if it is gone."""
+        """Start a process; False if the worker is gone."""
         try:
-            data, files, _, _ = socket.recv_fds(self._control, 2**16, _MAX_FILES)
+            _, files, _, _ = socket.recv_fds(self._control, 1, _MAX_FILES)
         except ConnectionError:
+            return False
+        if not files:
             return False
         for file in files:
             os.set_inheritable(file, False)
-        self._files += files
-        *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "start" in message:
-                its_files, self._files = self._files[: message["files"]], self._files[message["files"] :]
-                self._start(message["start"], its_files)
-            else:
-                self._end(message["end"])
-        return bool(data)
-
-    def _start(self, id: int, files: list[int]) -> None:
+        leash, own = socket.socket(fileno=files[0]), files[1:]
         try:
             pid = fork()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.write(files[0], json.dumps({"failed": f"no process could be started ({error})"}).encode() + b"\n")
-            _send(self._control, {"exited": [id, 0]})
+            _send(leash, {"failed": f"no process could be started ({error})"})
+            leash.close()
         else:
+            self._leashes[pid] = leash
             if pid == 0:
-                self._become(files)
-            self._ids[pid] = id
-        for file in files:
+                self._become(own)
+        for file in own:
             os.close(file)
+        return True
 
     def _become(self, files: list[int]) -> NoReturn:
         """Lead a tree of processes, which ends with the forker, and do the job that comes over the first of `files`."""
@@ -155,7 +156,8 @@ class _Forker:
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._control.close()
+            for connection in (self._control, *self._leashes.values()):
+                connection.close()
             if self._setup.memory is not None:
                 resource.setrlimit(resource.RLIMIT_DATA, (self._setup.memory, self._setup.memory))
             channel = socket.socket(fileno=files[0])
@@ -168,38 +170,34 @@ class _Forker:
         finally:
             os._exit(1)
 
-    def _end(self, id: int) -> None:
-        for pid in [pid for pid, its_id in self._ids.items() if its_id == id and pid not in self._kill_at]:
-            _signal_tree(pid, signal.SIGTERM)
-            self._kill_at[pid] = time.monotonic() + _TERM_GRACE
-
     def _kill_overdue(self) -> None:
         for pid in [pid for pid, at in self._kill_at.items() if at <= time.monotonic()]:
             _signal_tree(pid, signal.SIGKILL)
-            del self._kill_at[pid]
+            self._kill_at[pid] = math.inf
 
     def _reap(self) -> None:
         """Report which processes have exited, and end what they left behind."""
-        exited: list[list[int]] = []
+        exited: list[tuple[socket.socket, int]] = []
         any_ended = False
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 pid, any_ended = ended.si_pid, True
-                if pid in self._ids:  # Until it is waited for, its process group cannot become another's.
+                if pid in self._leashes:  # Until it is waited for, its process group cannot become another's.
                     _signal_tree(pid, signal.SIGKILL)
-                    exited.append([self._ids.pop(pid), os.waitpid(pid, 0)[1]])
+                    exited.append((self._leashes.pop(pid), os.waitpid(pid, 0)[1]))
                     self._kill_at.pop(pid, None)
                 else:
                     os.waitpid(pid, 0)
         if any_ended:
             self._end_orphans()
-        for id_and_status in exited:
-            _send(self._control, {"exited": id_and_status})
+        for leash, status in exited:
+            _send(leash, {"exited": status})
+            leash.close()
 
     def _end_orphans(self) -> None:
         """Kill what has become a child of this process because the root of its tree is gone."""
         for pid in _children():
-            if pid not in self._ids:
+            if pid not in self._leashes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from agl_core.capture import Recording
 from agl_core.capture.recording import Report
 from agl_core.errors import AgentError
+from agl_core.sandbox import launch
 from agl_core.types import Ending
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, Assignment
 from agl_core.worker.agent import Ended, client_variables
@@ -88,17 +88,17 @@ class ForkedProcesses:
 
     def __init__(self, setup: ProcessSetup, variables: Mapping[str, str]) -> None:
         self._setup, self._variables = setup, dict(variables)
-        self._ids = itertools.count()
-        self._exited: dict[int, asyncio.Future[int]] = {}
         self._control: socket.socket | None = None
         self._forker: subprocess.Popen[bytes] | None = None
-        self._listening: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the forker, if there is none. AgentError if the agent cannot be imported there."""
         async with self._starting:
-            if self._control is None:
+            if self._forker is not None and self._forker.poll() is not None:
+                logger.warning("The process that starts agents was ended from outside; another one is started.")
+                await self._stop_forker()
+            if self._forker is None:
                 try:
                     await self._start_forker()
                 except BaseException:
@@ -115,55 +115,37 @@ class ForkedProcesses:
         """A new process, which gets copies of these file descriptors; at the end it and all it started are ended."""
         await self.start()
         assert self._control is not None
-        id, exited = next(self._ids), asyncio.get_running_loop().create_future()
-        ours, theirs = socket.socketpair()
-        self._exited[id] = exited
-        message = json.dumps({"start": id, "files": 1 + len(files)}).encode() + b"\n"
-        try:
-            with theirs:
-                socket.send_fds(self._control, [message], [theirs.fileno(), *files])
-        except OSError as error:
-            ours.close()
-            del self._exited[id]
-            raise ForkerGoneError(f"the process that starts agents is gone ({error})") from error
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_MESSAGE)
-        try:
-            yield Process(reader, writer, exited)
-        finally:
-            writer.close()
-            await self._end(id, exited)
-
-    async def _end(self, id: int, exited: asyncio.Future[int]) -> None:
-        if not exited.done() and self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.send(json.dumps({"end": id}).encode() + b"\n")
-        try:
-            await asyncio.wait({exited})
-        finally:  # Also where that is cancelled: it may be exiting by itself, and slowly.
-            await asyncio.wait({exited})
-            exited.exception()
-            self._exited.pop(id, None)
-
-    def _launch_forker(self) -> socket.socket:
-        """Start the program; returns our end of its socket."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._control = ours
-        # Agents may know no key of workers and operators, which would let one act for others.
-        environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
-        program = [sys.executable, "-P", "-m", "agl_core.worker.forker"]
-        with theirs:
-            self._forker = subprocess.Popen(
-                [*program, str(theirs.fileno()), json.dumps(asdict(self._setup))],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**environment, **self._variables},
-                start_new_session=True,
-            )
-        return ours
+        leash, its_leash = socket.socketpair()
+        channel, its_channel = socket.socketpair()
+        leash.setblocking(False)
+        with leash:
+            try:
+                with its_leash, its_channel:
+                    socket.send_fds(self._control, [b"\n"], [its_leash.fileno(), its_channel.fileno(), *files])
+            except OSError as error:
+                channel.close()
+                raise ForkerGoneError(f"the process that starts agents is gone ({error})") from error
+            reader, writer = await asyncio.open_connection(sock=channel, limit=_MAX_MESSAGE)
+            exited = asyncio.create_task(_status(leash))
+            try:
+                yield Process(reader, writer, exited)
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    leash.shutdown(socket.SHUT_WR)
+                try:
+                    await asyncio.wait({exited})
+                finally:  # Also where that is cancelled: it may be exiting by itself, and slowly.
+                    await asyncio.wait({exited})
+                    exited.exception()
 
     async def _start_forker(self) -> None:
-        control = self._launch_forker()
+        # Agents may know no key of workers and operators, which would let one act for others.
+        environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
+        program, setup = ("-P", "-m", "agl_core.worker.forker"), json.dumps(asdict(self._setup))
+        control, self._forker = launch(*program, setup, env={**environment, **self._variables})
+        control.setblocking(False)
+        self._control = control
         received = b""
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(_START_TIMEOUT):
@@ -180,44 +162,23 @@ class ForkedProcesses:
                 "imports it anew, which takes longer. Start threads in the agent's function instead.",
                 self._setup.entry,
             )
-        self._listening = asyncio.create_task(self._listen(control))
 
     async def _stop_forker(self) -> None:
-        control, forker, listening = self._control, self._forker, self._listening
-        self._control = self._forker = self._listening = None
-        if listening is not None:
-            listening.cancel()
-            await asyncio.wait({listening})
+        control, forker = self._control, self._forker
+        self._control = self._forker = None
         if control is not None:
             control.close()
         if forker is not None:
             await asyncio.to_thread(forker.wait)
-        self._lose_all()
 
-    async def _listen(self, control: socket.socket) -> None:
-        """Note which processes have exited, until the forker has."""
-        loop = asyncio.get_running_loop()
-        rest = b""
-        with contextlib.suppress(ConnectionError):
-            while data := await loop.sock_recv(control, 2**16):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    id, status = json.loads(line)["exited"]
-                    exited = self._exited.get(id)
-                    if exited is not None and not exited.done():
-                        exited.set_result(status)
-        if self._control is control:
-            logger.warning("The process that starts agents was ended from outside; another one is started.")
-            self._control = None
-            control.close()
-            if self._forker is not None:
-                await asyncio.to_thread(self._forker.wait)
-            self._lose_all()
 
-    def _lose_all(self) -> None:
-        for exited in self._exited.values():
-            if not exited.done():
-                exited.set_exception(ForkerGoneError("the process that starts agents was ended from outside"))
+async def _status(leash: socket.socket) -> int:
+    """The status of a process, once it has exited. ForkerGoneError if it was not started, or its status is lost."""
+    received = await asyncio.get_running_loop().sock_recv(leash, 2**16)
+    reply: dict[str, Any] = json.loads(received or b"{}")
+    if "exited" not in reply:
+        raise ForkerGoneError(reply.get("failed", "the process that starts agents was ended from outside"))
+    return int(reply["exited"])
 
 
 class ProcessPerAttempt(ForkedProcesses):
