@@ -13,8 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ from agl_core.wire import (
     Assignment,
     CloseReply,
     CloseRequest,
+    HeartbeatReply,
     HeartbeatRequest,
     HeldAttempt,
     Lease,
@@ -100,6 +102,16 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _RunningAttempt:
+    """An attempt that a worker leased and runs."""
+
+    lease: Lease
+    task: asyncio.Task[None]
+    lost: asyncio.Future[None]
+    """Done when the server no longer counts it."""
+
+
 class Worker:
     """Runs one agent for one server, in the event loop that calls `run`.
 
@@ -122,16 +134,19 @@ class Worker:
         self.problems: Counter[str] = Counter()
         """Failures of adapters, by message."""
         self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
-        self._running: dict[AttemptKey, asyncio.Task[None]] = {}
-        self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
-        """A future is done when the server no longer counts its attempt."""
+        self._running: dict[AttemptKey, _RunningAttempt] = {}
         self._stopped = asyncio.Event()
         self._patience = 0.0
         self._left = Ending.CANCELLED
+        self._beating, self._beat_due, self._beat_interval = True, threading.Event(), _BEFORE_FIRST_LEASE
 
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [attempt.task for attempt in self._running.values()]
 
     async def run(self) -> None:
         """Work until the server says that the run is over, until drained, or until cancelled.
@@ -140,25 +155,21 @@ class Worker:
         worker.
         """
         loop = asyncio.get_running_loop()
-
-        def answered(lost: Collection[AttemptKey], closed: bool) -> None:
-            with suppress(RuntimeError):  # The loop has ended while a heartbeat was under way, and so has all else.
-                loop.call_soon_threadsafe(self._heard, lost, closed)
-
-        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, answered)
+        heartbeats = threading.Thread(target=lambda: asyncio.run(self._beat(loop)), daemon=True, name="agl-heartbeats")
         await self._runner.start()
         heartbeats.start()
         try:
             while not self._stopped.is_set():
-                await self._lease(heartbeats)
+                await self._lease()
             if self._running and self._patience > 0:
-                await asyncio.wait(self._running.values(), timeout=self._patience)
+                await asyncio.wait(self._tasks, timeout=self._patience)
         finally:
-            attempts = list(self._running.values())
+            attempts = self._tasks
             for attempt in attempts:
                 attempt.cancel()
             await asyncio.gather(*attempts, return_exceptions=True)
-            heartbeats.stop()
+            self._beating = False
+            self._beat_due.set()
             await self._runner.close()
 
     def drain(self, seconds: float) -> None:
@@ -168,15 +179,15 @@ class Worker:
         back at once.
         """
         if self._stopped.is_set():
-            for attempt in self._running.values():
+            for attempt in self._tasks:
                 attempt.cancel()
         self._left, self._patience = Ending.LOST, seconds
         self._stopped.set()
 
-    async def _lease(self, heartbeats: Heartbeats) -> None:
+    async def _lease(self) -> None:
         free = (self._concurrency or self._runner.default_concurrency) - len(self._running)
         if free <= 0:
-            await self._unless_stopped(asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED))
+            await self._unless_stopped(asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
             return
         request = LeaseRequest(worker=self.name, capacity=min(free, MAX_LEASES), wait=_LEASE_WAIT)
         reply = await self._unless_stopped(self._answered(lambda: self._client.ask(LEASE, request)))
@@ -186,25 +197,49 @@ class Worker:
             self._stopped.set()
         for lease in reply.leases:
             key = AttemptKey(lease.rollout, lease.attempt)
-            heartbeats.hold(lease)
-            self._lost[key] = asyncio.get_running_loop().create_future()
-            task = self._running[key] = asyncio.create_task(self._attempt(key, lease))
-            task.add_done_callback(functools.partial(self._ended, key, heartbeats))
+            lost = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._attempt(lease, lost))
+            task.add_done_callback(functools.partial(self._ended, key))
+            self._running[key] = _RunningAttempt(lease, task, lost)
+            self._beat_interval = lease.heartbeat
+            self._beat_due.set()
 
-    def _ended(self, key: AttemptKey, heartbeats: Heartbeats, _: asyncio.Task[None]) -> None:
-        heartbeats.release(key)
+    def _ended(self, key: AttemptKey, _: asyncio.Task[None]) -> None:
         self._running.pop(key, None)
-        self._lost.pop(key, None)
 
-    def _heard(self, lost: Collection[AttemptKey], closed: bool) -> None:
-        if closed:
+    async def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send heartbeats for the attempts that are held, if any, as often as their leases say; `loop` is the worker's.
+
+        This has a thread and an HTTP client of its own, so an agent that blocks the worker's event loop loses no lease.
+        A heartbeat without attempts shows the server that this worker sends heartbeats: if the reply to a lease never
+        arrives, the attempts in it are soon lost, and tried again.
+        """
+        async with LightningClient(self._client.base_url, self._client.key, _HEARTBEAT_TIMEOUT) as client:
+            while self._beating:
+                leases = [attempt.lease for attempt in list(self._running.values())]
+                held = [HeldAttempt(rollout=own.rollout, attempt=own.attempt, secret=own.secret) for own in leases]
+                for start in range(0, max(len(held), 1), MAX_LEASES):
+                    request = HeartbeatRequest(worker=self.name, attempts=held[start : start + MAX_LEASES])
+                    try:
+                        reply = await client.ask(HEARTBEAT, request)
+                    except ServerError as error:
+                        logger.debug("A heartbeat was not taken, as the next lease will not be: %s", error)
+                    else:
+                        with suppress(RuntimeError):  # The worker's loop has ended meanwhile, and so has all else.
+                            loop.call_soon_threadsafe(self._heard, reply)
+                self._beat_due.wait(self._beat_interval)  # Nothing else runs in this thread's event loop.
+                self._beat_due.clear()
+
+    def _heard(self, reply: HeartbeatReply) -> None:
+        if reply.closed:
             self._stopped.set()
-        for key in lost:
-            if (gone := self._lost.get(key)) is not None and not gone.done():
-                gone.set_result(None)
+        for lost in reply.lost:
+            attempt = self._running.get(AttemptKey(lost.rollout, lost.attempt))
+            if attempt is not None and not attempt.lost.done():
+                attempt.lost.set_result(None)
 
-    async def _attempt(self, key: AttemptKey, lease: Lease) -> None:
-        recording, lost = Recording(), self._lost[key]
+    async def _attempt(self, lease: Lease, lost: asyncio.Future[None]) -> None:
+        recording = Recording()
         try:
             ended = await self._executed(lease, recording, lost)
         except asyncio.CancelledError:
@@ -307,67 +342,6 @@ def on_signals(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-class Heartbeats:
-    """Sends heartbeats for the attempts that are held, if any, from a thread and an HTTP client of its own.
-
-    A heartbeat without attempts shows the server that this worker sends heartbeats: if the reply to a lease never
-    arrives, the attempts in it are soon lost, and tried again. An agent that blocks the worker's event loop loses no
-    lease. `answered` is called in that thread with the attempts that no longer count, and whether the run is over.
-    """
-
-    def __init__(
-        self, base_url: str, key: str, worker: str, answered: Callable[[Collection[AttemptKey], bool], None]
-    ) -> None:
-        self._base_url, self._key, self._worker, self._answered = base_url, key, worker, answered
-        self._held: dict[AttemptKey, HeldAttempt] = {}
-        self._due = threading.Event()
-        self._stopped = False
-        self._interval = _BEFORE_FIRST_LEASE
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._send_forever()), daemon=True, name="agl-heartbeats"
-        )
-
-    def start(self) -> None:
-        """Send the first one at once."""
-        self._due.set()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Send no more; this does not wait for one that is under way."""
-        self._stopped = True
-        self._due.set()
-
-    def hold(self, lease: Lease) -> None:
-        """Send for this attempt too: at once, and then as often as its lease says."""
-        held = HeldAttempt(rollout=lease.rollout, attempt=lease.attempt, secret=lease.secret)
-        self._held[AttemptKey(lease.rollout, lease.attempt)] = held
-        self._interval = lease.heartbeat
-        self._due.set()
-
-    def release(self, key: AttemptKey) -> None:
-        self._held.pop(key, None)
-
-    async def _send_forever(self) -> None:
-        async with LightningClient(self._base_url, self._key, _HEARTBEAT_TIMEOUT) as client:
-            while not self._stopped:
-                # Nothing else runs in this thread's event loop.
-                self._due.wait(self._interval)
-                self._due.clear()
-                held = list(self._held.values())
-                if not self._stopped:
-                    for start in range(0, max(len(held), 1), MAX_LEASES):
-                        await self._send(client, held[start : start + MAX_LEASES])
-
-    async def _send(self, client: LightningClient, held: list[HeldAttempt]) -> None:
-        try:
-            reply = await client.ask(HEARTBEAT, HeartbeatRequest(worker=self._worker, attempts=held))
-        except ServerError as error:
-            logger.debug("A heartbeat was not taken, as the next lease will not be: %s", error)
-            return
-        if reply.lost or reply.closed:
-            self._answered([AttemptKey(held.rollout, held.attempt) for held in reply.lost], reply.closed)
 
 
 class WorkerThread:
