@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
@@ -38,8 +39,6 @@ class Chosen:
     component: Component
     options: BaseModel
     """Checked, with absolute paths."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The same as the file would have them: paths as they are written, and no secrets."""
 
     def build(self, *context: Any) -> Any:
         """Make it; `context` is what its kind's hook says beyond the options. PluginError if that fails."""
@@ -97,106 +96,89 @@ def resolve(
     """
     find = _Resolver(plugins, folder, report, needs)
     single = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
-    if (engine := single[kinds.ENGINE][1]) is not None:
+    if (engine := single[kinds.ENGINE]) is not None:
         find.defaults = engine.component.defaults
     single |= {
         kind: find.choice(kind, (kind,), getattr(config, kind))
         for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.STORE, kinds.BUFFER)
     }
-    policies, plans = find.policies(config.policies, single[kinds.ALGORITHM][1], single[kinds.CREDIT][1])
-    tasks, chosen_tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
-    rewards, chosen_rewards = find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards)
-    trackers, chosen_trackers = find.trackers(config.trackers)
-    sections = find.sections(config.model_extra or {})
-    tables = {"policies": policies, "tasks": tasks, "rewards": rewards, "trackers": trackers}
-    resolved = config.model_copy(update={**{name: table for name, (table, _) in single.items()}, **tables})
-    own = {name: dict(chosen.settings) for name, chosen in sections.items()}
-    object.__setattr__(resolved, "__pydantic_extra__", own)
-    return resolved, {
-        "single": {name: chosen for name, (_, chosen) in single.items()},
-        "policies": plans,
-        "tasks": chosen_tasks,
-        "rewards": chosen_rewards,
-        "trackers": chosen_trackers,
-        "sections": sections,
+    chosen = {
+        "single": single,
+        "policies": find.policies(config.policies, single[kinds.ALGORITHM], single[kinds.CREDIT]),
+        "tasks": find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks),
+        "rewards": find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards),
+        "trackers": find.trackers(config.trackers),
+        "sections": find.sections(config.model_extra or {}),
     }
+    data: Any = config.model_dump(mode="json", exclude_none=True)
+    for (*above, name), settings in find.settings.items():
+        table = data
+        for part in above:
+            table = table[part]
+        if settings is None:
+            table.pop(name, None)
+        else:
+            table[name] = settings
+    return type(config).model_validate(data), chosen
 
 
 class _Resolver:
-    """Looks up and validates, section by section; what is wrong goes to the report.
-
-    Each method returns the section with the settings as validated (defaults filled in), so that the resolved
-    configuration says everything, and what it chose. Parts that are wrong are missing from both, and so are settings
-    of plugins that are not installed.
-    """
+    """Finds and validates what each section chooses; what is wrong goes to the report, and is not among the chosen."""
 
     def __init__(self, plugins: Plugins, folder: Path, report: Problems, needs: Collection[Kind]) -> None:
         self._plugins, self._folder, self._needed, self._needs = plugins, folder, report, needs
         self.defaults: Mapping[str, Any] = {}
         """The engine's own of algorithms' settings, where an algorithm has them."""
+        self.settings: dict[Place, Mapping[str, Any] | None] = {}
+        """The tables of plugins by their places, as the resolved file has them: with defaults, and without secrets.
+        None: there is to be none, since the plugin is not installed."""
 
     def _report(self, kind: Kind) -> Problems:
         """Where problems with components of a kind go: nowhere, if none is needed."""
         return self._needed if kind in self._needs else Problems(Path())
 
-    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
-        """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
-        known = self._plugins.components(kind)
-        tables = {key_inside: value for key_inside, value in section.settings.items() if isinstance(value, dict)}
+    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> Chosen | None:
+        """The plugin that a section chooses by `name`; tables for other installed ones may stand beside its own."""
+        tables = {key: value for key, value in section.settings.items() if isinstance(value, dict)}
         for stray in section.settings.keys() - tables.keys():
             table = ".".join(map(str, (*place, section.name)))
             self._report(kind).add((*place, stray), f"there is no such key here; settings stand in [{table}].")
-        if section.name in known:
-            tables.setdefault(section.name, {})
-        else:
-            self._unknown(kind, section.name, (*place, "name"))
-            tables.pop(section.name, None)
-        options = {name: self._chosen(kind, name, settings, (*place, name)) for name, settings in tables.items()}
-        settings = {name: chosen.settings for name, chosen in options.items() if chosen}
-        return PluginChoice(name=section.name, **settings), options.get(section.name)
+        chosen = self._chosen(
+            kind, section.name, tables.pop(section.name, {}), (*place, section.name), (*place, "name")
+        )
+        for name, settings in tables.items():
+            self._chosen(kind, name, settings, (*place, name))
+        return chosen
 
     def policies(
         self, sections: Mapping[str, PolicySection], algorithm: Chosen | None, credit: Chosen | None
-    ) -> tuple[dict[str, PolicySection], dict[str, PolicyPlan]]:
-        """The policies; `algorithm` and `credit` are the run's, for those that have none of their own."""
-        resolved, plans = {}, {}
+    ) -> dict[str, PolicyPlan]:
+        """How policies learn; `algorithm` and `credit` are the run's, for those that have none of their own."""
+        plans = {}
         for name, section in sections.items():
-            place: Place = ("policies", name)
-            own: dict[str, PluginChoice] = {}
-            chosen = {"algorithm": algorithm, "credit": credit}
-            for kind in (kinds.ALGORITHM, kinds.CREDIT):
-                if (choice := getattr(section, kind)) is not None:
-                    own[kind], chosen[kind] = self.choice(kind, (*place, kind), choice)
-            resolved[name] = section.model_copy(update=own)
-            if chosen["algorithm"] is not None and chosen["credit"] is not None:
-                plans[name] = PolicyPlan(chosen["algorithm"], chosen["credit"])
-        return resolved, plans
-
-    def tables(
-        self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, Named]
-    ) -> tuple[dict[str, Named], dict[str, Chosen]]:
-        """Tables of which each names its plugin by the key `named_by`, or else by its own name."""
-        resolved, components = {}, {}
-        for name, table in tables.items():
-            model = type(table)
-            own = {key: getattr(table, key) for key in model.model_fields}
-            chosen = self._chosen(
-                kind,
-                own[named_by] or name,
-                table.settings,
-                (*place, name),
-                named_by=named_by if own[named_by] else None,
-                reserved=model,
+            learns_by, credited_by = (
+                of_run if (own := getattr(section, kind)) is None else self.choice(kind, ("policies", name, kind), own)
+                for kind, of_run in ((kinds.ALGORITHM, algorithm), (kinds.CREDIT, credit))
             )
-            resolved[name] = model(**own, **(chosen.settings if chosen else {}))
-            if chosen:
-                components[name] = chosen
-        return resolved, components
+            if learns_by is not None and credited_by is not None:
+                plans[name] = PolicyPlan(learns_by, credited_by)
+        return plans
+
+    def tables(self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, OpenSection]) -> dict[str, Chosen]:
+        """The plugins of tables of which each names its own by the key `named_by`, or else by the table's name."""
+        plugins = {}
+        for name, table in tables.items():
+            own, here = table.model_dump(mode="json", include=set(type(table).model_fields)), (*place, name)
+            named_at = (*here, named_by) if own[named_by] else here
+            if plugin := self._chosen(kind, own[named_by] or name, table.settings, here, named_at, own):
+                plugins[name] = plugin
+        return plugins
 
     def sections(self, tables: Mapping[str, Any]) -> dict[str, Chosen]:
         """The tables of plugins; one that no installed plugin brings is left out if sections need not be there."""
         known, sections = self._plugins.components(kinds.SECTION), {}
         for name, settings in tables.items():
+            self.settings[(name,)] = None
             if name not in known:
                 report = self._report(kinds.SECTION) if isinstance(settings, dict) else self._needed
                 report.add((name,), f"there is no such key. {nearest(name, [*names_at(RunConfig, ()), *known])}")
@@ -206,21 +188,16 @@ class _Resolver:
                 sections[name] = chosen
         return sections
 
-    def trackers(
-        self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]
-    ) -> tuple[dict[str, dict[str, Any] | Literal[False]], dict[str, Chosen]]:
+    def trackers(self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]) -> dict[str, Chosen]:
         """The trackers: those of the sections, and TensorBoard where it is installed; without those that are False."""
-        known = self._plugins.components(kinds.TRACKER)
-        wanted = {**({_TENSORBOARD: {}} if _TENSORBOARD in known else {}), **sections}
-        resolved: dict[str, dict[str, Any] | Literal[False]] = {}
-        components = {}
-        for name, settings in wanted.items():
-            if settings is False:
-                resolved[name] = False
-            elif chosen := self._chosen(kinds.TRACKER, name, settings, ("trackers", name)):
-                components[name] = chosen
-                resolved[name] = dict(chosen.settings)
-        return resolved, components
+        trackers = {}
+        tables: Mapping[str, Any] = (
+            {_TENSORBOARD: {}} if _TENSORBOARD in self._plugins.components(kinds.TRACKER) else {}
+        )
+        for name, settings in {**tables, **sections}.items():
+            if settings is not False and (tracker := self._chosen(kinds.TRACKER, name, settings, ("trackers", name))):
+                trackers[name] = tracker
+        return trackers
 
     def _chosen(
         self,
@@ -228,35 +205,32 @@ class _Resolver:
         name: str,
         settings: Mapping[str, Any],
         place: Place,
-        *,
-        named_by: str | None = None,
-        reserved: type[BaseModel] | None = None,
+        named_at: Place | None = None,
+        own: Mapping[str, Any] = MappingProxyType({}),
     ) -> Chosen | None:
+        """The plugin of this name, whose settings are at a place; `own` are the keys there that are not its own."""
+        self.settings[place] = own or None
         component = self._plugins.components(kind).get(name)
         if component is None:
-            self._unknown(kind, name, (*place, named_by) if named_by else place)
+            text = f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all."
+            self._report(kind).add(named_at or place, text)
             return None
-        clash = set(reserved.model_fields) & set(component.options.model_fields) if reserved else set()
-        if clash:
-            self._report(kind).add(
-                place, f"{label(component)} calls a setting {clash}, which means something else here."
-            )
+        if clash := own.keys() & component.options.model_fields.keys():
+            text = f"{label(component)} calls a setting {clash}, which means something else here."
+            self._report(kind).add(place, text)
             return None
         if kind == kinds.ALGORITHM:
-            own = {key: value for key, value in self.defaults.items() if key in component.options.model_fields}
-            settings = {**own, **settings}
+            defaults = {key: value for key, value in self.defaults.items() if key in component.options.model_fields}
+            settings = {**defaults, **settings}
         options = self._report(kind).validated(component.options, settings, place, label(component))
         if options is None:
             return None
+        self.settings[place] = {**own, **settings_of(options)}
         if isinstance(options, MixtureOptions):
-            sections, parts = self.tables(kind, "source", (*place, "parts"), options.parts)
-            options = options.model_copy(update={"parts": sections})
+            parts = self.tables(kind, "source", (*place, "parts"), options.parts)
             needs = frozenset(need for part in parts.values() for need in part.needs)
             component = replace(component, build=partial(component.build, parts=parts), needs=lambda options: needs)
-        return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
-
-    def _unknown(self, kind: Kind, name: str, place: Place) -> None:
-        self._report(kind).add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
+        return Chosen(component, with_absolute_paths(options, self._folder))
 
 
 def below(folder: Path, path: Path) -> Path:
