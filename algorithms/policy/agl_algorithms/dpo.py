@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
-from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from agl_algorithms.plugin import DpoOptions
-from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples, segment_sum, weighted
+from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples, ranked_returns, segment_sum, weighted
 from agl_core.types import rounding
 
 
@@ -87,15 +86,9 @@ def preference_pairs(samples: Samples, margin: float | None) -> tuple[Tensor, Te
     In each group these are every two rollouts whose returns differ by more than `margin`, or without one the best and
     the worst. Returns that differ by rounding alone are equal. A rollout without an unmasked token is in no pair.
     """
-    groups: dict[int, dict[int, list[float]]] = {}
-    columns = (samples.group_N, samples.rollout_N, samples.values_N, samples.sums(samples.mask_R) > 0)
-    for group, rollout, value, counted in zip(*(column.tolist() for column in columns), strict=True):
-        if counted:
-            groups.setdefault(group, {}).setdefault(rollout, []).append(value)
     pairs = []
-    for _, members in sorted(groups.items()):
-        returns = {rollout: fmean(values) for rollout, values in sorted(members.items())}
-        ranked = sorted(returns, key=returns.__getitem__, reverse=True)
+    for returns in ranked_returns(samples):
+        ranked = list(returns)
         least = max(margin or 0.0, rounding(max(map(abs, returns.values()))))
         candidates = [(ranked[0], ranked[-1])] if margin is None else combinations(ranked, 2)
         pairs += [(better, worse) for better, worse in candidates if returns[better] - returns[worse] > least]

@@ -17,6 +17,7 @@ and no log-probabilities under the model that wrote the replies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from agl_algorithms.grpo import group_statistics
 from agl_algorithms.plugin import RftOptions
-from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples, segment_sum, token_weights, weighted
+from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples, ranked_returns, token_weights, weighted
 from agl_core.types import rounding
 
 
@@ -62,20 +63,13 @@ class Rft(Sft):
         """[N] float64, never negative."""
         if self.options.weights == "advantage":
             return group_statistics(samples).deviation_N.clamp(min=0)
-        rollouts, rollout_N = torch.unique(samples.rollout_N, return_inverse=True)
-        totals, turns = (
-            segment_sum(values_N, rollout_N, len(rollouts))
-            for values_N in (samples.values_N.to(torch.float64), torch.ones_like(samples.values_N))
-        )
-        mean_I: Tensor = totals / turns  # By rollout.
-        if self.options.top_k is None:
-            least = self.options.threshold or 0.0
-            chosen_I = mean_I >= least - rounding(abs(least))
-        else:
-            chosen_I = torch.zeros_like(mean_I, dtype=torch.bool)
-            group_I = torch.zeros_like(rollouts).scatter(0, rollout_N, samples.group_N)
-            for group in set(group_I.tolist()):
-                members = (group_I == group).nonzero()[:, 0]
-                best = torch.argsort(mean_I[members], descending=True, stable=True)[: self.options.top_k]
-                chosen_I[members[best]] = True
-        return torch.where(chosen_I[rollout_N], 1.0, 0.0).double()
+        threshold = self.options.threshold
+        least = -math.inf if threshold is None else threshold - rounding(abs(threshold))
+        best = [
+            rollout
+            for returns in ranked_returns(samples)
+            for rollout in list(returns)[: self.options.top_k]
+            if returns[rollout] >= least
+        ]
+        best_I = torch.tensor(best, dtype=torch.int64, device=samples.rollout_N.device)
+        return torch.isin(samples.rollout_N, best_I).double()

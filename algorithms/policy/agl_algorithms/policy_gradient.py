@@ -16,6 +16,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -60,18 +62,6 @@ class Samples:
     def at_tokens(self, values_N: Tensor) -> Tensor:
         """[R] each transition's value at its unmasked tokens, 0 at masked ones."""
         return (values_N[self.transition_R] * self.mask_R).to(self.behaviour_R.dtype)
-
-    def part(self, transitions_n: Tensor, tokens_R: Tensor, transition_R: Tensor) -> Samples:
-        """Some transitions, and their response tokens, which `transition_R` numbers anew."""
-        return Samples(
-            transition_R=transition_R,
-            mask_R=self.mask_R[tokens_R],
-            behaviour_R=self.behaviour_R[tokens_R],
-            values_N=self.values_N[transitions_n],
-            group_N=self.group_N[transitions_n],
-            rollout_N=self.rollout_N[transitions_n],
-            turn_N=self.turn_N[transitions_n],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +281,21 @@ def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, Ten
     group_of_rollout = torch.zeros(rollouts, dtype=torch.int64, device=group_N.device).scatter(0, rollout_N, group_N)
     per_group = segment_sum((turns > 0).to(torch.float64), group_of_rollout, groups)
     return turns[rollout_N], per_group[group_N], int((per_group > 0).sum())
+
+
+def ranked_returns(samples: Samples) -> list[dict[int, float]]:
+    """Of each group its rollouts, by their numbers in `rollout_N`, with their returns, the best first.
+
+    A rollout's return is the mean of its credited values; of equal ones the first comes first. Transitions without an
+    unmasked token do not count, nor do rollouts without another.
+    """
+    groups: dict[int, dict[int, list[float]]] = {}
+    columns = (samples.group_N, samples.rollout_N, samples.values_N, samples.sums(samples.mask_R) > 0)
+    for group, rollout, value, counted in sorted(zip(*(column.tolist() for column in columns), strict=True)):
+        if counted:
+            groups.setdefault(group, {}).setdefault(rollout, []).append(value)
+    returns = [{rollout: fmean(values) for rollout, values in group.items()} for group in groups.values()]
+    return [dict(sorted(group.items(), key=itemgetter(1), reverse=True)) for group in returns]
 
 
 def segment_sum(values: Tensor, segment: Tensor, segments: int) -> Tensor:

@@ -83,7 +83,12 @@ def select(samples: Samples, logprobs: Logprobs, order: list[int]) -> tuple[Samp
     """The transitions of `order`, renumbered, and which response tokens they are."""
     tokens = torch.cat([(samples.transition_R == i).nonzero()[:, 0] for i in order])
     lengths = torch.tensor([int((samples.transition_R == i).sum()) for i in order])
-    picked = samples.part(torch.tensor(order), tokens, torch.repeat_interleave(torch.arange(len(order)), lengths))
+    picked = Samples(
+        torch.repeat_interleave(torch.arange(len(order)), lengths),
+        samples.mask_R[tokens],
+        samples.behaviour_R[tokens],
+        *(column[order] for column in (samples.values_N, samples.group_N, samples.rollout_N, samples.turn_N)),
+    )
     assert logprobs.reference_R is not None
     assert logprobs.entropy_R is not None
     compared = Logprobs(

@@ -66,9 +66,7 @@ class MicroBatch:
     transitions_n: Tensor
     """[n] int64: which transitions of the batch."""
     tokens_R: Tensor
-    """[R] int64: where their response tokens lie in the batch's response-aligned arrays."""
-    transition_R: Tensor
-    """[R] int64: 0 … n-1, the transition of each response token, ascending."""
+    """[R] int64: where their response tokens, one transition's after the other's, lie in response-aligned arrays."""
     input_ids: Tensor
     """[B, L] int64, padded on the right."""
     depth_BL: Tensor | None
@@ -147,7 +145,6 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
     return MicroBatch(
         transitions_n=on_device(transitions),
         tokens_R=on_device(batch.response_offsets[transitions][transition_R] + offset_R),
-        transition_R=on_device(transition_R),
         input_ids=on_device(ids),
         depth_BL=None if trees[0].is_path else on_device(depth),
         branches=()

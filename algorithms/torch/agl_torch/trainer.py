@@ -128,8 +128,9 @@ class PolicyTrainer:
                 reference_R=None if reference_R is None else reference_R[tokens_R],
                 entropy_R=scores.entropy_R if algorithm.needs_entropy else None,
             )
-            part, advantages_R = samples.part(micro.transitions_n, tokens_R, micro.transition_R), prepared.advantages_R
-            loss, measured = algorithm.loss(part, logprobs, advantages_R[tokens_R], token_weights_R)
+            transition_R, mask_R = samples.transition_R[tokens_R], samples.mask_R[tokens_R]
+            part = replace(samples, transition_R=transition_R, mask_R=mask_R, behaviour_R=behaviour_R)
+            loss, measured = algorithm.loss(part, logprobs, prepared.advantages_R[tokens_R], token_weights_R)
             return loss, {"loss": loss, "entropy": (token_weights_R * scores.entropy_R).sum(), **measured}
 
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self.seed, self.version])

@@ -226,12 +226,8 @@ def test_old_logprobs_are_those_before_the_update(loaded: LoadedModel) -> None:
     trainer_of(loaded, tokens_per_micro_batch=10_000).update(batch, algorithm)
     assert len(algorithm.calls) >= 6
     for samples, logprobs, _, _ in algorithm.calls:
-        for local in range(samples.values_N.numel()):
-            # Which transition it is shows in its group, rollout and turn.
-            (i,) = np.flatnonzero(
-                (batch.rollout_N == int(samples.rollout_N[local])) & (batch.turn_N == int(samples.turn_N[local]))
-            )
-            here = samples.transition_R == local
+        for i in samples.transition_R.unique().tolist():
+            here = samples.transition_R == i
             torch.testing.assert_close(logprobs.old_R[here], before[i], rtol=1e-4, atol=1e-5)
     moved = [(call[1].current_R - call[1].old_R).abs().max().item() for call in algorithm.calls]
     assert moved[0] < 1e-5
