@@ -116,8 +116,8 @@ class Store(Protocol):
     async def erased(self, ids: Iterable[str]) -> set[str]:
         """Those of these ids that were erased."""
 
-    async def ended_before(self, mode: Mode, time: float) -> list[str]:
-        """The rollouts of this mode whose last attempt ended before this time, in Unix seconds."""
+    async def ended_before(self, mode: Mode, moment: float) -> list[str]:
+        """The rollouts of this mode whose last attempt ended before this moment, in Unix seconds."""
 
     async def __aenter__(self) -> Self:
         await self.open()

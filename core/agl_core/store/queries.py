@@ -6,7 +6,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import numpy as np
 import orjson
@@ -120,7 +120,7 @@ def runs(connection: sqlite3.Connection) -> list[Run]:
     return decode(Run, connection.execute("SELECT body FROM runs ORDER BY seq"))
 
 
-def rollouts(connection: sqlite3.Connection, wanted: Wanted) -> list[Rollout]:
+def rollouts(connection: sqlite3.Connection, **wanted: Unpack[Wanted]) -> list[Rollout]:
     """Those that match, oldest first."""
     limit, newest = wanted.get("limit"), wanted.get("newest")
     given = {name: value for name, value in wanted.items() if value is not None}
@@ -157,20 +157,20 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
     return matching[0]
 
 
-def attempts(connection: sqlite3.Connection, rollout_ids: Iterable[str]) -> list[Attempt]:
+def attempts(connection: sqlite3.Connection, *rollouts: str) -> list[Attempt]:
     """Those of these rollouts: by rollout as asked, then in order."""
     rows = connection.execute(
         "SELECT body FROM json_each(?) AS asked CROSS JOIN attempts ON attempts.rollout = asked.value "
         "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ? ORDER BY asked.key, attempts.attempt",
-        (orjson.dumps(list(dict.fromkeys(rollout_ids))).decode(), Attempt.__name__),
+        (orjson.dumps(list(dict.fromkeys(rollouts))).decode(), Attempt.__name__),
     )
     return decode(Attempt, rows)
 
 
-def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Call]:
+def calls(connection: sqlite3.Connection, attempts: Iterable[AttemptKey]) -> list[Call]:
     """Those of these attempts: by attempt as asked, then in the order they started."""
     sql = f"SELECT asked.key, body, pieces, arrays {_ASKED} asked.key, records.seq"
-    rows = connection.execute(sql, (_asked(keys), Call.__name__)).fetchall()
+    rows = connection.execute(sql, (_asked(attempts), Call.__name__)).fetchall()
     numbers = {number for _, _, column, _ in rows for number in numbers_in(column)}
     numbered = connection.execute(
         "SELECT pieces.seq, pieces.data FROM json_each(?) AS asked CROSS JOIN pieces ON pieces.seq = asked.value",
@@ -181,18 +181,20 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     return [call for _, call in sorted(placed, key=lambda pair: (pair[0], pair[1].sequence))]
 
 
-def recorded(connection: sqlite3.Connection, kind: type[Kept], keys: Iterable[AttemptKey]) -> list[Kept]:
+def recorded(connection: sqlite3.Connection, kind: type[Kept], attempts: Iterable[AttemptKey]) -> list[Kept]:
     """The records of this kind of these attempts, in the order they were recorded."""
-    return decode(kind, connection.execute(f"SELECT body {_ASKED} records.seq", (_asked(keys), kind.__name__)))
+    return decode(kind, connection.execute(f"SELECT body {_ASKED} records.seq", (_asked(attempts), kind.__name__)))
 
 
-def training_records(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[TrainingRecord]:
+def training_records(connection: sqlite3.Connection, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
     """The training records of these attempts, in the order they were recorded."""
-    rows = connection.execute(f"SELECT body, arrays {_ASKED} records.seq", (_asked(keys), TrainingRecord.__name__))
+    rows = connection.execute(f"SELECT body, arrays {_ASKED} records.seq", (_asked(attempts), TrainingRecord.__name__))
     return [decode_training_record(body, arrays) for body, arrays in rows]
 
 
 def _asked(keys: Iterable[AttemptKey]) -> str:
+    if isinstance(keys, AttemptKey):  # which is a tuple too
+        raise StoreRefusedError(f"A store is asked for several attempts: pass [{keys!r}], not the key alone.")
     return orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
 
 

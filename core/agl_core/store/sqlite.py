@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from agl_core.errors import StoreError
 from agl_core.kinds import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import name_of
-from agl_core.store.connections import GroupWriter, Readers, damaged, explain
-from agl_core.store.interface import Record, Store, Wanted
-from agl_core.types import (
-    Annotation,
-    Attempt,
-    AttemptKey,
-    Call,
-    Ending,
-    Mode,
-    Reward,
-    Rollout,
-    Run,
-    ToolResult,
-    TrainingRecord,
-)
+from agl_core.store.connections import GroupWriter, Query, Readers, damaged, explain
+from agl_core.store.interface import Record, Store
+from agl_core.types import Annotation, Attempt, AttemptKey, Ending, Reward, Rollout, ToolResult
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
-Arguments = TypeVarTuple("Arguments")
 _NOT_OPEN = "The store {} is not open. Open it first (`async with`), and do not use it once closed."
+
+
+def _reading(
+    query: Callable[Concatenate[sqlite3.Connection, P], Result],
+) -> Callable[Concatenate[SqliteStore, P], Coroutine[Any, Any, Result]]:
+    """The method of the store that runs a query."""
+
+    async def method(store: SqliteStore, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return await store.read(lambda connection: query(connection, *args, **kwargs))
+
+    return method
 
 
 class SqliteStore(Store):
@@ -91,48 +90,31 @@ class SqliteStore(Store):
             lambda writer: writer.between_writes(partial(queries.withdraw, ids=ids, ending=ending))
         )
 
-    async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
-        return await self._read(queries.leases)
-
-    async def done(self, ids: Collection[str]) -> list[Rollout]:
-        return await self._read(queries.done, ids)
-
-    async def runs(self) -> list[Run]:
-        return await self._read(queries.runs)
-
-    async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
-        return await self._read(queries.rollouts, wanted)
-
     async def rollout(self, prefix: str) -> Rollout:
-        return await self._read(queries.rollout, prefix, str(self._path))
-
-    async def attempts(self, *rollouts: str) -> list[Attempt]:
-        return await self._read(queries.attempts, rollouts)
-
-    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        return await self._read(queries.calls, _listed(attempts))
+        return await self.read(partial(queries.rollout, prefix=prefix, where=str(self._path)))
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return await self._read(queries.recorded, ToolResult, _listed(attempts))
+        return await self.read(partial(queries.recorded, kind=ToolResult, attempts=attempts))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return await self._read(queries.recorded, Reward, _listed(attempts))
-
-    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return await self._read(queries.training_records, _listed(attempts))
+        return await self.read(partial(queries.recorded, kind=Reward, attempts=attempts))
 
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
-        return await self._read(queries.recorded, Annotation, _listed(attempts))
+        return await self.read(partial(queries.recorded, kind=Annotation, attempts=attempts))
+
+    leases = _reading(queries.leases)
+    done = _reading(queries.done)
+    runs = _reading(queries.runs)
+    rollouts = _reading(queries.rollouts)
+    attempts = _reading(queries.attempts)
+    calls = _reading(queries.calls)
+    training_records = _reading(queries.training_records)
+    erased = _reading(queries.erased)
+    ended_before = _reading(queries.ended_before)
 
     async def erase(self, ids: Iterable[str]) -> int:
         rollouts = tuple(ids)
         return await self._written(lambda writer: writer.erase(partial(queries.erase_rollouts, ids=rollouts)))
-
-    async def erased(self, ids: Iterable[str]) -> set[str]:
-        return await self._read(queries.erased, tuple(ids))
-
-    async def ended_before(self, mode: Mode, time: float) -> list[str]:
-        return await self._read(queries.ended_before, mode, time)
 
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
@@ -152,22 +134,16 @@ class SqliteStore(Store):
         except (sqlite3.Error, ValueError, OverflowError) as error:
             raise explain(self._path, error, " or ".join(map(name_of, records)) or "a record") from error
 
-    async def _read(self, query: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
+    async def read(self, query: Query[Result]) -> Result:
+        """The result of a query. StoreError if the file is damaged or cannot be read."""
         if self._readers is None:
             raise StoreError(_NOT_OPEN.format(self._path))
         try:
-            return await self._readers.run(lambda connection: query(connection, *arguments))
+            return await self._readers.run(query)
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
         except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.
             raise damaged(self._path, error) from error
-
-
-def _listed(attempts: Iterable[AttemptKey]) -> tuple[AttemptKey, ...]:
-    """The keys of these attempts. TypeError if it is a single key, which is a tuple too."""
-    if isinstance(attempts, AttemptKey):
-        raise TypeError(f"A store is asked for several attempts: pass [{attempts!r}], not the key alone.")
-    return tuple(attempts)
 
 
 def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:

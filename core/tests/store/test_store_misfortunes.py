@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.errors import StoreError
+from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store import tables
 from agl_core.store.connections import is_written, log_of
 from agl_core.store.sqlite import SqliteStore
@@ -172,7 +172,7 @@ async def test_a_key_alone_is_refused_and_is_no_damage(path: Path) -> None:
     async with SqliteStore(path) as store:
         key = AttemptKey("r", 0)
         for read in (store.calls, store.tool_results, store.rewards, store.training_records, store.annotations):
-            with pytest.raises(TypeError, match=r"pass \[AttemptKey\(rollout='r', attempt=0\)\]"):
+            with pytest.raises(StoreRefusedError, match=r"pass \[AttemptKey\(rollout='r', attempt=0\)\]"):
                 await read(key)  # type: ignore[arg-type]
 
 

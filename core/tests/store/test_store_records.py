@@ -330,8 +330,8 @@ async def test_no_query_by_key_scans_a_table(store: Store, path: Path) -> None:
     connection.set_trace_callback(statements.append)
     queries.rollout(connection, "r", "here")
     for wanted in ({"run": "run", "step": 0}, {"group": "group"}, {"state": "queued"}):
-        queries.rollouts(connection, wanted)
-    queries.attempts(connection, ["r"])
+        queries.rollouts(connection, **wanted)
+    queries.attempts(connection, "r")
     queries.calls(connection, attempts)
     queries.recorded(connection, Reward, attempts)
     connection.set_trace_callback(None)
