@@ -188,7 +188,7 @@ def _print_trial(screen: Screen, trial: Trial, in_full: bool) -> None:
         if change.changed or in_full:
             _print_rollout(screen, change)
         else:
-            screen.print(f"rollout {change.rollout}  unchanged, reward {_arrow(change.terminal)}")
+            screen.print(f"rollout {change.episode.rollout}  unchanged, reward {_arrow(change.terminal)}")
     changed = sum(change.changed for change in trial.rollouts)
     before, after = _value(trial.mean_reward.before), _value(trial.mean_reward.after)
     screen.print(f"\n{changed} of {len(trial.rollouts)} rollouts change; mean reward {before} → {after}", style="bold")
@@ -196,7 +196,9 @@ def _print_trial(screen: Screen, trial: Trial, in_full: bool) -> None:
 
 def _print_rollout(screen: Screen, change: RolloutChange) -> None:
     """A table of the values before and after."""
-    screen.print(f"\nrollout {change.rollout}  task {one_line(change.task, 40)}  {change.ending.value}", style="bold")
+    episode = change.episode
+    heading = f"\nrollout {episode.rollout}  task {one_line(episode.task.id, 40)}  {episode.ending.value}"
+    screen.print(heading, style="bold")
     rows = table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("turn", no_wrap=True)
     rows.add_column("agent, tools, rewards", overflow="fold")
@@ -207,13 +209,13 @@ def _print_rollout(screen: Screen, change: RolloutChange) -> None:
         cells = [Text(_arrow(value), style="yellow" if value.changed else "") for value in changes]
         rows.add_row(Text(turn), Text(text), *cells)
 
-    for transition in change.transitions:
+    for transition, its_change in zip(episode.transitions, change.transitions, strict=True):
         agent = one_line(transition.agent or "unnamed agent", 60)
         results = transition.tool_results
         tools = ", ".join(f"{one_line(r.tool, 40)} {status_text(r)} ({said_by(r)})" for r in results)
-        credit = [transition.credit] if change.mode.trains else []
-        row(str(transition.turn), f"{agent}: {tools}" if tools else agent, transition.reward, *credit)
-        for part in transition.rewards:
+        credit = [its_change.credit] if episode.mode.trains else []
+        row(str(transition.turn), f"{agent}: {tools}" if tools else agent, its_change.reward, *credit)
+        for part in its_change.rewards:
             row("", f"  {one_line(part.name, 80)} (by {one_line(part.source, 40)})", part)
     rows.add_section()
     row("end", "terminal reward", change.terminal)

@@ -28,7 +28,6 @@ from agl_core.types import (
     Reward,
     Rollout,
     RolloutState,
-    ToolResult,
     TrainingRecord,
     Transition,
     TransitionKey,
@@ -70,11 +69,6 @@ class RewardChange(Change):
 class TransitionChange:
     """One transition's intermediate reward and credit."""
 
-    turn: int
-    agent: str | None
-    call: str
-    choice: int
-    tool_results: Sequence[ToolResult]
     rewards: Sequence[RewardChange]
     reward: Change
     """The sum of its intermediate rewards."""
@@ -92,16 +86,19 @@ class RolloutChange:
     Only rollouts of training get credit: that of a capture or of an evaluation is None.
     """
 
-    rollout: str
-    task: str
-    mode: Mode
-    ending: Ending
-    changed: bool
+    episode: Episode
+    """As the tried configuration scores it."""
     terminal: Change
     """R, or the reason why the episode is dropped."""
     rewards: Sequence[RewardChange]
     """The parts of the terminal reward, each before its weight; also what the agent reported, which stays."""
     transitions: Sequence[TransitionChange]
+    """In the order of the episode's."""
+
+    @property
+    def changed(self) -> bool:
+        parts: Sequence[Change | TransitionChange] = (self.terminal, *self.rewards, *self.transitions)
+        return any(part.changed for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +236,7 @@ def _rollout_change(episode: Episode, entry: RolloutEntry, credit: Mapping[Trans
     parts = ([reward for reward in rewards if reward.call is None] for rewards in (entry.rewards, episode.rewards))
     rewards = _reward_changes(*parts)
     transitions = [_transition_change(transition, entry, credit) for transition in episode.transitions]
-    changed = [terminal.changed, *(part.changed for part in rewards), *(part.changed for part in transitions)]
-    return RolloutChange(
-        rollout=episode.rollout,
-        task=episode.task.id,
-        mode=episode.mode,
-        ending=episode.ending,
-        changed=any(changed),
-        terminal=terminal,
-        rewards=rewards,
-        transitions=transitions,
-    )
+    return RolloutChange(episode, terminal, rewards, transitions)
 
 
 def _transition_change(
@@ -257,16 +244,9 @@ def _transition_change(
 ) -> TransitionChange:
     key = transition.key
     own = [r for r in entry.rewards if (r.call, r.choice) == (key.call, key.choice) and r.source != AGENT_SOURCE]
-    return TransitionChange(
-        turn=transition.turn,
-        agent=transition.agent,
-        call=key.call,
-        choice=key.choice,
-        tool_results=transition.tool_results,
-        rewards=_reward_changes(own, transition.rewards),
-        reward=Change(sum(reward.value for reward in own), transition.reward),
-        credit=credit.get(key, Change(None, None)),
-    )
+    reward = Change(sum(reward.value for reward in own), transition.reward)
+    rewards = _reward_changes(own, transition.rewards)
+    return TransitionChange(rewards, reward, credit.get(key, Change(None, None)))
 
 
 def _recorded_terminal(entry: RolloutEntry) -> Value:
