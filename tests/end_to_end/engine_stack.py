@@ -19,8 +19,7 @@ from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Call
-from agl_torch.engine import TorchEngine
-from agl_torch.plugin import TorchOptions
+from agl_torch.plugin import TorchEngine, TorchOptions
 
 CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "imitation.jinja"
 CONTEXT = 2048

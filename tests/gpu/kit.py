@@ -23,8 +23,7 @@ from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import EngineCase, Row, batch_of
 from agl_core.types import Batch
-from agl_torch.engine import TorchEngine
-from agl_torch.plugin import TorchOptions
+from agl_torch.plugin import TorchEngine, TorchOptions
 
 POLICY = Path(__file__).parents[2] / "examples" / "calc" / "policy"
 ALGORITHM, OPTIONS = "grpo", {"beta": 0.0}

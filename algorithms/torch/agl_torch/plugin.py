@@ -1,18 +1,23 @@
-"""The package's components and settings. Importing it imports no torch; nor does a run that uses the engine."""
+"""The package's components and settings, and the run's side of the engine: `agl_torch.process` holds the weights.
+
+Importing it imports no torch: a run's own process stays small.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import NoOptions, Register
+from agl_core.training.host import ProcessEngine
 
 if TYPE_CHECKING:
-    from agl_core.protocols import Engine, EngineContext, Tracker
+    from agl_core.protocols import Tracker
 
 
 class TorchOptions(BaseModel):
@@ -71,11 +76,20 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-def build_engine(options: TorchOptions, context: EngineContext) -> Engine:
+class TorchEngine(ProcessEngine[TorchOptions]):
     """One set of weights that samples and trains, in a process of its own on this machine."""
-    from agl_torch.engine import TorchEngine
 
-    return TorchEngine(options, context)
+    module = "agl_torch.process"
+    environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
+    """Threads of torch that wait for each other leave their cores to the agents and the server."""
+
+    # Its process does all that these ask for.
+    estimate, tokenize, logprobs = ProcessEngine._estimate, ProcessEngine._tokenize, ProcessEngine._logprobs
+
+    def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
+        if exit_code != -signal.SIGKILL:
+            return None
+        return "Memory may have run out: lower engine.torch.tokens_per_micro_batch or cache_mib."
 
 
 def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
@@ -88,7 +102,7 @@ def register_components(register: Register) -> None:
     register(
         kinds.ENGINE,
         "torch",
-        build_engine,
+        TorchEngine,
         options=TorchOptions,
         provides={
             Capability.TOKEN_IDS,

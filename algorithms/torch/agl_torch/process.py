@@ -1,4 +1,4 @@
-"""The engine process: `python -m agl_torch.process`, started by `agl_torch.engine.TorchEngine`.
+"""The engine process: `python -m agl_torch.process`, started by `agl_torch.plugin.TorchEngine`.
 
 `Policies` has the weights, trainer and sampler of each policy; `ServedPolicies` is what the run may ask of them.
 """

@@ -24,9 +24,8 @@ from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
 from agl_core.types import Batch
-from agl_torch.engine import TorchEngine
 from agl_torch.loading import load_model
-from agl_torch.plugin import TorchOptions
+from agl_torch.plugin import TorchEngine, TorchOptions
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint, plain_logprobs, saved
 
@@ -224,7 +223,7 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
 
 def test_the_run_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib, agl_torch.plugin as p, agl_torch.engine\n"
+        "import sys, pathlib, agl_torch.plugin as p\n"
         "from agl_core.kinds import NoOptions\n"
         f"t = p.build_tensorboard(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
         "t.log(3, {'reward/mean': 0.5}); t.close()\n"
