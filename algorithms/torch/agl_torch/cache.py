@@ -122,20 +122,26 @@ class SlotCache:
         slot = int(shared.argmax())
         return slot, int(shared[slot])
 
-    def arrange(self, front: Sequence[Placement], taken: Sequence[int], slots: int | None = None) -> None:
+    def whole(self, slot: int) -> Placement:
+        """All that a slot holds."""
+        return Placement(slot, int(self.lengths[slot]))
+
+    def arrange(self, front: Sequence[Placement], slots: int | None = None) -> None:
         """Fill the first slots by `front`, and keep what other slots hold behind it, most recently used first.
 
-        `taken` are slots whose content stands in `front` and is not to be kept a second time. A front placement
-        from a slot that is not taken is a copy. Only the first `slots` slots (default: all) are used.
+        A slot whose whole content stands in `front` has moved there, and is not kept a second time; of another, `front`
+        has a copy. Only the first `slots` slots (default: all) are used.
         """
         slots = self.slots if slots is None else slots
         source: NDArray[np.int64] = np.arange(self.slots)
         lengths: NDArray[np.int64] = np.zeros(self.slots, np.int64)
-        for slot, placement in enumerate(front):
-            source[slot] = slot if placement.source < 0 else placement.source
-            lengths[slot] = placement.length
         kept = self.lengths > 0
-        kept[list(taken)] = False
+        for slot, (origin, length) in enumerate(front):
+            if length:
+                source[slot], lengths[slot] = origin, length
+                kept[origin] &= length < self.lengths[origin]
+                if kept[origin]:
+                    self.touch(origin)
         idle = np.flatnonzero(kept)
         idle = idle[np.argsort(-self._used[idle], kind="stable")][: slots - len(front)]
         staying = {int(slot) for slot in idle if len(front) <= slot < slots}
@@ -162,7 +168,7 @@ class SlotCache:
         """Hold `capacity` tokens per slot; the first `front` slots are kept, and as many others as there is room."""
         slots = self.slots_at(capacity)
         if slots < self.slots:
-            self.arrange([Placement(s, int(self.lengths[s])) for s in range(front)], range(front), slots)
+            self.arrange([*map(self.whole, range(front))], slots)
         keys, values, tokens, lengths, used = self._keys, self._values, self.tokens, self.lengths, self._used
         rows, width = min(slots, self.slots), min(capacity, self.capacity)
         self.capacity, self.slots = capacity, slots

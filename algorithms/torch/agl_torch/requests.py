@@ -6,6 +6,7 @@ Log-probabilities are exact. Random numbers depend on the seed, the choice and t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +37,7 @@ class Row:
     """One response in the making."""
 
     job: Job
-    uniforms: Uniforms
+    uniforms: Iterator[float]
     limit: int
     """Tokens that the response may have: by the request and by the context."""
     ids: list[int] = field(default_factory=list)
@@ -91,26 +92,15 @@ _MAX_CDF_ENTRIES = 1 << 23
 """Rows are sampled in parts, so that the float64 tables of a large vocabulary stay small."""
 
 
-class Uniforms:
-    """The random numbers of one response: a function of (seed, choice, position) and nothing else.
+def uniforms(seed: int, choice: int) -> Iterator[float]:
+    """The random numbers in [0, 1) for the tokens of one response, in order: a function of these two and nothing else.
 
-    >>> Uniforms(7, choice=0)[3] == Uniforms(7, choice=0)[3]
+    >>> next(uniforms(7, choice=0)) == next(uniforms(7, choice=0))
     True
     """
-
-    def __init__(self, seed: int, choice: int) -> None:
-        self._seed, self._choice = seed, choice
-        self._generator: np.random.Generator | None = None
-        self._drawn: list[float] = []
-
-    def __getitem__(self, position: int) -> float:
-        """A number in [0, 1) for the token at this position of the response."""
-        if self._generator is None:
-            key = np.array([self._seed % 2**64, self._choice], np.uint64)
-            self._generator = np.random.Generator(np.random.Philox(key=key))
-        while len(self._drawn) <= position:
-            self._drawn.extend(self._generator.random(_BLOCK).tolist())
-        return self._drawn[position]
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, choice], np.uint64)))
+    while True:
+        yield from generator.random(_BLOCK).tolist()
 
 
 def choose(

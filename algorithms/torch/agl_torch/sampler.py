@@ -24,7 +24,7 @@ from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.grammars import Constraint, Grammars, unpack
 from agl_torch.loading import LoadedModel
-from agl_torch.requests import Job, Row, Uniforms, choose, distort
+from agl_torch.requests import Job, Row, choose, distort, uniforms
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4
@@ -121,7 +121,7 @@ class Sampler:
             raise ApiError(400, f"There is no token {max(tokens)}: the model has {vocabulary}.", code="invalid_value")
         job = Job(request)
         limit = min(request.max_tokens, self._context - length)
-        job.rows = [Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
+        job.rows = [Row(job, uniforms(request.seed, choice), limit) for choice in range(request.n)]
         if request.grammar is not None:
             for row in job.rows:
                 row.constraint = self.grammars.start(request.grammar, request.prompt_ids)
@@ -223,15 +223,7 @@ class Sampler:
     def _prefill(self, phase: Sequence[tuple[Row, Placement]]) -> int:
         """Compute the prompts of these rows and sample each one's first token; return how many tokens that took."""
         cache, first = self._cache, len(self._active)
-        taken = set(range(first))
-        for _, placement in phase:
-            # A finished row that is wholly a prefix of the new one moves on with it; any other is copied from.
-            if placement.length and placement.length == cache.lengths[placement.source]:
-                taken.add(placement.source)
-            elif placement.length:
-                cache.touch(placement.source)
-        stay = [Placement(slot, int(cache.lengths[slot])) for slot in range(first)]
-        cache.arrange([*stay, *(placement for _, placement in phase)], sorted(taken))
+        cache.arrange([*map(cache.whole, range(first)), *(placement for _, placement in phase)])
         rows = [row for row, _ in phase]
         starts, counts = [], []
         for slot, (row, placement) in enumerate(phase, first):
@@ -295,9 +287,7 @@ class Sampler:
             logits_BV,
             self._tensor([row.request.temperature for row in rows], torch.float32),
             self._tensor([row.request.top_p for row in rows], torch.float64),
-            self._tensor(
-                [row.uniforms[len(row.ids)] if row.request.temperature else 0.0 for row in rows], torch.float64
-            ),
+            self._tensor([next(row.uniforms) if row.request.temperature else 0.0 for row in rows], torch.float64),
             self._tensor([row.forced_id for row in rows], torch.int64),
             distorted_BV,
         )
@@ -355,20 +345,15 @@ class Sampler:
 
     def _keep(self, rows: Sequence[Row]) -> None:
         """Let only these rows stay in progress, with as little moving as can be."""
-        slot_of = {id(row): slot for slot, row in enumerate(self._active)}
-        staying = {id(row) for row in rows}
-        for slot, row in enumerate(self._active):
-            if id(row) not in staying:
+        slot_of, staying = {row: slot for slot, row in enumerate(self._active)}, set(rows)
+        for row, slot in slot_of.items():
+            if row not in staying:
                 self._cache.touch(slot)
                 if self._deterministic:
                     self._cache.lengths[slot] = 0
-        front = list(rows)
-        movers = [row for row in rows if slot_of[id(row)] >= len(rows)]
-        for slot in range(len(rows)):
-            front[slot] = self._active[slot] if id(self._active[slot]) in staying else movers.pop()
-        sources = [slot_of[id(row)] for row in front]
-        self._cache.arrange([Placement(slot, int(self._cache.lengths[slot])) for slot in sources], sources)
-        self._active = front
+        movers = [row for row in rows if slot_of[row] >= len(rows)]
+        self._active = [row if row in staying else movers.pop() for row in self._active[: len(rows)]]
+        self._cache.arrange([self._cache.whole(slot_of[row]) for row in self._active])
 
     def _generated(self, job: Job) -> Generated:
         return Generated(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ from agl_chat.backends import Generated, Request
 from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_torch.requests import Job, Row, Uniforms, choose, distort
+from agl_torch.requests import Job, Row, choose, distort, uniforms
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, distributions, drive, random_ids, recomputed
@@ -126,25 +127,27 @@ def test_a_distortion_is_that_of_the_processors_of_transformers(
         processors.append(TopKLogitsWarper(fields["top_k"]))
     expected = processors(torch.tensor([prompt + response]), torch.tensor([logits]))[0]
     request = Request("r", np.array(prompt, np.int32), 9, temperature=temperature, distortions=fields)
-    row = Row(Job(request), Uniforms(0, 0), 9, ids=response)
+    row = Row(Job(request), uniforms(0, 0), 9, ids=response)
     torch.testing.assert_close(distort(torch.tensor(logits), row) / temperature, expected)
 
 
 def test_a_distortion_that_leaves_nothing_is_none() -> None:
     request = Request("r", np.array([0], np.int32), 9, distortions={"allowed_token_ids": [2]})
     logits = torch.tensor([1.0, 2.0, -np.inf])
-    assert torch.equal(distort(logits, Row(Job(request), Uniforms(0, 0), 9)), logits)
+    assert torch.equal(distort(logits, Row(Job(request), uniforms(0, 0), 9)), logits)
     logits[2] = -5.0
-    assert distort(logits, Row(Job(request), Uniforms(0, 0), 9)).tolist() == [-np.inf, -np.inf, -5]
+    assert distort(logits, Row(Job(request), uniforms(0, 0), 9)).tolist() == [-np.inf, -np.inf, -5]
 
 
-def test_uniforms_depend_on_seed_choice_and_position_only() -> None:
-    numbers = [Uniforms(3, 1)[i] for i in range(200)]
-    backwards = Uniforms(3, 1)
-    assert [backwards[i] for i in reversed(range(200))] == numbers[::-1]
-    assert len({*numbers, *(Uniforms(3, 2)[i] for i in range(200)), *(Uniforms(4, 1)[i] for i in range(200))}) == 600
+def test_uniforms_depend_on_seed_and_choice_only() -> None:
+    numbers, again, of_choice, of_seed = (
+        list(itertools.islice(uniforms(*key), 200)) for key in ((3, 1), (3, 1), (3, 2), (4, 1))
+    )
+    assert numbers == again
+    assert numbers == np.random.Generator(np.random.Philox(key=np.array([3, 1], np.uint64))).random(200).tolist()
+    assert len({*numbers, *of_choice, *of_seed}) == 600
     assert all(0 <= number < 1 for number in numbers)
-    assert Uniforms(-1, 0)[0] == Uniforms(2**64 - 1, 0)[0]
+    assert next(uniforms(-1, 0)) == next(uniforms(2**64 - 1, 0))
 
 
 @pytest.fixture(params=["qwen", "llama"])
