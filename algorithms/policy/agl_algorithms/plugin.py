@@ -213,9 +213,10 @@ class DistillOptions(PolicyGradientOptions):
     )
 
     def needs(self) -> frozenset[Capability]:
-        """A teacher besides, and for rewards groups."""
+        """A teacher besides, of a served one the temperature of its log-probabilities, and for rewards groups."""
         groups = {Capability.GROUPS} if self.reward_weight > 0 else set()
-        return super().needs() | {Capability.SCORES, Capability.TEACHER} | groups
+        temperature = {Capability.UNIT_TEMPERATURE} if self.teacher_model is not None else set()
+        return super().needs() | {Capability.SCORES, Capability.TEACHER} | groups | temperature
 
     def takes(self) -> CreditKind | None:
         """Returns, where rewards count."""

@@ -91,13 +91,13 @@ class Teacher:
     """A folder or a hub name; or the base URL of a server, ending in /v1, that gives the log-probabilities of prompts
     as vLLM's completions do."""
     model: str | None = None
-    """Its name on the server."""
+    """Its name on the server; None of one that is not served."""
     key_env: str | None = None
     """The environment variable with the server's key."""
 
     @property
     def is_served(self) -> bool:
-        return self.place.startswith(("http://", "https://"))
+        return self.model is not None
 
 
 class Algorithm(ABC):

@@ -240,6 +240,13 @@ ALWAYS = {Capability.TOKEN_IDS}
         (
             "distill",
             Distill,
+            {"teacher": "http://there/v1", "teacher_model": "big"},
+            None,
+            {Capability.SCORES, Capability.TEACHER, Capability.UNIT_TEMPERATURE},
+        ),
+        (
+            "distill",
+            Distill,
             {"teacher": "a/b", "reward_weight": 0.5},
             CreditKind.RETURN,
             {Capability.GROUPS, Capability.SCORES, Capability.TEACHER},

@@ -40,7 +40,7 @@ def check(loaded: LoadedConfig) -> None:
     """
     policies_of: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _time_axis, _tool_results, _engine, _replay, _demonstrations):
+        for check_one in (_groups, _temperature, _time_axis, _tool_results, _engine, _replay, _demonstrations):
             for problem in check_one(loaded, plan):
                 policies_of.setdefault(problem, []).append(policy)
     problems = [*_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in policies_of.items())]
@@ -138,6 +138,16 @@ def _groups(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
             yield (
                 f"{chosen.label} compares several rollouts of each task, but [train] min_group_size is 1, which "
                 f"keeps groups with nothing to compare. Set it to 2 or more."
+            )
+
+
+def _temperature(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+    temperature = loaded.config.sampling.temperature
+    for chosen in needing(loaded, plan, Capability.UNIT_TEMPERATURE):
+        if temperature != 1:
+            yield (
+                f"{chosen.label} has a server as its teacher, which gives log-probabilities at temperature 1, but "
+                f"[sampling] temperature is {temperature:g}. Set it to 1, or name the teacher's folder."
             )
 
 

@@ -78,6 +78,13 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ("credit 'mixing'", "reward 'tool_counting'", "a tool result would count twice", "Keep one"),
         ),
         (("rewards.a.rule=tool_counting", "rewards.b.rule=tool_counting"), ("a tool result would count twice",)),
+        (
+            (
+                *("algorithm.name=distill", "algorithm.distill.teacher=http://there/v1", "sampling.temperature=0.7"),
+                "algorithm.distill.teacher_model=big",
+            ),
+            ("algorithm 'distill'", "at temperature 1, but [sampling] temperature is 0.7", "Set it to 1"),
+        ),
         (("train.stop.patience=2", "eval.every=0"), ("[train.stop] patience counts evaluations, and there is none",)),
         (
             ("train.stop.alarms.no_contrast=2", "alarms.no_contrast=false"),
