@@ -186,17 +186,6 @@ class CloseReply(Body):
     counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
 
 
-class Health(Body):
-    """The server's health."""
-
-    status: str = "ok"
-    serving: bool = Field(description="Whether an engine is there to answer model calls.")
-    queued: int = Field(description="Rollouts that wait for a worker.")
-    running: int = Field(description="Attempts that workers hold.")
-    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
-    counters: dict[str, int] = Field({}, description="What a source of rollouts counted since the server's start.")
-
-
 class RunningAttempt(Body):
     """An attempt that a worker holds, and what it waits for. Times are seconds up to now."""
 
@@ -208,9 +197,15 @@ class RunningAttempt(Body):
     answered: float | None = Field(description="Since its latest model call was answered; None: none was yet.")
 
 
-class Activity(Health):
-    """The state of a run's rollouts: how many wait, and for what."""
+class Activity(Body):
+    """The server's health, and the state of its rollouts: how many wait, and for what."""
 
+    status: str = "ok"
+    serving: bool = Field(description="Whether an engine is there to answer model calls.")
+    queued: int = Field(description="Rollouts that wait for a worker.")
+    running: int = Field(description="Attempts that workers hold.")
+    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
+    counters: dict[str, int] = Field({}, description="What a source of rollouts counted since the server's start.")
     finished: float | None = Field(description="Seconds since a rollout ended; None: none has yet.")
     attempts: list[RunningAttempt] = Field(description="The oldest of them, at most 100.")
 
@@ -218,10 +213,9 @@ class Activity(Health):
 LEASE = Operation("POST", "/agl/v1/leases", Right.WORKER, LeaseRequest, LeaseReply, waits=True)
 HEARTBEAT = Operation("POST", "/agl/v1/heartbeats", Right.WORKER, HeartbeatRequest, HeartbeatReply)
 CLOSE = Operation("POST", "/agl/v1/rollouts/{rollout}/attempts/{attempt}/close", Right.LEASE, CloseRequest, CloseReply)
-HEALTH = Operation("GET", "/agl/v1/health", Right.EITHER, Empty, Health)
-ACTIVITY = Operation("GET", "/agl/v1/activity", Right.OPERATOR, Empty, Activity)
+HEALTH = Operation("GET", "/agl/v1/health", Right.EITHER, Empty, Activity)
 
-OF_WORKERS: tuple[AnyOperation, ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH, ACTIVITY)
+OF_WORKERS: tuple[AnyOperation, ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH)
 
 WORKER_KEY = "AGL_WORKER_KEY"
 """The environment variable that holds the workers' key."""

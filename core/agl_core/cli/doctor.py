@@ -30,7 +30,7 @@ from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import explain_waiting, find_run, read_entry
 from agl_core.training.metrics import Observer
 from agl_core.types import Needs, Workload
-from agl_core.wire import ACTIVITY, OPERATOR_KEY, Activity, Empty, take_keys
+from agl_core.wire import HEALTH, OPERATOR_KEY, Activity, Empty, take_keys
 from agl_core.worker.client import LightningClient, find_server
 
 Target = Annotated[
@@ -213,7 +213,7 @@ def _waiting(folder: Path) -> Findings:
 
     async def look() -> tuple[Activity, str, str]:
         async with LightningClient(server.base_url, server.key) as client:
-            activity = await client.ask(ACTIVITY, Empty())
+            activity = await client.ask(HEALTH, Empty())
         return activity, *await explain_waiting(folder, activity)
 
     activity, seen, remedy = asyncio.run(look())

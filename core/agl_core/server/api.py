@@ -32,7 +32,6 @@ from agl_core.server.listening import read_body
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
 from agl_core.wire import (
-    ACTIVITY,
     CLOSE,
     HEALTH,
     HEARTBEAT,
@@ -42,7 +41,6 @@ from agl_core.wire import (
     AnyOperation,
     Asked,
     Empty,
-    Health,
     Operation,
     Right,
 )
@@ -168,15 +166,10 @@ class ModelCalls:
         await response(scope, receive, send)
 
 
-def worker_routes(
-    keys: Keys, queue: RolloutQueue, health: Callable[[], Health], activity: Callable[[], Activity]
-) -> list[Route]:
-    """The routes of workers; `health` says what the server is doing, `activity` what its rollouts wait for."""
+def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activity]) -> list[Route]:
+    """The routes of workers; `activity` says what the server is doing."""
 
-    async def look(body: Empty) -> Health:
-        return health()
-
-    async def watch(body: Empty) -> Activity:
+    async def look(body: Empty) -> Activity:
         return activity()
 
     def leased(request: Request) -> AttemptKey:
@@ -190,7 +183,6 @@ def worker_routes(
         route(HEARTBEAT, keys, queue.heartbeat),
         route_of(CLOSE, leased, queue.close_attempt),
         route(HEALTH, keys, look),
-        route(ACTIVITY, keys, watch),
     ]
 
 

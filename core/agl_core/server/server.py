@@ -27,7 +27,7 @@ from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire import OF_WORKERS, Activity, Health, RunningAttempt
+from agl_core.wire import OF_WORKERS, Activity, RunningAttempt
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
@@ -155,25 +155,19 @@ class LightningServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def health(self) -> Health:
-        """The server's health."""
-        return Health(
-            serving=self.relay.is_there,
-            queued=self.queue.queued,
-            running=len(self.queue.running),
-            waiting=self.queue.waiting,
-            counters=dict(self._source.counters),
-        )
-
     def activity(self) -> Activity:
-        """The state of the rollouts: how many wait, and for what."""
+        """The server's health, and the state of its rollouts: how many wait, and for what."""
         now = time.time()
 
         def since(begun: float | None) -> float | None:
             return None if begun is None else max(0.0, now - begun)
 
         return Activity(
-            **dict(self.health()),
+            serving=self.relay.is_there,
+            queued=self.queue.queued,
+            running=len(self.queue.running),
+            waiting=self.queue.waiting,
+            counters=dict(self._source.counters),
             finished=since(self.queue.ended),
             attempts=[
                 RunningAttempt(
@@ -197,7 +191,7 @@ class LightningServer:
             routes=[
                 *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, self._gateway)),
                 *self._plugins_routes,
-                *worker_routes(self.keys, self.queue, self.health, self.activity),
+                *worker_routes(self.keys, self.queue, self.activity),
                 *self._source.routes,
                 Route("/openapi.json", openapi),
             ],

@@ -1,7 +1,7 @@
 """The client of a Lightning Server, and where a run's server is.
 
-`ask` sends any `Operation`. A worker's key allows `LEASE` and `HEARTBEAT`, an operator's key `ACTIVITY`, and both allow
-`HEALTH`; `CLOSE` sends the secret of the lease.
+`ask` sends any `Operation`. A worker's key allows `LEASE` and `HEARTBEAT`, that and an operator's key `HEALTH`; `CLOSE`
+sends the secret of the lease.
 
 Every method raises UnreachableError if the server did not answer or failed: the same request may succeed later. It
 raises RefusedError if the server refused the request, and will again; ConfigError if a request cannot carry the key.

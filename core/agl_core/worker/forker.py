@@ -12,9 +12,9 @@ ended.
 On Linux nothing escapes: each process adopts its orphaned descendants, also those in sessions of their own, and the
 forker adopts what such a process leaves behind. Elsewhere the process group is ended.
 
-A forked process gets its job as one line over the first of its file descriptors. It becomes a command, or it calls the
-agent and sends `{"tool_result": …}`, `{"reward": …}` and `{"problem": …}` as they happen, and at last
-`{"ended": {"ending", "result", "error"}}`. Either sends `{"failed": reason}` if nothing could be run.
+A forked process gets its job as one line over the first of its file descriptors. It calls the agent, sends
+`{"tool_result": …}`, `{"reward": …}` and `{"problem": …}` as they happen, and at last
+`{"ended": {"ending", "result", "error"}}`. Or it becomes a command, and sends `{"failed": reason}` if it cannot.
 """
 
 from __future__ import annotations

@@ -219,37 +219,19 @@ class ProcessPerAttempt(ForkedProcesses):
 
 
 async def _ended(process: Process, recording: Recording) -> Ended:
-    """How the agent ended, as soon as that is known; its process may still be exiting."""
-    reading = asyncio.create_task(_read(process, recording))
+    """How the agent ended, as soon as that is known; its process may still be exiting. Its reports are recorded."""
     try:
-        either: set[asyncio.Future[Any]] = {reading, process.exited}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({reading}, timeout=EXIT_GRACE)
-        ended = reading.result() if reading.done() else None
-    except ValueError as error:
-        return Ended(Ending.CRASHED, error=f"what the agent's process sent cannot be read ({error})")
-    finally:
-        reading.cancel()
-    if ended is not None:
-        return ended
-    return Ended(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
-
-
-async def _read(process: Process, recording: Recording) -> Ended | None:
-    """Record the process's reports, until it ends or reports how the attempt ended."""
-    async for message in process.messages():
-        try:
-            if "failed" in message:
-                return Ended(Ending.LOST, error=str(message["failed"]))
+        async for message in process.messages():
             if "ended" in message:
                 ended = _ENDED.validate_python(message["ended"])
                 if ended.ending not in (Ending.FINISHED, Ending.CRASHED):  # Anything else is for the worker to say.
                     raise ValueError(f"it ended as {ended.ending}")
                 return ended
             Report.model_validate(message).add_to(recording)
-        except ValidationError as error:
-            raise ValueError(f"{error.error_count()} fields are wrong") from error
-    return None
+    except ValueError as error:
+        problem = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else error
+        return Ended(Ending.CRASHED, error=f"what the agent's process sent cannot be read ({problem})")
+    return Ended(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class Deployed:
 
     def counted(self, name: str) -> int:
         """One of the counters that the server shows."""
-        return self.server.health().counters[f"online_{name}"]
+        return self.server.activity().counters[f"online_{name}"]
 
 
 @contextlib.asynccontextmanager
