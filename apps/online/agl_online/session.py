@@ -8,15 +8,18 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from agl_core.errors import StoreError
 from agl_core.server.keys import ActiveAttempt
 from agl_core.store.interface import Record, Store
 from agl_core.types import Call, Choice, Ending, Json, RolloutState
 from agl_online.wire import HEADER_SESSION
+
+if TYPE_CHECKING:
+    from agl_online.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -30,103 +33,12 @@ _MAX_WAITING = 256
 """Calls that may wait to be written; further ones are not recorded."""
 
 
-COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
-"""Counters since the server's start: sessions, then calls that were not recorded or lost some of their text."""
-
-
-@dataclass(slots=True, eq=False)
-class Recorder:
-    """Writes sessions and their calls, redacted. Use goes on whatever happens here."""
-
-    store: Store
-    redaction: Redaction
-    counters: dict[str, int]
-    """By `COUNTERS`."""
-    _writing: set[asyncio.Task[None]] = field(default_factory=set)
-
-    async def record(self, session: ActiveSession, calls: tuple[Call, ...]) -> None:
-        """Write calls of a session, with the session itself if it is not written yet; returns in time in any case.
-
-        Without calls it is written before its first one, if that can be done; else it comes with that call.
-        """
-        if not session.recorded or (session.closed and not session.begun):
-            return
-        try:
-            kept = [self.redaction.call(call) for call in calls]
-        except Exception:
-            logger.exception("A call of session %s is not recorded, because it could not be redacted.", session.id)
-            self._count_missed(session)
-            return
-        self.counters["redacted"] += sum(now is not before for now, before in zip(kept, calls, strict=True))
-        own: list[Record] = []
-        if not session.closed and (session.missed or not session.begun):
-            own = [session.rollout, session.record]
-        if own or kept:
-            await self._write(session, [*own, *kept])
-
-    async def end(self, session: ActiveSession) -> bool:
-        """Write how a session ended; False if that has to be tried again."""
-        if not await session.wait_until_written():
-            return False
-        if session.begun and session.recorded:
-            ending, error = Ending.FINISHED, None
-            if session.missed:
-                ending, error = Ending.LOST, f"{session.missed} of its calls were answered and could not be recorded."
-            elif not session.completed_calls:
-                ending = Ending.NO_CALL
-            record = replace(
-                session.record,
-                ended=session.used,
-                ending=ending,
-                error=error,
-                passed_through=session.passed_through or None,
-            )
-            rollout = replace(session.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
-            try:
-                await self.store.put(record, rollout)
-            except StoreError as failed:
-                logger.error("The end of session %s is not written yet: %s", session.id, failed)
-                return False
-        return True
-
-    async def _write(self, session: ActiveSession, records: list[Record]) -> None:
-        """Wait for what is written of a session; what takes long goes on."""
-        if len(self._writing) >= _MAX_WAITING:
-            self._count_missed(session)
-            return
-        task = asyncio.create_task(self._put(session, records))
-        self._writing.add(task)
-        session.committing.add(task)
-        task.add_done_callback(self._writing.discard)
-        task.add_done_callback(session.committing.discard)
-        await asyncio.wait({task}, timeout=_PATIENCE)
-
-    async def _put(self, session: ActiveSession, records: list[Record]) -> None:
-        try:
-            await self.store.put(*records)
-            session.begun = True
-        except Exception as error:
-            trace = not isinstance(error, StoreError)
-            logger.error("What session %s did is not recorded: %s", session.id, error, exc_info=trace)
-            if any(isinstance(record, Call) for record in records):
-                self._count_missed(session)
-
-    def _count_missed(self, session: ActiveSession) -> None:
-        """A call was answered and not recorded."""
-        self.counters["unrecorded"] += 1
-        session.missed += 1
-        if not session.closed:
-            session.record = replace(session.record, result={UNRECORDED_CALLS: session.missed})
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class ActiveSession(ActiveAttempt):
-    """A session that is open, or was. Its calls are answered in any case."""
+    """A session that is open, or was. Its calls are answered in any case, whatever happens to what is written."""
 
-    application: str
-    recorder: Recorder
-    end: Callable[[ActiveSession, str], Awaitable[None]]
-    """Ends it; the text says how."""
+    sessions: Sessions
+    """All sessions of the server."""
     used: float
     """When it was last used, in Unix seconds."""
     recorded: bool = True
@@ -154,9 +66,57 @@ class ActiveSession(ActiveAttempt):
         """The id of a new call; it says which session feedback on it belongs to."""
         return f"{prefix}{self.id}.{uuid.uuid4().hex[:16]}"
 
+    async def delivered(self, arrived: bool) -> None:
+        self.used = time.time()
+        if arrived and self.ends_with_reply and not self.asking:
+            await self.sessions.end(self, "reply")
+
     async def keep(self, store: Store, *calls: Call) -> None:
-        """Record calls; what cannot be recorded is counted."""
-        await self.recorder.record(self, calls)
+        """Write calls, redacted, with the session itself if it is not written yet; returns in time in any case.
+
+        Without calls it is written before its first one, if that can be done; else it comes with that call. What cannot
+        be written is counted.
+        """
+        if not self.recorded or (self.closed and not self.begun):
+            return
+        try:
+            kept = [self.sessions.redaction.call(call) for call in calls]
+        except Exception:
+            logger.exception("A call of session %s is not recorded, because it could not be redacted.", self.id)
+            self._count_missed()
+            return
+        self.sessions.counted["redacted"] += sum(now is not before for now, before in zip(kept, calls, strict=True))
+        is_new = not self.closed and (self.missed or not self.begun)
+        records: list[Record] = [self.rollout, self.record, *kept] if is_new else [*kept]
+        writing = self.sessions.writing
+        if records and len(writing) >= _MAX_WAITING:
+            self._count_missed()
+        elif records:
+            task = asyncio.create_task(self._put(store, records))
+            for tasks in (writing, self.committing):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.wait({task}, timeout=_PATIENCE)  # What takes longer goes on.
+
+    async def write_end(self, store: Store) -> bool:
+        """Write how it ended; False if that has to be tried again."""
+        if not await self.wait_until_written():
+            return False
+        if self.begun and self.recorded:
+            ending, error = Ending.FINISHED, None
+            if self.missed:
+                ending, error = Ending.LOST, f"{self.missed} of its calls were answered and could not be recorded."
+            elif not self.completed_calls:
+                ending = Ending.NO_CALL
+            passed_through = self.passed_through or None
+            record = replace(self.record, ended=self.used, ending=ending, error=error, passed_through=passed_through)
+            rollout = replace(self.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+            try:
+                await store.put(record, rollout)
+            except StoreError as failed:
+                logger.error("The end of session %s is not written yet: %s", self.id, failed)
+                return False
+        return True
 
     async def wait_until_written(self) -> bool:
         """Wait for what is being written of it; False if that takes too long."""
@@ -165,10 +125,22 @@ class ActiveSession(ActiveAttempt):
             return not writing
         return True
 
-    async def delivered(self, arrived: bool) -> None:
-        self.used = time.time()
-        if arrived and self.ends_with_reply and not self.asking:
-            await self.end(self, "reply")
+    async def _put(self, store: Store, records: list[Record]) -> None:
+        try:
+            await store.put(*records)
+            self.begun = True
+        except Exception as error:
+            trace = not isinstance(error, StoreError)
+            logger.error("What session %s did is not recorded: %s", self.id, error, exc_info=trace)
+            if any(isinstance(record, Call) for record in records):
+                self._count_missed()
+
+    def _count_missed(self) -> None:
+        """A call was answered and not recorded."""
+        self.sessions.counted["unrecorded"] += 1
+        self.missed += 1
+        if not self.closed:
+            self.record = replace(self.record, result={UNRECORDED_CALLS: self.missed})
 
 
 PATTERNS: Mapping[str, str] = {

@@ -32,7 +32,7 @@ from agl_core.store.interface import Store
 from agl_core.types import Annotation, Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire import Empty
 from agl_online.config import OnlineSection, online_section
-from agl_online.session import COUNTERS, LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Recorder, Redaction
+from agl_online.session import LONGEST_WAIT, UNRECORDED_CALLS, ActiveSession, Redaction
 from agl_online.wire import (
     BEGIN_SESSION,
     DELETE_SESSIONS,
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 _RECORDED, _UNRECORDED = "use", "off"
 """The prefixes of sessions' ids: of those that are stored, and of those that are not."""
 _SESSION_ID = re.compile(rf"({_RECORDED}|{_UNRECORDED})-([0-9a-f]{{24}})-([0-9a-f]{{12}})")
+_COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
+"""Counters since the server's start: sessions, then calls that were not recorded or lost some of their text."""
 _DAY = 86_400.0
 _BETWEEN_REMOVALS = 600.0
 
@@ -82,12 +84,13 @@ class Sessions(RolloutSource):
         folder: Path,
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        self.counted = dict.fromkeys(COUNTERS, 0)
+        self.counted = dict.fromkeys(_COUNTERS, 0)
         self.keys = ApplicationKeys(keys, settings.applications)
-        self._redaction = Redaction(settings.redact)
+        self.redaction = Redaction(settings.redact)
+        self.writing: set[asyncio.Task[None]] = set()
+        """What is being written of sessions."""
         self._settings, self._run, self._folder, self._say = settings, run, folder, say
         self._store, self._operator, self._answering = store, keys, answering
-        self._recorder = Recorder(store, self._redaction, self.counted)
         self._watching: asyncio.Task[None] | None = None
         self._open: dict[str, ActiveSession] = {}
         """By id."""
@@ -135,9 +138,8 @@ class Sessions(RolloutSource):
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        writing = {task for session in (*self._open.values(), *self._unwritten) for task in session.committing}
-        if writing:
-            await asyncio.wait(writing, timeout=LONGEST_WAIT)
+        if self.writing:
+            await asyncio.wait(set(self.writing), timeout=LONGEST_WAIT)
 
     async def attempt_of(self, request: Request) -> ActiveSession | None:
         """The session that a model call belongs to; it is begun if need be. None if the call is of no session.
@@ -238,10 +240,8 @@ class Sessions(RolloutSource):
         session = ActiveSession(
             rollout,
             record,
-            application=str(rollout.task.metadata.get("application")),
-            recorder=self._recorder,
+            sessions=self,
             answered_by=self._answering,
-            end=self.end,
             used=record.started,
             **known,
         )
@@ -291,7 +291,7 @@ class Sessions(RolloutSource):
         if self._named.get(session.rollout.group) is session:
             del self._named[session.rollout.group]
         session.record = replace(session.record, result={"ended_by": by, **(session.record.result or {})})
-        if not await self._recorder.end(session):
+        if not await session.write_end(self._store):
             self._unwritten.append(session)
         self.counted["ended"] += 1
 
@@ -347,7 +347,7 @@ class Sessions(RolloutSource):
         for session in [session for session in self._open.values() if session.used < before and not session.asking]:
             await self.end(session, "idle")
         await self._erase_soon(())
-        self._unwritten = [session for session in self._unwritten if not await self._recorder.end(session)]
+        self._unwritten = [session for session in self._unwritten if not await session.write_end(self._store)]
         if self._settings.keep_days is not None and time.monotonic() - self._removed >= _BETWEEN_REMOVALS:
             old = await self._store.ended_before(Mode.USE, time.time() - self._settings.keep_days * _DAY)
             if old:
@@ -357,8 +357,8 @@ class Sessions(RolloutSource):
     async def _answer_begin(self, application: str, body: BeginSession) -> SessionReply:
         """A session that may have several calls; it is in the store before its first one, if it can be."""
         session = await self._begin(application, body.name or secrets.token_hex(12), recorded=body.record)
-        await self._recorder.record(session, ())
-        key = self.keys.of_session(session.application, session.id)
+        await session.keep(self._store)
+        key = self.keys.of_session(application, session.id)
         return SessionReply(session=session.id, path=rollout_path(*session.key), key=key, recorded=session.recorded)
 
     async def _answer_end(self, application: str, body: EndSession) -> Empty:
@@ -389,7 +389,7 @@ class Sessions(RolloutSource):
         key = AttemptKey(session, 0)
         if request.call is not None and request.call not in {call.id for call in await self._store.calls([key])}:
             raise _no_call(request.call)
-        note = None if request.note is None else self._redaction.text(request.note)
+        note = None if request.note is None else self.redaction.text(request.note)
         feedback = {"rewards": request.rewards, "note": note}
         annotation = Annotation(*key, request.id or uuid.uuid4().hex, time.time(), feedback, request.call)
         async with self._taking:
