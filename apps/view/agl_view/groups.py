@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from agl_core.reading.explained import RolloutEntry, RolloutReport, Turn
 from agl_core.reading.rollouts import RolloutPage, groups_of, message_text
-from agl_core.types import Mode, Task, TrainingRecord, are_equal
+from agl_core.types import Rollout, TrainingRecord, are_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +27,39 @@ class Member:
 class Group:
     """The rollouts of one task that are compared."""
 
-    name: str
-    task: Task
-    mode: Mode
-    step: int
     members: Sequence[Member]
-    mean: float | None
-    """The mean terminal reward; None if no member has one."""
-    std: float | None
-    """Its unbiased deviation; None for fewer than two."""
-
-    @classmethod
-    def of(cls, members: Sequence[Member]) -> Group:
-        first = members[0].entry.rollout
-        rewards = [m.entry.reward for m in members if m.entry.reward is not None]
-        mean = math.fsum(rewards) / len(rewards) if rewards else None
-        std = None
-        if mean is not None and len(rewards) > 1:
-            squares = math.fsum((reward - mean) ** 2 for reward in rewards)
-            std = 0.0 if are_equal(rewards) else math.sqrt(squares / (len(rewards) - 1))
-        return cls(first.group, first.task, first.mode, first.step, members, mean, std)
 
     @property
-    def is_equal(self) -> bool:
-        """True if it has no contrast: several rewards, and all of them are equal."""
-        return self.std == 0
+    def first(self) -> Rollout:
+        return self.members[0].entry.rollout
+
+    @property
+    def rewards(self) -> list[float]:
+        """The terminal rewards of the members that have one."""
+        return [member.entry.reward for member in self.members if member.entry.reward is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.rewards) if self.rewards else None
+
+    @property
+    def std(self) -> float | None:
+        """The unbiased deviation of the rewards: 0 without contrast, None for fewer than two."""
+        rewards = self.rewards
+        if are_equal(rewards):
+            return 0.0 if len(rewards) > 1 else None
+        return math.dist(rewards, [fmean(rewards)] * len(rewards)) / math.sqrt(len(rewards) - 1)
 
 
 def groups_on(page: RolloutPage) -> list[Group]:
     """Groups in which something matches: those that train first, of several steps the newest first."""
     by_id = {entry.rollout.id: entry for entry in page.entries}
     groups = [
-        Group.of([Member(by_id[r.id], _advantage(by_id[r.id].training_records), r.id in page.matching) for r in group])
+        Group([Member(by_id[r.id], _advantage(by_id[r.id].training_records), r.id in page.matching) for r in group])
         for group in groups_of([entry.rollout for entry in page.entries])
         if any(r.id in page.matching for r in group)
     ]
-    return sorted(groups, key=lambda group: (not group.mode.trains, -group.step))
+    return sorted(groups, key=lambda group: (not group.first.mode.trains, -group.first.step))
 
 
 def _advantage(records: Sequence[TrainingRecord]) -> float | None:

@@ -272,7 +272,7 @@ def check_changes(before: Mapping[str, Any], after: Mapping[str, Any], folder: P
     `before` is the configuration that the checkpoint was written with, `folder` where paths start now.
     """
     changes, refused = [], []
-    for key, was, is_now in _changes(before, after):
+    for key, was, is_now in differences(before, after):
         change = f"{key}: {_brief(was)} → {_brief(is_now)}"
         changes.append(change)
         why = next((why for keys, why in _SETTLED.items() if re.fullmatch(keys, key)), None)
@@ -292,12 +292,12 @@ def _has_moved(was: str, is_now: str, before: Mapping[str, Any], folder: Path) -
     return new.is_dir() and (not old.is_dir() or old.samefile(new))
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys with both values (None: it is absent), apart from the place of the run's project."""
     for name in dict.fromkeys((*before, *after)):
         was, is_now, key = before.get(name), after.get(name), f"{above}{name}"
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
-            yield from _changes(was, is_now, f"{key}.")
+            yield from differences(was, is_now, f"{key}.")
         elif was != is_now and key != "folder":
             yield key, was, is_now
 

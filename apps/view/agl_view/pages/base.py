@@ -149,7 +149,7 @@ class Pages:
             chosen, page = query, await read_page(folder, query, size, given.get("before"), given.get("after"))
         groups = groups_on(page)
         kept = {key: value for key, value in given.items() if key not in ("before", "after")}
-        rewards = [m.entry.reward for group in groups for m in group.members if m.entry.reward is not None]
+        rewards = [reward for group in groups for reward in group.rewards]
         advantages = [abs(m.advantage) for group in groups for m in group.members if m.advantage is not None]
         return self.render(
             request,

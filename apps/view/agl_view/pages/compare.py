@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from agl_core.reading.explained import RolloutEntry, read_group
 from agl_core.reading.metrics import held_out, read_metrics, series
 from agl_core.reading.rollouts import Query, read_entries
 from agl_core.reading.runs import read_settings
+from agl_core.training.checkpoints import differences
 from agl_core.types import Mode, Task
 from agl_view.charts import Points, line_chart
 from agl_view.groups import align
@@ -76,7 +77,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         unmatched=len(before.keys() ^ after.keys()),
         counts=[len(before), len(after)],
         chart=line_chart("Reward", "mean over rollouts", curves, wide=True) if len(names) > 1 else None,
-        settings=_differences(*(runs[name] for name in names)) if len(names) > 1 else [],
+        settings=_differing_settings(*(runs[name] for name in names)) if len(names) > 1 else [],
     )
 
 
@@ -128,18 +129,6 @@ def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str
     return defaults[at]
 
 
-def _differences(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
+def _differing_settings(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
     """The settings in which two runs differ, each with both values."""
-    before, after = (_flat(read_settings(folder)) for folder in (one, other))
-    return [
-        (key, before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key != "name"
-    ]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    return [change for change in differences(read_settings(one), read_settings(other)) if change[0] != "name"]
