@@ -192,10 +192,6 @@ POLICY_KEY = "AGL_POLICY_KEY"
 class _Clients(ActiveAttempt):
     """All calls together: they are answered and forgotten."""
 
-    @property
-    def refuses_late(self) -> bool:
-        return False
-
     async def keep(self, store: Store, *calls: Call) -> None:
         return
 

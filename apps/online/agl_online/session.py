@@ -55,10 +55,6 @@ class ActiveSession(ActiveAttempt):
         return self.rollout.id
 
     @property
-    def refuses_late(self) -> bool:
-        return False
-
-    @property
     def reply_headers(self) -> dict[str, str]:
         return {HEADER_SESSION: self.id}
 

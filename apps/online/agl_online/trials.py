@@ -9,19 +9,18 @@ which both see, says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.learning.batch import NO_CREDIT, BatchPlan, make_batches
 from agl_core.learning.evaluations import compare
-from agl_core.learning.health import answer
-from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import Engine
 from agl_core.training.loop import Evaluated
-from agl_core.training.metrics import mean
+from agl_core.training.metrics import health_metrics, mean
 from agl_core.training.rollouts import Collector, Scored
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
@@ -36,21 +35,23 @@ _MAX_KL = 0.5
 """How far a version may be from the served one in nats per token, by the served version's sampled replies."""
 _MAX_LENGTH = 2.0
 """How many times as long responses may be."""
-_MAX_RISES = (
-    ("tool_results/failed", 0.1, "tool calls that fail"),
-    ("answers/empty", 0.05, "empty answers"),
-    ("answers/refused", 0.05, "answers that refuse"),
-    ("answers/question", 0.2, "answers that end with a question"),
-)
+_MAX_RISES = {
+    "tool_results/failed": (0.1, "tool calls that fail"),
+    "answers/empty": (0.05, "empty answers"),
+    "answers/refused": (0.05, "answers that refuse"),
+    "answers/question": (0.2, "answers that end with a question"),
+}
 """By how much shares may rise at the gate that a policy may learn to raise in order to raise the reward."""
+_OF_SESSIONS = ("tool_results/failed", "answers/empty")
+"""Those that a canary's sessions may not raise either."""
 _POINTS = 400
 """The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
 _BOLDEST = 0.75
 """The share of its capital that a bet may lose."""
 _MAX_SESSIONS = 2000
 """Rewarded sessions of a canary without a decision, after which it is rolled back."""
-_REASONS = 3
-"""A rollback has three reasons: the reward, tool errors, empty answers."""
+_REASONS = 1 + len(_OF_SESSIONS)
+"""A rollback has so many reasons: the reward, and each of these shares."""
 
 
 def decide_at_gate(
@@ -100,7 +101,7 @@ def decide_at_gate(
             reasons.append(
                 f"it is {nats:.3f} nats per token from the served version on {where} (more than {_MAX_KL:g})"
             )
-    for name, limit, what in _MAX_RISES:
+    for name, (limit, what) in _MAX_RISES.items():
         for _, now, before, where in beside(name):
             if now - before > limit:
                 reasons.append(f"the share of {what} rose from {before:.3f} to {now:.3f} on {where}")
@@ -143,17 +144,8 @@ class Outcome:
     """`Rollout.group`, which ties sessions of one name."""
     reward: float | None
     """None: no user gave any."""
-    tool_errors: float = 0.0
-    """The share of its tool calls that failed."""
-    empty: float = 0.0
-    """The share of its answers that are empty."""
-
-
-_LIMITS: Sequence[tuple[str, str, float, Callable[[Outcome], float]]] = (
-    ("tool_errors", "tool calls that fail", 0.1, lambda outcome: outcome.tool_errors),
-    ("empty", "empty answers", 0.05, lambda outcome: outcome.empty),
-)
-"""Name and words of each share, by how much it may rise, and what a session adds to it."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Of its tool calls and answers, by `_OF_SESSIONS`; 0 where there is none."""
 
 
 def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Decision | None:
@@ -175,25 +167,30 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
         rewards[arm] = [outcome.reward for outcome in own if outcome.reward is not None]
         figures |= {f"{arm}/sessions": float(len(own)), f"{arm}/rewarded": float(len(rewards[arm]))}
         figures |= {f"{arm}/reward": mean(rewards[arm])}
-        figures |= {f"{arm}/{name}": mean(map(value, own)) for name, _, _, value in _LIMITS}
+        figures |= {f"{arm}/{name}": mean(outcome.shares.get(name, 0.0) for outcome in own) for name in _OF_SESSIONS}
 
     def decision(state: State, reason: str) -> Decision:
         return Decision(canary, state, By.CANARY, reason, figures)
 
-    for name, what, limit, value in _LIMITS:
-        if lower_bound(differences(counted, canary, stable, value), settings.error / _REASONS, -1.0) > limit:
+    for name in _OF_SESSIONS:
+        limit, what = _MAX_RISES[name]
+        rises = differences(((outcome.version, outcome.shares.get(name, 0.0)) for outcome in counted), canary, stable)
+        if lower_bound(rises, settings.error / _REASONS, -1.0) > limit:
             here, there = (f"{figures[f'{arm}/{name}']:.3f} in {figures[f'{arm}/sessions']:.0f}" for arm in arms)
             return decision(
                 State.ROLLED_BACK, f"The share of {what} is {here} sessions, and {there} with version {stable}."
             )
     smallest, largest = settings.reward
     width = largest - smallest
-
-    def reward(outcome: Outcome) -> float | None:
-        given = outcome.reward
-        return None if given is None else min(max((given - smallest) / width, 0.0), 1.0)
-
-    changes = differences(counted, canary, stable, reward)
+    changes = differences(
+        (
+            (outcome.version, min(max((outcome.reward - smallest) / width, 0.0), 1.0))
+            for outcome in counted
+            if outcome.reward is not None
+        ),
+        canary,
+        stable,
+    )
     here, there = (f"{figures[f'{arm}/reward']:.3f} in {len(rewards[arm])}" for arm in arms)
     means = f"{here} sessions, and {there} with version {stable}"
     low = figures["difference/low"] = width * lower_bound(changes, settings.error, -1.0)
@@ -207,21 +204,18 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
     return None
 
 
-def differences(
-    outcomes: Iterable[Outcome], canary: int, stable: int, value: Callable[[Outcome], float | None]
-) -> NDArray[np.float64]:
+def differences(values: Iterable[tuple[int, float]], canary: int, stable: int) -> NDArray[np.float64]:
     """Of one block of sessions after another, by how much the canary's mean value is above the stable version's.
 
-    A block ends as soon as it has sessions of both, whatever their values are; so the expectation of each difference
-    is that of the versions. Values are between 0 and 1; None: the session has none.
+    `values` are between 0 and 1, one of each session with its version. A block ends as soon as it has sessions of both
+    versions, whatever their values are; so the expectation of each difference is that of the versions.
     """
     changes = []
     block: dict[int, list[float]] = {canary: [], stable: []}
-    for outcome in outcomes:
-        measured = value(outcome)
-        if measured is None or outcome.version not in block:
+    for version, value in values:
+        if version not in block:
             continue
-        block[outcome.version].append(measured)
+        block[version].append(value)
         if all(block.values()):
             changes.append(mean(block[canary]) - mean(block[stable]))
             block = {canary: [], stable: []}
@@ -284,12 +278,10 @@ def outcome_of(scored: Scored) -> Outcome | None:
     version = versions.pop() if len(versions) == 1 else None
     if version is None:
         return None
-    results = [result for transition in episode.transitions for result in transition.tool_results]
-    reply = answer(episode)
+    shares = health_metrics([episode])
     return Outcome(
         version=version,
         name=scored.rollout.group,
         reward=None if episode.dropped in _UNSCORED else episode_return(episode),
-        tool_errors=sum(map(has_failed, results)) / len(results) if results else 0.0,
-        empty=float(reply is not None and not reply.strip()),
+        shares={name: shares[name] for name in _OF_SESSIONS if math.isfinite(shares[name])},
     )

@@ -113,8 +113,8 @@ class ActiveAttempt:
 
     @property
     def refuses_late(self) -> bool:
-        """True if its calls are refused once it is closed."""
-        return True
+        """True if its calls are refused once it is closed; of rollouts from outside none are."""
+        return self.mode is not Mode.USE
 
     @property
     def reply_headers(self) -> Mapping[str, str]:

@@ -194,20 +194,22 @@ def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() ->
 def test_no_user_outweighs_others() -> None:
     """One user floods the canary with bad sessions."""
     fair = sessions(3, 400, solved(0.9), solved(0.7))
-    flood = [Outcome(CANARY, "angry", 0.0, empty=1.0, tool_errors=1.0) for _ in range(500)]
+    flood = [Outcome(CANARY, "angry", 0.0, {"answers/empty": 1.0, "tool_results/failed": 1.0}) for _ in range(500)]
     mixed = [s for pair in zip(fair, [*flood[:400]], strict=True) for s in pair]
     assert decided(fair, SETTINGS, [400]) == (State.STABLE, 400)
     assert decided(mixed, SETTINGS, [800]) == (State.STABLE, 800)
 
 
-@pytest.mark.parametrize(("field", "says"), [("tool_errors", "tool calls that fail"), ("empty", "empty answers")])
-def test_a_limit_trips_after_few_sessions_whatever_the_reward(field: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("share", "says"), [("tool_results/failed", "tool calls that fail"), ("answers/empty", "empty answers")]
+)
+def test_a_limit_trips_after_few_sessions_whatever_the_reward(share: str, says: str) -> None:
     outcomes: list[Outcome] = []
     while (seen := judge_canary(CANARY, STABLE, outcomes, SETTINGS)) is None:
         number = len(outcomes)
         is_canary = number % 5 == 0
-        bad = {field: 1.0} if is_canary else {}
-        outcomes.append(Outcome(CANARY if is_canary else STABLE, f"user-{number}", None, **bad))
+        bad = {share: 1.0} if is_canary else {}
+        outcomes.append(Outcome(CANARY if is_canary else STABLE, f"user-{number}", None, bad))
     assert seen.state is State.ROLLED_BACK
     assert says in seen.reason
     assert seen.figures["canary/sessions"] <= 12

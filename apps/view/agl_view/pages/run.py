@@ -158,16 +158,13 @@ def _staleness(lines: Sequence[MetricsLine]) -> dict[str, Points]:
 
 
 def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    train = [(line.step, line.values) for line in lines if line.kind == "train"]
-    phases = {
-        phase: [(step, values.get(f"seconds/{phase}", 0.0)) for step, values in train]
-        for phase in ("rollouts", "update")
-    }
+    phases = _series(lines, "seconds/", "rollouts", "update")
+    rollouts, update = (dict(points) for points in phases.values())
     rest = [
-        (step, v.get("seconds/step", 0.0) - v.get("seconds/rollouts", 0.0) - v.get("seconds/update", 0.0))
-        for step, v in train
+        (step, max(0.0, seconds - rollouts.get(step, 0.0) - update.get(step, 0.0)))
+        for step, seconds in series(lines, "train", "seconds/step")
     ]
-    return {**phases, "other": [(step, max(0.0, value)) for step, value in rest]}
+    return {**phases, "other": rest}
 
 
 def _histogram(name: str, step: int, rewards: Sequence[float], of: str) -> Chart | None:
