@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core import kinds
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, apply_overrides, load, store_config
 from agl_core.config.sections import LARGEST, SMALLEST, usual_learning_rate
 from agl_core.errors import ConfigError
@@ -294,6 +296,9 @@ def test_tables_of_plugins_are_checked(loaded: Load, folder: Path) -> None:
     loaded({"garden": {"rows": 4}})
     policies = load(folder / "train.toml", needs=(), plugins=Plugins.load())
     assert policies.config.model_extra == {}, "that plugin file is not imported, and its settings may be secrets"
+    alone = {"config_version": 1, "plugins": [str(Path(__file__).with_name("fakes.py"))], "garden": {}}
+    (folder / "train.toml").write_text(tomli_w.dumps(alone))
+    assert load(folder / "train.toml", needs=(kinds.SECTION,)).sections["garden"].options.rows == 3
 
 
 CHANGED = {
