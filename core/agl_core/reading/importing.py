@@ -7,13 +7,14 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
+from agl_core.capture.standalone import CapturedRollout
 from agl_core.errors import EpisodesError
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.runs import check_name, write_capture
@@ -24,11 +25,10 @@ from agl_core.types import (
     Attempt,
     Call,
     Choice,
-    Ending,
     Episode,
     FinishReason,
+    Identity,
     Json,
-    Mode,
     Reward,
     Rollout,
     RolloutState,
@@ -36,7 +36,6 @@ from agl_core.types import (
     Sampling,
     Task,
     Transition,
-    TransitionKey,
 )
 from agl_core.types.forms import from_json
 
@@ -97,9 +96,8 @@ async def _import(file: Path, base: Path) -> Imported:
     with removed_unless_begun(folder) as begun:
         async with SqliteStore(folder / "store.sqlite") as store:
             batch: list[Record] = [Run(folder.name, 0, time.time(), {"file": str(file)})]
-            for episode in _episodes(file, folder.name, bad):
-                records = [] if bad else episode_records(episode, folder.name)
-                batch += records
+            for records in _records(file, folder.name, bad):
+                batch += [] if bad else records
                 rollouts += 1
                 calls += sum(isinstance(record, Call) for record in records)
                 if len(batch) >= _BATCH:
@@ -117,8 +115,8 @@ async def _import(file: Path, base: Path) -> Imported:
     return Imported(folder, rollouts, calls)
 
 
-def _episodes(file: Path, run: str, bad: list[str]) -> Iterator[Episode]:
-    """The episodes of good lines; what is wrong with the others is added to `bad`."""
+def _records(file: Path, run: str, bad: list[str]) -> Iterator[list[Record]]:
+    """The records of each good line; what is wrong with the others is added to `bad`."""
     lines_of: dict[str, int] = {}
     members: Counter[tuple[str, str]] = Counter()
     with file.open("rb") as lines:
@@ -132,12 +130,14 @@ def _episodes(file: Path, run: str, bad: list[str]) -> Iterator[Episode]:
                 if "transitions" in data:
                     episode = from_json(Episode, data)
                     _check_parts(episode)
+                    id, records = episode.rollout, episode_records(episode, run)
                 else:
-                    episode = _episode_of(number, data, run, members)
-                if episode.rollout in lines_of:
-                    raise ValueError(f"the rollout '{episode.rollout}' is that of line {lines_of[episode.rollout]} too")
-                lines_of[episode.rollout] = number
-                yield episode
+                    records = _conversation_records(number, data, run, members)
+                    id = f"{run}-{number}"
+                if id in lines_of:
+                    raise ValueError(f"the rollout '{id}' is that of line {lines_of[id]} too")
+                lines_of[id] = number
+                yield records
             except ValidationError as error:
                 wrong = error.errors()[0]
                 bad.append(f"line {number}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
@@ -154,8 +154,10 @@ def _check_parts(episode: Episode) -> None:
             raise ValueError(f"the episode of '{episode.rollout}' has a part of '{part.rollout}'")
 
 
-def _episode_of(number: int, data: dict[str, Any], run: str, members: Counter[tuple[str, str]]) -> Episode:
-    """A conversation as an episode, each assistant message a call."""
+def _conversation_records(
+    number: int, data: dict[str, Any], run: str, members: Counter[tuple[str, str]]
+) -> list[Record]:
+    """The records of a conversation, in which each assistant message is a call."""
     line = _Conversation.model_validate(data)
     messages: list[dict[str, Json]] = [
         {key: value for key, value in message.items() if key != "weight"} for message in data["messages"]
@@ -167,45 +169,26 @@ def _episode_of(number: int, data: dict[str, Any], run: str, members: Counter[tu
         raise ValueError("has no assistant message that follows another one, so there is nothing to record")
     if not all(messages[at].get("content") or messages[at].get("tool_calls") for at in replies):
         raise ValueError("an assistant message has neither 'content' nor 'tool_calls'")
-    rollout, id = f"{run}-{number}", str(number if line.id is None else line.id)
     question = next((message.get("content") for message in messages if message["role"] == "user"), None)
-    member = members[line.split, id]
-    members[line.split, id] += 1
-    return Episode(
-        rollout=rollout,
-        attempt=0,
-        group=id,
-        member=member,
-        task=Task(id, question, line.split, dict(line.model_extra or {})),
-        mode=Mode.EVAL_SAMPLED,
-        ending=Ending.FINISHED,
-        transitions=tuple(
-            _transition(rollout, turn, messages[:at], messages[at], line) for turn, at in enumerate(replies)
-        ),
-        result=messages[replies[-1]].get("content"),
-        rewards=() if line.reward is None else (Reward(rollout, 0, "reward", line.reward, IMPORTED),),
-        terminal=line.reward,
-    )
-
-
-def _transition(
-    rollout: str, turn: int, prompt: Sequence[Mapping[str, Json]], reply: Mapping[str, Json], line: _Conversation
-) -> Transition:
-    """One assistant message of a conversation, and what came before it."""
-    name = reply.get("name")
-    return Transition(
-        key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", 0),
-        agent=name if isinstance(name, str) else None,
-        turn=turn,
-        agent_turn=turn,
-        policy=line.model,
-        version=None,
-        messages=tuple(prompt),
-        response=reply,
-        finish_reason=FinishReason.TOOL_CALLS if reply.get("tool_calls") else FinishReason.STOP,
-        temperature=1.0,
-        tools=tuple(line.tools or ()),
-    )
+    captured = CapturedRollout(f"{run}-{number}", question)
+    offered = {"tools": line.tools} if line.tools else {}
+    for turn, at in enumerate(replies):
+        reply, name = messages[at], messages[at].get("name")
+        captured.call(
+            f"{captured.id}-c{turn}",
+            {"model": line.model, "messages": messages[:at], **offered},
+            (Choice(0, reply, FinishReason.read(None, calls_tools=bool(reply.get("tool_calls")))),),
+            sequence=turn,
+            who=Identity(name if isinstance(name, str) else None),
+            started=time.time(),
+        )
+    captured.finish(messages[replies[-1]].get("content"))
+    rollout, attempt, calls, _ = captured.records()
+    task = Task(str(number if line.id is None else line.id), question, line.split, dict(line.model_extra or {}))
+    member = members[task.split, task.id]
+    members[task.split, task.id] += 1
+    rewards = [] if line.reward is None else [Reward(rollout.id, 0, "reward", line.reward, IMPORTED)]
+    return [replace(rollout, run=run, group=task.id, member=member, task=task), attempt, *calls, *rewards]
 
 
 def episode_records(episode: Episode, run: str) -> list[Record]:
