@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import agl_core
 from agl_core.cli import app
-from agl_core.config.check import check
 from agl_core.config.load import load
 from agl_core.errors import CapabilityError
 from agl_core.learning.rewards import ScoringRule, score_all, score_groups
@@ -277,7 +276,7 @@ cache = "judgements"
 """
     )
     with pytest.raises(CapabilityError, match=r"reward 'relative_judge' .* compares several .*group_size is 1"):
-        check(load(tmp_path / "train.toml", ["train.group_size=1"]))
+        load(tmp_path / "train.toml", ["train.group_size=1"])
 
     endpoint.judgement = by_number
     group = [conversation(make, f"r{member}", "Ann", result=f"Ann {member}") for member in range(3)]

@@ -19,7 +19,6 @@ import pytest
 
 from agl_core import hooks, kinds
 from agl_core.capture import AttemptContext, Identity, Recording, current_identity, running
-from agl_core.config.check import check
 from agl_core.config.load import load
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
@@ -100,7 +99,6 @@ store = {{ name = "fast_disk" }}
 """
     )
     loaded = load(config)
-    check(loaded)
     assert loaded.rewards["brevity"].options.model_dump() == {"limit": 80}
     assert loaded.tasks["train"].options.model_dump() == {"count": 500}
 

@@ -16,7 +16,6 @@ from agl_core.cli.screen import AsJson, Port, Run, Screen, Set, print_json, show
 from agl_core.cli.train import train_and_report
 from agl_core.cli.upstreams import ANEW, open_upstream
 from agl_core.cli.words import number, one_line
-from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
@@ -130,7 +129,6 @@ def learn(
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
     loaded, run_dir = _read(target, set_)
-    check(loaded)
     console = Screen()
     console.print(f"run folder: {run_dir}")
     learning = partial(learner.learn, loaded, run_dir)

@@ -13,7 +13,6 @@ import typer
 
 from agl_core import kinds
 from agl_core.cli.screen import ConsoleObserver, Screen, Seed, Set, table
-from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.reading.runs import find_run
@@ -75,7 +74,6 @@ def _load(file: Path, overrides: list[str], seed: int | None) -> tuple[LoadedCon
     assert isinstance(settings, OptimizeSection)
     if settings.upstream is None:
         loaded = load(file, overrides, seed)
-        check(loaded)
     return loaded, settings
 
 

@@ -27,7 +27,6 @@ from agl_core.cli.screen import (
     table,
 )
 from agl_core.cli.words import harmless, number, one_line, said_by, status_text
-from agl_core.config.check import check
 from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, PluginError
@@ -156,7 +155,6 @@ def try_(
     if not yes:
         _ask(config, read_config(config, set_))
     loaded = load(config, set_, needs=SCORED)
-    check(loaded)
     trial = try_rewards(loaded, config, run, rollout, step)
     if as_json:
         print_json(trial)

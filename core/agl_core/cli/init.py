@@ -17,7 +17,6 @@ from typing import Annotated
 import typer
 
 from agl_core.capture import installed_adapters
-from agl_core.config.check import check
 from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
 from agl_core.worker.agent import agent_environment, client_variables, load_agent, load_module
@@ -187,7 +186,7 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
     try:
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
-        check(load(folder / CONFIG))
+        load(folder / CONFIG)
     except BaseException:
         for path in files:
             with suppress(OSError):

@@ -15,7 +15,6 @@ import typer
 
 from agl_core.cli.screen import AsJson, ConsoleObserver, Screen, Seed, Set, print_json, show_in_browser, table
 from agl_core.cli.words import plain, score
-from agl_core.config.check import check
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compare, passes
@@ -102,7 +101,6 @@ def train(
             "--help."
         )
     loaded = load(file, [*recorded, *set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
-    check(loaded)
     if dry_run:
         typer.echo(describe_engine(loaded), nl=False)
         return
@@ -241,7 +239,6 @@ def evaluate(
     """
     folder, checkpoint = _resolve(target)
     loaded = load(Path(target) if folder is None else folder / CONFIG_FILE, set_, seed)
-    check(loaded)
     if repeat > 1 and Mode.EVAL_SAMPLED not in loaded.config.eval.modes:
         raise ConfigError("--repeat repeats sampled replies, and eval.modes has greedy ones only.")
     if against is not None:

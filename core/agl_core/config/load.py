@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core import kinds, private
+from agl_core.config.check import check
 from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.config.resolve import Chosen, PolicyPlan, Problems, below, resolve
 from agl_core.config.sections import HUB_NAME
@@ -113,7 +114,8 @@ def load(
     """Read a run's configuration.
 
     `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError lists everything
-    that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported.
+    that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported;
+    CapabilityError if the parts do not go together.
 
     With fewer kinds in `needs`, what other kinds lack is no error (nor that weights, or the agent's folder, are gone):
     that component is missing. Plugin files that are there are imported, unless `plugins` are given: for configurations
@@ -148,6 +150,8 @@ def load(
         except ConfigError as error:
             report.add(("policies", policy, "model", "path"), str(error).partition("path: ")[2])
     report.raise_if_any()
+    if kinds.ALGORITHM in needs:
+        check(loaded)
     return loaded
 
 
@@ -199,9 +203,7 @@ def store_config(config: RunConfig, run_dir: Path) -> None:
     """
     assert config.folder is not None
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
-    left_out = {name for name in ("tasks", "policies") if not getattr(config, name)}
-    data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True, exclude=left_out)
-    private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(data))
+    private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(config.model_copy(update={"folder": folder}).as_file()))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -402,6 +402,11 @@ class RunConfig(Section):
         """`plugins` as absolute paths: relative ones start at `folder`."""
         return tuple(((self.folder or Path()) / file.expanduser()).resolve() for file in self.plugins)
 
+    def as_file(self) -> dict[str, Any]:
+        """The tables as a file has them; there are no tasks and policies where it names none."""
+        left_out = {name for name in ("tasks", "policies") if not getattr(self, name)}
+        return self.model_dump(mode="json", exclude_none=True, exclude=left_out)
+
     @field_validator("tasks")
     @classmethod
     def _has_train(cls, value: dict[str, TaskSection]) -> dict[str, TaskSection]:

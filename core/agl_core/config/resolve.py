@@ -110,9 +110,7 @@ def resolve(
         "trackers": find.trackers(config.trackers),
         "sections": find.sections(config.model_extra or {}),
     }
-    # Only an `UntrainedConfig` may lack these, and not have them empty.
-    absent = {name for name in ("tasks", "policies") if not getattr(config, name)}
-    data: Any = config.model_dump(mode="json", exclude_none=True, exclude=absent)
+    data: Any = config.as_file()
     for (*above, name), settings in find.settings.items():
         table = data
         for part in above:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.config.check import cautions, check
+from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import CapabilityError
 from agl_core.types import CreditKind
@@ -38,7 +38,7 @@ REPLAYING_UNCORRECTED = ("buffer.name=prioritised", "async.max_staleness=4", "al
     ],
 )
 def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> None:
-    check(loaded({}, *overrides))
+    loaded({}, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_does_not_is_refused_with_a_remedy(
     loaded: Load, overrides: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(CapabilityError) as error:
-        check(loaded({}, *overrides))
+        loaded({}, *overrides)
 
     for part in parts:
         assert part in str(error.value)
@@ -119,10 +119,10 @@ def two_policies(**writer: Any) -> dict[str, Any]:
 def test_each_policy_is_judged_by_its_own_pair(loaded: Load) -> None:
     own = {"algorithm": {"name": "judging"}, "credit": {"name": "per_step"}}
 
-    check(loaded(two_policies(**own), "engine.name=rich"))
+    loaded(two_policies(**own), "engine.name=rich")
     for broken in ("algorithm", "credit"):
         with pytest.raises(CapabilityError) as error:
-            check(loaded(two_policies(**{broken: own[broken]}), "engine.name=rich"))
+            loaded(two_policies(**{broken: own[broken]}), "engine.name=rich")
         first, problem = str(error.value).splitlines()
         assert first == "The parts of this run do not go together:"
         assert problem.strip().startswith(f"policy 'writer': algorithm '{'judging' if broken == 'algorithm' else ''}")
@@ -130,7 +130,7 @@ def test_each_policy_is_judged_by_its_own_pair(loaded: Load) -> None:
 
 def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load) -> None:
     with pytest.raises(CapabilityError) as error:
-        check(loaded(two_policies(), "engine.name=poor", "train.min_group_size=9"))
+        loaded(two_policies(), "engine.name=poor", "train.min_group_size=9")
 
     _, sizes, reference = str(error.value).splitlines()
     assert sizes.strip().startswith("[train] min_group_size is 9")
@@ -149,7 +149,7 @@ def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load)
     ],
 )
 def test_the_algorithm_decides_what_the_values_are(loaded: Load, algorithm: str, credit: str, kind: CreditKind) -> None:
-    run = loaded({}, f"algorithm.name={algorithm}", f"credit.name={credit}")
+    run = loaded({}, "engine.name=rich", f"algorithm.name={algorithm}", f"credit.name={credit}")
 
     assert run.policies["default"].credit_kind is kind
 

@@ -305,7 +305,7 @@ CHANGED = {
     "seed=3", "folder=inside", 'agent.command=["python", "agent.py"]', "agent.attach=false",
     "tasks.held-out.source=counting", "tasks.train.limit=77", "async.max_staleness=3", "async.in_flight=40",
     "policies.second.model.path=Qwen/Qwen2.5-0.5B", 'policies.default.agents=["writer", "edit*"]',
-    "policies.default.algorithm.comparing.beta=0.0", "policies.default.credit.name=per_step",
+    "policies.default.algorithm.comparing.beta=0.0", "policies.default.credit.name=either",
     "policies.default.model.lora.alpha=8.5", 'policies.default.model.lora.targets=["q_proj"]',
     "policies.default.optimizer.learning_rate=5e-4", "sampling.temperature=0.7", "train.endings.crashed=-0.5",
     'eval.modes=["eval-sampled"]', "gateway.passthrough.url=https://embeddings.example/v1",
