@@ -228,15 +228,13 @@ class ModelServer:
             if "tool_calls" in message and reason is FinishReason.STOP:
                 reason = FinishReason.TOOL_CALLS
             ends = {"finish_reason": reason.value, "stop_reason": text.stop}
-            choices.append(
-                {"index": index, "message": message, **ends, **self.of_tokens(exchange, response.tokens(index))}
-            )
-            mask = None if response.mask is None else response.mask.tolist()
-            extras.append({"mask": mask, "parse_error": text.parsed.error})
+            choices.append({"index": index, "message": message, **ends, **self.of_tokens(exchange, response.tokens)})
+            mask = [token.is_free for token in response.tokens]
+            extras.append({"mask": None if all(mask) else mask, "parse_error": text.parsed.error})
             replies.append((normalise([message])[0], response.ids))
         if exchange.session is not None:
             self._sessions.record(exchange.session, exchange.messages, exchange.prompt, replies)
-        prompt, completion = len(exchange.prompt.ids), sum(len(r.ids) for r in generated.responses)
+        prompt, completion = len(exchange.prompt.ids), sum(len(r.tokens) for r in generated.responses)
         body = {
             **self.head(exchange),
             "object": "chat.completion",
@@ -365,8 +363,8 @@ async def stream_reply(model: ModelServer, exchange: Exchange, backend: Backend)
             came, tokens[:] = tokens[:], []
             if generating.done():
                 generated = generating.result()
-                sent = [len(text.ids) for text in texts]
-                came = [token for i, r in enumerate(generated.responses) for token in r.tokens(i)[sent[i] :]]
+                rest = zip(generated.responses, texts, strict=True)
+                came = [token for response, text in rest for token in response.tokens[len(text.ids) :]]
             for index, text in enumerate(texts):
                 if some := [token for token in came if token.choice == index]:
                     role = {} if text.ids else {"role": "assistant"}

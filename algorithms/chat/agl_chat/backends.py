@@ -22,7 +22,7 @@ from agl_core.apis.dialect import unsupported
 from agl_core.apis.errors import ApiError, read_error
 from agl_core.apis.streams import STREAM_TYPE
 from agl_core.errors import EngineError
-from agl_core.types import FinishReason, Logprobs, TokenMask, Tokens
+from agl_core.types import FinishReason, Logprobs, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,11 @@ class SampledToken:
     choice: int
     id: int
     logprob: float
-    likeliest: Mapping[int, float]
+    """log-softmax(logits / temperature) at the id, over all tokens that the grammar allows."""
+    likeliest: Mapping[int, float] = field(default_factory=dict)
     """The likeliest ids at its position and their log-probabilities, best first; empty if not asked for."""
+    is_free: bool = True
+    """False where it was forced, or the only one that the grammar allows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,22 +76,18 @@ class Request:
 class Response:
     """One sampled response, all of it from one version of the weights."""
 
-    ids: Tokens
-    """[T] int32, exactly as sampled, the end token included."""
-    logprobs: Logprobs
-    """[T] float32, log-softmax(logits / temperature) at each id, over all tokens that the grammar allows."""
-    mask: TokenMask | None
-    """[T] bool, False where a token was forced, or the only one that the grammar allows; None: all sampled."""
+    tokens: Sequence[SampledToken]
+    """Exactly as sampled, the end token included."""
     finish_reason: FinishReason
     """STOP, LENGTH, or ABORTED by an engine of its own accord."""
-    likeliest: tuple[Mapping[int, float], ...] = ()
-    """Of each token's position, the likeliest ids and their log-probabilities, best first; empty if not asked for."""
 
-    def tokens(self, choice: int) -> list[SampledToken]:
-        """Its tokens, as those of this choice."""
-        likeliest = self.likeliest or ({},) * len(self.ids)
-        columns = zip(self.ids.tolist(), self.logprobs.tolist(), likeliest, strict=True)
-        return [SampledToken(choice, token, logprob, others) for token, logprob, others in columns]
+    @property
+    def ids(self) -> Tokens:
+        return np.array([token.id for token in self.tokens], np.int32)
+
+    @property
+    def logprobs(self) -> Logprobs:
+        return np.array([token.logprob for token in self.tokens], np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,7 +270,8 @@ class _Responses:
         """More of a response (ids, log-probabilities, the likeliest), and the server's word for its end if it ends."""
         known, limit = self._tokens[choice], self.request.max_tokens
         forced = () if known else self.request.forced_ids  # They had no choice: log-probability 0.
-        tokens = [SampledToken(choice, *columns) for columns in (*((token, 0.0, {}) for token in forced), *sampled)]
+        tokens = [SampledToken(choice, token, 0.0, is_free=False) for token in forced]
+        tokens += [SampledToken(choice, *columns) for columns in sampled]
         self._reasons[choice] = "length" if len(known) + len(tokens) > limit else reason
         for token in tokens[: limit - len(known)]:
             known.append(token)
@@ -280,20 +280,12 @@ class _Responses:
 
     def generated(self) -> Generated:
         """All of them, once nothing more comes."""
-        request, forced = self.request, len(self.request.forced_ids)
-        responses = [
-            Response(
-                ids=np.array([token.id for token in tokens], np.int32),
-                logprobs=np.array([token.logprob for token in tokens], np.float32),
-                mask=np.arange(len(tokens)) >= forced if forced else None,
-                # vLLM's streams do not say that a response was aborted.
-                finish_reason=FinishReason.read(reason or "abort", calls_tools=False),
-                likeliest=tuple(token.likeliest for token in tokens) if request.top else (),
-            )
-            for tokens, reason in zip(self._tokens, self._reasons, strict=True)
-        ]
+        request = self.request
+        # vLLM's streams do not say that a response was aborted.
+        reasons = [FinishReason.read(reason or "abort", calls_tools=False) for reason in self._reasons]
+        responses = map(Response, self._tokens, reasons)
         # The prompt is computed once, and found in the cache for the other responses.
-        length = len(request.prompt_ids) + forced
+        length = len(_prompt(request))
         computed = max(0, length - sum(self.reused))
         return Generated(request, tuple(responses), self.version, computed, length * request.n - computed)
 

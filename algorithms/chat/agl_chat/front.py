@@ -80,7 +80,7 @@ async def make_front(client: httpx.AsyncClient, folder: Path, key: str) -> Starl
         replies = [await backend.generate(asked) for asked in (request, replace(request, id="agl-2", temperature=2.0))]
     except ApiError as error:
         raise EngineError(f"{error} {_FLAGS}") from error
-    plain, flat = (reply.responses[0].likeliest for reply in replies)
+    plain, flat = ([token.likeliest for token in reply.responses[0].tokens] for reply in replies)
     if plain == flat:
         raise EngineError(f"{server} gives log-probabilities that are not those at the sampling temperature. {_FLAGS}")
     return create_app({card["id"]: ModelServer(card["id"], text, length) for card in models}, backend, api_key=key)

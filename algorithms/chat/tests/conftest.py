@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import numpy as np
 import orjson
 import pytest
 import uvicorn
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp
 from tiny_tokenizers import make_tokenizer
 
 from agl_chat.api import ModelServer
-from agl_chat.backends import Generated, Response
+from agl_chat.backends import Generated, Response, SampledToken
 from agl_chat.conversation import ChatText
 from agl_chat.requests import ChatRequest, parse_request
 from agl_core.types import FinishReason
@@ -85,14 +84,12 @@ class ScriptedChat:
         body = {"model": "m", "messages": messages, "return_token_ids": True, "n": len(replies), **fields}
         exchange = self.served.begin(parsed(body), session, moved=moved)
         responses = []
-        for reply in replies:
+        for choice, reply in enumerate(replies):
             sampled = [*self.encode(reply), self.model.tokenizer.eos_token_id] if isinstance(reply, str) else reply
-            forced = exchange.request.forced_ids
-            ids = [*forced, *sampled]
-            mask = np.arange(len(ids)) >= len(forced) if forced else None
-            ended = ids[-1] in self.model.eos_ids
-            reason = FinishReason.STOP if ended else FinishReason.LENGTH
-            responses.append(Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), mask, reason))
+            forced = [SampledToken(choice, token, 0.0, is_free=False) for token in exchange.request.forced_ids]
+            tokens = [*forced, *(SampledToken(choice, token, 0.0) for token in sampled)]
+            ended = tokens[-1].id in self.model.eos_ids
+            responses.append(Response(tokens, FinishReason.STOP if ended else FinishReason.LENGTH))
         return self.served.finish(exchange, Generated(exchange.request, tuple(responses), 3, 5, 7))
 
     def encode(self, text: str) -> list[int]:

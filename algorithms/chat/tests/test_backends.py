@@ -140,9 +140,9 @@ async def test_ids_logprobs_and_reason_are_the_servers(path: str, reason: str) -
     for response in generated.responses:
         assert response.ids.tolist() == [9, 4, 1]
         assert response.logprobs.tolist() == [-9, -4, -1]
-        assert response.mask is None
+        assert all(token.is_free for token in response.tokens)
         assert response.finish_reason is REASONS[reason]
-        assert response.likeliest == ()
+        assert not any(token.likeliest for token in response.tokens)
     assert generated.prefilled + generated.reused == 2 * 3
 
 
@@ -158,10 +158,9 @@ async def test_tokens_that_are_watched_are_those_of_the_whole_reply(
     streamed = await server.ask(**fields, watch=watched.append)
     assert [body["stream"] for body in server.received] == [False, path == SGLANG or "n" not in fields]
     for index, (expected, response) in enumerate(zip(whole.responses, streamed.responses, strict=True)):
-        assert response.tokens(index) == expected.tokens(index)
-        assert [token for token in watched if token.choice == index] == expected.tokens(index)
+        assert response.tokens == expected.tokens
+        assert [token for token in watched if token.choice == index] == expected.tokens
         assert response.finish_reason is expected.finish_reason
-        assert (response.mask is None) is (expected.mask is None)
     assert (streamed.version, streamed.reused) == (whole.version, whole.reused)
 
 
@@ -253,10 +252,8 @@ async def test_forced_tokens_come_first_and_are_masked(path: str) -> None:
     server = Server(path, [9, 4, 1])
     (response,) = (await server.ask(forced_ids=(8, 3), top=1)).responses
     assert response.ids.tolist() == [8, 3, 9, 4, 1]
-    assert response.mask is not None
-    assert response.mask.tolist() == [False, False, True, True, True]
+    assert [token.is_free for token in response.tokens] == [False, False, True, True, True]
     assert response.logprobs.tolist() == [0, 0, -9, -4, -1]
-    assert len(response.likeliest) == 5
     (cut,) = (await server.ask(forced_ids=(8, 3), max_tokens=2)).responses
     assert (cut.ids.tolist(), cut.finish_reason) == ([8, 3], FinishReason.LENGTH)
 
@@ -264,7 +261,7 @@ async def test_forced_tokens_come_first_and_are_masked(path: str) -> None:
 @pytest.mark.parametrize("path", BACKENDS)
 async def test_the_likeliest_are_the_best_whether_sampled_or_not(path: str) -> None:
     (response,) = (await Server(path, [9, 3]).ask(top=3)).responses
-    assert response.likeliest == ({2: -2, 3: -3, 4: -4}, {2: -2, 3: -3, 4: -4})
+    assert [token.likeliest for token in response.tokens] == [{2: -2, 3: -3, 4: -4}] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from agl_chat.backends import Generated, Response
+from agl_chat.backends import Generated, Response, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.types import FinishReason
 
@@ -266,7 +266,7 @@ def test_tools_need_a_known_format(qwen: ServedModel) -> None:
 
 def test_output_that_is_not_finite_is_an_engine_error(chat: ScriptedChat) -> None:
     exchange = chat.served.begin(parsed({"model": "m", "messages": [USER]}), None)
-    response = Response(np.array([5], np.int32), np.array([np.nan], np.float32), None, FinishReason.LENGTH)
+    response = Response([SampledToken(0, 5, math.nan)], FinishReason.LENGTH)
     with pytest.raises(ApiError, match="diverged") as caught:
         chat.served.finish(exchange, Generated(exchange.request, (response,), 4, 0, 0))
     assert caught.value.status == 500

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_chat.api import create_app
-from agl_chat.backends import Generated, Request, Response
+from agl_chat.backends import Generated, Request, Response, SampledToken
 from agl_core.apis.reply import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
@@ -53,10 +52,11 @@ class Scripted:
     async def generate(self, request: Request) -> Generated:
         answers = []
         for choice, ids in enumerate(self.responses):
-            numbers = np.array([*ids, END], np.int32)
-            likeliest = tuple({int(token): -0.5} for token in numbers) if request.top else ()
-            answers.append(Response(numbers, -0.1 * numbers, None, FinishReason.STOP, likeliest))
-            for number, token in enumerate(answers[-1].tokens(choice)[: self.sent]):
+            tokens = [
+                SampledToken(choice, token, -0.1 * token, {token: -0.5} if request.top else {}) for token in (*ids, END)
+            ]
+            answers.append(Response(tokens, FinishReason.STOP))
+            for number, token in enumerate(tokens[: self.sent]):
                 if request.watch:
                     request.watch(token)
                 if number in self.pauses:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agl_chat.backends import Request, Response
+from agl_chat.backends import Request, Response, SampledToken
 from agl_core.types import FinishReason, Tokens
 from agl_torch.grammars import Constraint
 
@@ -37,49 +37,47 @@ class Row:
     """One response in the making."""
 
     job: Job
-    uniforms: Iterator[float]
+    choice: int
     limit: int
     """Tokens that the response may have: by the request and by the context."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    likeliest: list[dict[int, float]] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     constraint: Constraint | None = None
     """Of a response that must have a form."""
-    unchosen: list[int] = field(default_factory=list)
-    """Positions of tokens that were forced, or the only ones that the grammar allows."""
     finish_reason: FinishReason | None = None
     started: bool = False
+    uniforms: Iterator[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uniforms = uniforms(self.request.seed, self.choice)
 
     @property
     def request(self) -> Request:
         return self.job.request
 
     @property
+    def ids(self) -> list[int]:
+        """Those of the response so far."""
+        return [token.id for token in self.sampled]
+
+    @property
     def tokens(self) -> Tokens:
+        """Prompt and response."""
         return np.concatenate([self.request.prompt_ids, np.array(self.ids, np.int32)])
 
     def __len__(self) -> int:
-        return len(self.request.prompt_ids) + len(self.ids)
+        return len(self.request.prompt_ids) + len(self.sampled)
 
     @property
     def forced_id(self) -> int:
         """The token that must come next, or -1."""
-        position, forced = len(self.ids), self.request.forced_ids
+        position, forced = len(self.sampled), self.request.forced_ids
         return forced[position] if position < len(forced) else -1
 
     @property
     def response(self) -> Response:
         """The finished row's response."""
         assert self.finish_reason is not None
-        mask = np.ones(len(self.ids), np.bool_)
-        mask[self.unchosen] = False
-        return Response(
-            ids=np.array(self.ids, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            mask=mask if self.unchosen else None,
-            likeliest=tuple(self.likeliest),
-            finish_reason=self.finish_reason,
-        )
+        return Response(self.sampled, self.finish_reason)
 
     @property
     def longest(self) -> int:

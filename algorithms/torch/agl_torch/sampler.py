@@ -24,7 +24,7 @@ from agl_core.types import FinishReason
 from agl_torch.cache import EMPTY, Placement, SlotCache, SlotView, cache_layers, next_logits, shared_prefixes
 from agl_torch.grammars import Constraint, Grammars, unpack
 from agl_torch.loading import LoadedModel
-from agl_torch.requests import Job, Row, choose, distort, uniforms
+from agl_torch.requests import Job, Row, choose, distort
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4
@@ -121,7 +121,7 @@ class Sampler:
             raise ApiError(400, f"There is no token {max(tokens)}: the model has {vocabulary}.", code="invalid_value")
         job = Job(request)
         limit = min(request.max_tokens, self._context - length)
-        job.rows = [Row(job, uniforms(request.seed, choice), limit) for choice in range(request.n)]
+        job.rows = [Row(job, choice, limit) for choice in range(request.n)]
         if request.grammar is not None:
             for row in job.rows:
                 row.constraint = self.grammars.start(request.grammar, request.prompt_ids)
@@ -279,7 +279,7 @@ class Sampler:
 
     def _append(self, slots: NDArray[np.int64], logits_BV: Tensor) -> None:
         rows = [self._active[slot] for slot in slots]
-        self._constrain(rows, logits_BV)
+        decided = self._constrain(rows, logits_BV)
         distorted_BV = None
         if any(row.request.distortions for row in rows):
             distorted_BV = torch.stack([distort(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])
@@ -291,40 +291,38 @@ class Sampler:
             self._tensor([row.forced_id for row in rows], torch.int64),
             distorted_BV,
         )
-        for place, row in enumerate(rows):
+        advancing: list[tuple[Constraint, int]] = []
+        for place, (row, token, logprob) in enumerate(zip(rows, ids_B.tolist(), logprobs_B.tolist(), strict=True)):
+            likeliest: dict[int, float] = {}
             if row.request.top:
                 best = logprobs_BV[place].topk(min(row.request.top, logprobs_BV.shape[1]))
-                likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                row.likeliest.append({token: logprob for token, logprob in likeliest if logprob > -math.inf})
-        advancing: list[tuple[Constraint, int]] = []
-        for row, slot, token, logprob in zip(rows, slots, ids_B.tolist(), logprobs_B.tolist(), strict=True):
-            forced = len(row.ids) < len(row.request.forced_ids)
-            if forced:
-                row.unchosen.append(len(row.ids))
-            self._cache.tokens[slot, len(row)] = token
-            row.ids.append(token)
-            row.logprobs.append(logprob)
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                likeliest = {other: value for other, value in pairs if value > -math.inf}
+            forced = row.forced_id >= 0
+            sampled = SampledToken(row.choice, token, logprob, likeliest, not forced and place not in decided)
+            self._cache.tokens[slots[place], len(row)] = token
+            row.sampled.append(sampled)
             row.finish_reason = self._finish_reason(row, token, forced)
             if row.constraint is not None and row.finish_reason is None:
                 advancing.append((row.constraint, token))
             if row.request.watch:
-                others = row.likeliest[-1] if row.request.top else {}
-                row.request.watch(SampledToken(row.job.rows.index(row), token, logprob, others))
+                row.request.watch(sampled)
         if advancing:
             self.grammars.advance(advancing)
         self.counters["tokens_decoded"] += len(rows)
 
-    def _constrain(self, rows: Sequence[Row], logits_BV: Tensor) -> None:
-        """Let these rows, where they have a grammar, choose among the tokens that it allows."""
+    def _constrain(self, rows: Sequence[Row], logits_BV: Tensor) -> set[int]:
+        """Let these rows, where they have a grammar, choose among the tokens that it allows.
+
+        Returns which rows have one such token, and so no choice.
+        """
         places = [place for place, row in enumerate(rows) if row.constraint is not None]
         if not places:
-            return
+            return set()
         packed = np.stack([row.constraint.allowed for row in rows if row.constraint is not None])
-        for place, choices in zip(places, np.bitwise_count(packed).sum(1), strict=True):
-            if choices == 1:
-                rows[place].unchosen.append(len(rows[place].ids))
         allowed = unpack(torch.from_numpy(packed).to(self._device), logits_BV.shape[1])
         logits_BV[places] = logits_BV[places].masked_fill(~allowed, -math.inf)
+        return {place for place, count in zip(places, np.bitwise_count(packed).sum(1), strict=True) if count == 1}
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
@@ -332,7 +330,7 @@ class Sampler:
     def _finish_reason(self, row: Row, token: int, forced: bool) -> FinishReason | None:
         if not forced and (token in self._eos_ids or (row.request.stop and row.request.stop(row.ids))):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(row.ids) >= row.limit else None
+        return FinishReason.LENGTH if len(row.sampled) >= row.limit else None
 
     # Leaving.
 

@@ -70,7 +70,7 @@ def sample(loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: f
 def batch_from(generated: Generated) -> Batch:
     request = generated.request
     rows = [Row(request.prompt_ids, r.ids, r.logprobs, float(i % 2)) for i, r in enumerate(generated.responses)]
-    masks = [np.ones(len(r.ids), np.bool_) if r.mask is None else r.mask for r in generated.responses]
+    masks = [np.array([token.is_free for token in r.tokens]) for r in generated.responses]
     grammars = np.array([request.grammar] * len(rows), np.object_)
     batch = batch_of(rows, temperature=request.temperature)
     return replace(batch, grammar_N=grammars, mask_R=np.concatenate(masks))
@@ -112,7 +112,7 @@ def test_log_probabilities_are_among_the_tokens_that_a_partial_match_allows(qwen
             allowed = [*(i for i in going_on if i not in qwen.eos_ids), *(qwen.eos_ids if ends else ())]
             expected = logprobs_V[token] - torch.logsumexp(logprobs_V[allowed], 0)
             assert response.logprobs[at] == pytest.approx(float(expected), abs=1e-5)
-            assert (response.mask is None or bool(response.mask[at])) == (len(allowed) > 1)
+            assert response.tokens[at].is_free == (len(allowed) > 1)
             before += pieces[token]
 
 

@@ -38,7 +38,7 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-from agl_chat.backends import Generated, Request
+from agl_chat.backends import Generated, Request, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
@@ -127,16 +127,16 @@ def test_a_distortion_is_that_of_the_processors_of_transformers(
         processors.append(TopKLogitsWarper(fields["top_k"]))
     expected = processors(torch.tensor([prompt + response]), torch.tensor([logits]))[0]
     request = Request("r", np.array(prompt, np.int32), 9, temperature=temperature, distortions=fields)
-    row = Row(Job(request), uniforms(0, 0), 9, ids=response)
+    row = Row(Job(request), 0, 9, [SampledToken(0, token, 0.0) for token in response])
     torch.testing.assert_close(distort(torch.tensor(logits), row) / temperature, expected)
 
 
 def test_a_distortion_that_leaves_nothing_is_none() -> None:
     request = Request("r", np.array([0], np.int32), 9, distortions={"allowed_token_ids": [2]})
     logits = torch.tensor([1.0, 2.0, -np.inf])
-    assert torch.equal(distort(logits, Row(Job(request), uniforms(0, 0), 9)), logits)
+    assert torch.equal(distort(logits, Row(Job(request), 0, 9)), logits)
     logits[2] = -5.0
-    assert distort(logits, Row(Job(request), uniforms(0, 0), 9)).tolist() == [-np.inf, -np.inf, -5]
+    assert distort(logits, Row(Job(request), 0, 9)).tolist() == [-np.inf, -np.inf, -5]
 
 
 def test_uniforms_depend_on_seed_and_choice_only() -> None:
@@ -290,8 +290,7 @@ def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:
     generated = drive(Sampler(qwen.with_eos(9)), [request])["r"]
     response = generated.responses[0]
     assert response.ids[:3].tolist() == [9, 10, 11]
-    assert response.mask is not None
-    assert response.mask.tolist() == [False] * 3 + [True] * (len(response.ids) - 3)
+    assert [token.is_free for token in response.tokens] == [False] * 3 + [True] * (len(response.ids) - 3)
     assert len(response.ids) > 3, "a forced token ends nothing"
     np.testing.assert_allclose(response.logprobs, recomputed(qwen, generated), atol=1e-4)
 
@@ -305,9 +304,10 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_drawn_from(q
     done = drive(Sampler(qwen), requests)
     for choice, response in enumerate(done["some"].responses):
         expected = distributions(qwen, done["some"], choice).topk(4)
-        assert [list(others) for others in response.likeliest] == expected.indices.tolist()
-        np.testing.assert_allclose([list(o.values()) for o in response.likeliest], expected.values, atol=1e-4)
-    assert done["none"].responses[0].likeliest == ()
+        assert [list(token.likeliest) for token in response.tokens] == expected.indices.tolist()
+        likeliest = [list(token.likeliest.values()) for token in response.tokens]
+        np.testing.assert_allclose(likeliest, expected.values, atol=1e-4)
+    assert not any(token.likeliest for token in done["none"].responses[0].tokens)
 
 
 def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(qwen: Loaded) -> None:

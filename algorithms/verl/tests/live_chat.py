@@ -24,7 +24,7 @@ import uvicorn
 
 from agl_algorithms.policy_gradient import Teacher
 from agl_chat.api import ModelServer, create_app
-from agl_chat.backends import Request, VllmBackend
+from agl_chat.backends import Request, SampledToken, VllmBackend
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.front import make_front
 from agl_core.apis.errors import ApiError
@@ -38,7 +38,7 @@ from agl_core.testing.server import running_stack
 from agl_core.types import PrefixBreak
 from agl_torch.grammars import unpack
 from agl_torch.loading import LoadedModel, load_model
-from agl_torch.requests import Job, Row, distort, uniforms
+from agl_torch.requests import Job, Row, distort
 from agl_torch.teachers import ServedTeacher
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.environment import variables
@@ -209,7 +209,7 @@ async def test_a_distorted_distribution_is_the_torch_engines(served: Served, fie
     request = Request("r", prompt, 12, temperature=0.7, distortions=fields)
     own = served.logits(reply)
     for position, entry in enumerate(choice["logprobs"]["content"]):
-        row = Row(Job(request), uniforms(0, 0), 12, ids=choice["token_ids"][:position])
+        row = Row(Job(request), 0, 12, [SampledToken(0, token, 0.0) for token in choice["token_ids"][:position]])
         drawn = (distort(own[position], row) / 0.7).log_softmax(-1)
         assert entry["logprob"] == pytest.approx(drawn[choice["token_ids"][position]].item(), abs=1e-3)
         expected = [value for value in drawn.topk(19).values.tolist() if value > -np.inf]

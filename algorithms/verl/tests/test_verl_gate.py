@@ -8,7 +8,6 @@ from collections import defaultdict
 import httpx
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
@@ -42,8 +41,8 @@ class Server:
     async def generate(self, request: Request) -> Generated:
         self.tries.append(request)
         number = len(self.tries)
-        response = Response(ids_of(number), np.zeros(3, np.float32), None, FinishReason.STOP)
-        for token in response.tokens(0):
+        response = Response([SampledToken(0, token, 0.0) for token in ids_of(number)], FinishReason.STOP)
+        for token in response.tokens:
             await self.turns[number].acquire()
             if self.failing:
                 raise EngineError("aborted")
@@ -84,8 +83,8 @@ class Server:
                 await asyncio.sleep(0)
 
 
-def ids_of(number: int) -> NDArray[np.int32]:
-    return np.arange(3, dtype=np.int32) + 10 * number
+def ids_of(number: int) -> list[int]:
+    return [10 * number, 10 * number + 1, 10 * number + 2]
 
 
 @pytest.fixture
