@@ -80,7 +80,7 @@ CRITIC = "critic"
 
 DECIDED = {
     "[tasks] and [train]": ("data",),
-    "[rewards]": ("reward", "reward_model", "custom_reward_function"),
+    "[rewards]": ("reward", "custom_reward_function"),
     "[engine.verl] address, nodes and gpus_per_node": ("ray_kwargs", "trainer.nnodes", "trainer.n_gpus_per_node"),
     "[engine.verl] serving_gpus and tensor_parallel": (
         "actor_rollout_ref.hybrid_engine",
@@ -90,46 +90,36 @@ DECIDED = {
     "[algorithm] epochs": (f"{ACTOR}.ppo_epochs",),
     "[algorithm] minibatches": (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.shuffle", "critic.ppo_mini_batch_size"),
     "[algorithm]": ("algorithm", f"{ACTOR}.policy_loss.loss_mode"),
-    "[algorithm] clip and clip_high": (
-        f"{ACTOR}.clip_ratio",
-        f"{ACTOR}.clip_ratio_low",
-        f"{ACTOR}.clip_ratio_high",
-    ),
+    "[algorithm] clip and clip_high": (f"{ACTOR}.clip_ratio",),
     "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
     "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
     "[algorithm] entropy": (f"{ACTOR}.entropy_coeff",),
     "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
     "[algorithm.ppo] critic_epochs": ("critic.ppo_epochs",),
-    "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
-    "[algorithm] name": ("critic.enable",),
-    "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
     "[policies.NAME.optimizer] schedule and warmup_steps": tuple(
         f"{role}.optim.{key}"
         for role in (ACTOR, "critic")
-        for key in ("lr_scheduler_type", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles", "zero_indexed_step")
+        for key in ("lr_", "min_lr_ratio", "num_cycles", "zero_indexed_step")
     ),
-    "[policies.NAME.model.lora]": (
-        f"{MODEL}.lora",
-        f"{MODEL}.lora_rank",
-        f"{MODEL}.lora_alpha",
-        f"{MODEL}.target_modules",
-    ),
+    "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
+    "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
+    "[algorithm] name": ("critic.enable",),
+    "[policies.NAME.model.lora]": (f"{MODEL}.lora", f"{MODEL}.target_modules"),
     "[sampling]": (f"{ROLLOUT}.temperature", f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
     "[agent]": (f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"),
+    "nothing: agl's gateway needs vLLM's servers": (f"{ROLLOUT}.name",),
     "[train] group_size": (f"{ROLLOUT}.n",),
-    "[train] steps": ("trainer.total_epochs", "trainer.total_training_steps"),
+    "[train] steps": ("trainer.total_",),
     "[train] checkpoint_every": ("trainer.save_freq",),
-    "[eval]": (f"{ROLLOUT}.val_kwargs", "trainer.test_freq", "trainer.val_before_train"),
-    "agl eval": ("trainer.val_only",),
-    "agl train --resume": ("trainer.resume_mode", "trainer.resume_from_path"),
+    "[eval]": (f"{ROLLOUT}.val_kwargs", "trainer.test_freq", "trainer.val"),
+    "agl train --resume": ("trainer.resume_",),
     "`runs`": ("trainer.default_local_dir",),
     "[trackers]": ("trainer.logger",),
-    "nothing: agl's gateway needs vLLM's servers": (f"{ROLLOUT}.name",),
     "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)": ("trainer.v1",),
     "nothing: transitions go through it": ("transfer_queue.enable",),
     "nothing: agl has no teacher": ("distillation",),
 }
-"""Where agl decides these keys of veRL, each with all below it."""
+"""Where agl decides the keys of veRL that begin like this; the first that fits counts."""
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
@@ -201,7 +191,10 @@ def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Algor
 
 
 def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, cpu: bool) -> dict[str, Any]:
-    """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
+    """agl's settings as veRL's keys, with `++` before those that veRL's files may lack, and values.
+
+    The algorithm is asked for what it needs, not its options.
+    """
     _check_engine(options, context, algorithm, cpu)
     spec = next(iter(context.policies.values()))
     dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
@@ -218,7 +211,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
         "critic.enable": algorithm.needs_critic,
         "critic.ppo_mini_batch_size": 1,
         "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
-        "critic.ppo_infer_max_token_len_per_gpu": options.tokens_per_micro_batch,  # What veRL goes by, training too.
+        "++critic.ppo_infer_max_token_len_per_gpu": options.tokens_per_micro_batch,  # What veRL goes by, training too.
         f"{ROLLOUT}.name": "vllm",
         f"{ROLLOUT}.dtype": dtype,
         f"{ROLLOUT}.load_format": "auto",
@@ -230,8 +223,8 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
         f"{ROLLOUT}.disable_log_stats": False,
         f"{ROLLOUT}.seed": context.seed,
         f"{ROLLOUT}.calculate_log_probs": True,
-        f"{ROLLOUT}.engine_kwargs.vllm.served_model_name": list(context.policies),
-        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": f"agl_verl.servers.{'Cpu' * cpu}WorkerExtension",
+        f"++{ROLLOUT}.engine_kwargs.vllm.served_model_name": list(context.policies),
+        f"++{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls": f"agl_verl.servers.{'Cpu' * cpu}WorkerExtension",
         "algorithm.adv_estimator": "grpo",  # One that asks for no critic; agl's own is computed instead.
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
@@ -251,7 +244,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
         settings[f"{model}.use_remove_padding"] = packs(options, cpu=cpu)
         settings[f"{model}.enable_gradient_checkpointing"] = options.gradient_checkpointing
         if attention != "auto":
-            settings[f"{model}.override_config.attn_implementation"] = attention
+            settings[f"++{model}.override_config.attn_implementation"] = attention
     if model_engine(options) == "dp":
         settings |= _fsdp(options, context, spec, dtype, cpu)
     for role, optimizer in optimizers(options, spec, algorithm).items():
@@ -278,8 +271,8 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
         settings |= {
             f"{ROLLOUT}.enforce_eager": True,
             f"{ROLLOUT}.free_cache_engine": False,
-            f"{ROLLOUT}.enable_sleep_mode": False,
-            f"{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
+            f"++{ROLLOUT}.enable_sleep_mode": False,
+            f"++{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
             f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 64,
         }
     return settings
@@ -314,7 +307,7 @@ def _fsdp(options: VerlOptions, context: EngineContext, spec: PolicySpec, dtype:
         shared["full_determinism"] = True
     return {
         **{
-            f"{place}.{name}": value
+            f"++{place}.{name}": value
             for place in (f"{ACTOR}.fsdp_config", f"{REFERENCE}.fsdp_config", "critic.fsdp")
             for name, value in shared.items()
         },
@@ -351,9 +344,9 @@ def _lora(lora: LoraSection, policies: int) -> dict[str, Any]:
             f"alpha."
         )
     settings: dict[str, Any] = {
-        f"{ROLLOUT}.engine_kwargs.vllm.max_cpu_loras": policies,
-        f"{ACTOR}.checkpoint.save_lora_only": True,  # Every policy has shards, and the base is where it was.
-        "critic.checkpoint.save_lora_only": True,
+        f"++{ROLLOUT}.engine_kwargs.vllm.max_cpu_loras": policies,
+        f"++{ACTOR}.checkpoint.save_lora_only": True,  # Every policy has shards, and the base is where it was.
+        "++critic.checkpoint.save_lora_only": True,
     }
     for model, targets in ((MODEL, lora.targets), ("critic.model", (*lora.targets, VALUE_LAYER))):
         settings[f"{model}.lora_rank"] = lora.rank
@@ -368,7 +361,7 @@ def refuse_decided(override: str) -> None:
     if "=" not in override and not override.startswith("~"):
         raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
     for where, decided in DECIDED.items():
-        if any(f"{key}.".startswith(f"{section}.") for section in decided):
+        if key.startswith(decided):
             raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")
 
 
@@ -377,7 +370,7 @@ def overrides(options: VerlOptions, context: EngineContext, *, algorithm: Algori
     for override in options.overrides:
         refuse_decided(override)
     settings = mapped(options, context, algorithm, cpu)
-    return [*(f"{_new(key)}{key}={_hydra(value)}" for key, value in settings.items()), *options.overrides]
+    return [*(f"{key}={_hydra(value)}" for key, value in settings.items()), *options.overrides]
 
 
 def compose(options: VerlOptions, context: EngineContext, *, algorithm: Algorithm, cpu: bool) -> DictConfig:
@@ -407,23 +400,6 @@ def config_folder() -> Path:
             "on a machine without a GPU."
         )
     return Path(verl.origin).parent / "trainer" / "config"
-
-
-_ADDED = (
-    ".mixed_precision",
-    ".override_config.",
-    ".engine_kwargs.vllm.",
-    ".enable_sleep_mode",
-    ".lr_warmup_steps",
-    ".load_contents",
-    ".save_lora_only",
-    ".ppo_infer_max_token_len_per_gpu",
-)
-
-
-def _new(key: str) -> str:
-    """`++` before a key that veRL's files may lack."""
-    return "++" if any(part in key for part in _ADDED) else ""
 
 
 def _hydra(value: Any) -> str:

@@ -22,8 +22,9 @@ from agl_core.errors import CapabilityError, ConfigError
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import engine_context
 from agl_torch.optimizer import PolicyOptimizer
+from agl_verl import config as verl_config
 from agl_verl import plugin
-from agl_verl.config import ChosenAlgorithm, lacking, mapped, refuse_decided
+from agl_verl.config import ChosenAlgorithm, lacking, refuse_decided
 from agl_verl.engine import VerlEngine
 from agl_verl.environment import variables
 from agl_verl.plugin import VerlOptions
@@ -36,6 +37,10 @@ def context_of(spec: dict[str, Any] | None = None, **changes: Any) -> EngineCont
     policy = PolicySpec(**{"model": "/models/m", "dtype": "bfloat16", "optimizer": OPTIMIZER, **(spec or {})})
     context = EngineContext(Path("/runs/x"), 3, {"default": policy}, False, (), "k", steps=40)
     return replace(context, **changes)
+
+
+def mapped(*arguments: Any) -> dict[str, Any]:
+    return {key.lstrip("+"): value for key, value in verl_config.mapped(*arguments).items()}
 
 
 def mapping_of(algorithm: Any = None, *, cpu: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> dict:
