@@ -215,8 +215,6 @@ HEARTBEAT = Operation("POST", "/agl/v1/heartbeats", Right.WORKER, HeartbeatReque
 CLOSE = Operation("POST", "/agl/v1/rollouts/{rollout}/attempts/{attempt}/close", Right.LEASE, CloseRequest, CloseReply)
 HEALTH = Operation("GET", "/agl/v1/health", Right.EITHER, Empty, Activity)
 
-OF_WORKERS: tuple[AnyOperation, ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH)
-
 WORKER_KEY = "AGL_WORKER_KEY"
 """The environment variable that holds the workers' key."""
 OPERATOR_KEY = "AGL_OPERATOR_KEY"

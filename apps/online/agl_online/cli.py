@@ -21,7 +21,7 @@ from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
 from agl_core.reading.explained import RolloutReport
 from agl_core.reading.rollouts import Query, list_rollouts
-from agl_core.reading.runs import erase, find_run, has_writer, read_settings
+from agl_core.reading.runs import find_run, has_writer, open_store, read_settings
 from agl_core.server import Keys, listening
 from agl_core.training.run import local_server, make_run_dir, removed_unless_begun, run_settings
 from agl_core.types import Mode
@@ -33,7 +33,7 @@ from agl_online.commands import HELP
 from agl_online.config import online_section
 from agl_online.deployed import fixed_upstream
 from agl_online.policies import POLICY_KEY, Version, find_policy
-from agl_online.sessions import sessions_of
+from agl_online.sessions import check_known, sessions_of
 from agl_online.versions import By, Decision, Ledger, LedgerError, State
 from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions
 
@@ -187,7 +187,7 @@ def list_sessions(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
 def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     """Remove everything that was recorded of sessions, for good. Feedback on them is refused from then on."""
     folder = find_run(run)
-    deleted = asyncio.run((_delete_by_server if has_writer(folder) else erase)(folder, ids))
+    deleted = asyncio.run(_delete(folder, ids))
     if as_json:
         print_json({"deleted": deleted})
         return
@@ -195,7 +195,12 @@ def delete_sessions(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     Screen().print(f"{deleted} sessions deleted{nothing}")
 
 
-async def _delete_by_server(folder: Path, ids: list[str]) -> int:
+async def _delete(folder: Path, ids: list[str]) -> int:
+    """Have the server delete sessions, if one is there; returns how many had anything recorded."""
+    if not has_writer(folder):
+        async with open_store(folder, read_only=False) as store:
+            await check_known(store, ids)
+            return await store.erase(ids)
     server = ServerFile.read(folder / SERVER_FILE)
     key = take_keys().get(OPERATOR_KEY) or (server and server.operator_key)
     if server is None or not key:

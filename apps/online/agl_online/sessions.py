@@ -41,7 +41,6 @@ from agl_online.wire import (
     HEADER_SESSION,
     HEADER_SESSION_END,
     HEADER_SESSION_RECORD,
-    OPERATIONS,
     SESSION_NAME,
     ApplicationKeys,
     BeginSession,
@@ -70,8 +69,6 @@ class Sessions(RolloutSource):
     `answering` answers their calls, `run` and `folder` are of the run that records them. All methods belong to one
     event loop.
     """
-
-    operations = OPERATIONS
 
     def __init__(
         self,
@@ -196,7 +193,7 @@ class Sessions(RolloutSource):
             recorded = False
             try:
                 if id.startswith(_RECORDED) and not await self._store.erased([id]):
-                    rollout = await self._stored(id)
+                    rollout = await _stored(self._store, id)
                     session = None if rollout is None else await self._recalled(rollout)
                     recorded = True
             except StoreError as error:
@@ -212,14 +209,6 @@ class Sessions(RolloutSource):
         rollout = Rollout(id, self._run, 0, place, task, Mode.USE, 0, 0, RolloutState.RUNNING)
         attempt = Attempt(id, 0, application, started=time.time())
         return self._active(rollout, attempt, recorded=recorded)
-
-    async def _stored(self, id: str) -> Rollout | None:
-        """The session of this id, as the store has it."""
-        try:
-            rollout = await self._store.rollout(id)
-        except StoreRefusedError:
-            return None
-        return rollout if rollout.id == id and rollout.mode is Mode.USE else None
 
     async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
         """A session of the store with what its calls left behind, to go on with; None if it has none."""
@@ -258,7 +247,7 @@ class Sessions(RolloutSource):
         if session is not None and session.recorded:
             rollout: Rollout | None = session.rollout
         elif _SESSION_ID.fullmatch(name):
-            rollout = await self._stored(name)
+            rollout = await _stored(self._store, name)
         else:
             rollout = next(iter(await self._store.rollouts(group=place, mode=Mode.USE, newest=1)), None)
         if rollout is None:
@@ -297,15 +286,7 @@ class Sessions(RolloutSource):
 
     async def _delete(self, ids: Collection[str]) -> int:
         """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
-        known = {*self._alive, *await self._store.erased(ids)}
-        unknown = [id for id in sorted(set(ids) - known) if await self._stored(id) is None]
-        if unknown:
-            raise ApiError(
-                404,
-                f"There is no session {', '.join(map(repr, unknown[:5]))} here; nothing was deleted. `agl sessions "
-                f"list` has the ids.",
-                code="session_unknown",
-            )
+        await check_known(self._store, [id for id in ids if id not in self._alive])
         for session in [session for id in ids if (session := self._alive.get(id)) is not None]:
             session.recorded = False
             await session.wait_until_written()
@@ -398,6 +379,28 @@ class Sessions(RolloutSource):
                 await self._store.put(annotation)
         self.counted["feedback"] += is_new
         return FeedbackReply(session=session, call=request.call, new=is_new)
+
+
+async def check_known(store: Store, ids: Collection[str]) -> None:
+    """ApiError 404 names sessions that the store never had."""
+    erased = await store.erased(ids)
+    unknown = [id for id in sorted(set(ids) - erased) if await _stored(store, id) is None]
+    if unknown:
+        raise ApiError(
+            404,
+            f"There is no session {', '.join(map(repr, unknown[:5]))} here; nothing was deleted. `agl sessions list` "
+            f"has the ids.",
+            code="session_unknown",
+        )
+
+
+async def _stored(store: Store, id: str) -> Rollout | None:
+    """The session of this id, as the store has it."""
+    try:
+        rollout = await store.rollout(id)
+    except StoreRefusedError:
+        return None
+    return rollout if rollout.id == id and rollout.mode is Mode.USE else None
 
 
 def _checked_name(name: str | None) -> str | None:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 
 from agl_core.server.keys import Keys, carries, refused_key
-from agl_core.wire import AnyOperation, Body, Empty, Operation, Right
+from agl_core.wire import Body, Empty, Operation, Right
 
 HEADER_SESSION = "x-agl-session"
 """With an application's key: the name that it gives the session of a call. On the server's reply: the session's id."""
@@ -102,8 +102,6 @@ BEGIN_SESSION = Operation("POST", "/agl/v1/sessions", APPLICATION, BeginSession,
 END_SESSION = Operation("POST", "/agl/v1/sessions/end", APPLICATION, EndSession, Empty)
 FEEDBACK = Operation("POST", "/agl/v1/feedback", COLLECTOR, FeedbackRequest, FeedbackReply, MAX_FEEDBACK)
 DELETE_SESSIONS = Operation("POST", "/agl/v1/sessions/delete", Right.OPERATOR, DeleteSessions, DeleteReply)
-
-OPERATIONS: tuple[AnyOperation, ...] = (BEGIN_SESSION, END_SESSION, FEEDBACK, DELETE_SESSIONS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,19 +216,6 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
     return Pruned(folder, removed, max(up_to, 0), checkpoints, before, _size(folder))
 
 
-async def erase(folder: Path, ids: Sequence[str]) -> int:
-    """Remove everything that was recorded of rollouts that were opened from outside; returns how many there were.
-
-    StoreError names those of which nothing is known, and then nothing is removed.
-    """
-    async with open_store(folder, read_only=False) as store:
-        known = {rollout.id for rollout in await store.rollouts(mode=Mode.USE)} | await store.erased(ids)
-        unknown = [id for id in ids if id not in known]
-        if unknown:
-            raise StoreError(f"There is no session {', '.join(unknown[:5])} in {folder}; nothing was deleted.")
-        return await store.erase(ids)
-
-
 def remove(folder: Path) -> None:
     """Remove a run with all its files. ConfigError if it is none; StoreError if a process writes it."""
     if "config_version" not in read_settings(folder):

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
@@ -186,6 +186,14 @@ def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activi
     ]
 
 
+class OperationRoute(Route):
+    """The route of an operation, which the OpenAPI document describes."""
+
+    def __init__(self, operation: AnyOperation, endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> None:
+        super().__init__(operation.path, endpoint, methods=[operation.method])
+        self.operation = operation
+
+
 def route(
     operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[Asked], Coroutine[Any, Any, Answer]]
 ) -> Route:
@@ -216,7 +224,7 @@ def route_of(
             return openai_error(as_answer(error, request.url.path))
         return Response(reply.model_dump_json(), media_type="application/json")
 
-    return Route(operation.path, endpoint, methods=[operation.method])
+    return OperationRoute(operation, endpoint)
 
 
 async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
@@ -350,9 +358,9 @@ async def unserved(request: Request, error: Exception) -> Response:
     return openai_error(refused) if resembled is None else resembled.refuse(refused)
 
 
-def document(operations: Iterable[AnyOperation], version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of operations. What a model API takes and gives is documented elsewhere."""
-    operations = list(operations)
+def document(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of the operations among these routes. What a model API takes and gives is documented elsewhere."""
+    operations = [route.operation for route in routes if isinstance(route, OperationRoute)]
     models = dict.fromkeys(model for operation in operations for model in (operation.body, operation.reply))
     references, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"

@@ -38,7 +38,6 @@ from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Roll
 from agl_core.wire import (
     OPERATOR_KEY,
     WORKER_KEY,
-    AnyOperation,
     CloseRequest,
     Right,
     ServerFile,
@@ -330,11 +329,6 @@ class RolloutSource:
 
     Each rollout has one attempt, whose `ActiveAttempt` says what answers its calls and how they are recorded.
     """
-
-    @property
-    def operations(self) -> Sequence[AnyOperation]:
-        """The operations of its routes, for the OpenAPI document and the limits of bodies."""
-        return ()
 
     @property
     def routes(self) -> Sequence[Route]:

@@ -27,7 +27,7 @@ from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire import OF_WORKERS, Activity, RunningAttempt
+from agl_core.wire import Activity, RunningAttempt
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
@@ -184,7 +184,7 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         async def openapi(request: Request) -> Response:
-            described = document([*OF_WORKERS, *self._source.operations], version("agl-core"))
+            described = document(request.app.routes, version("agl-core"))
             return Response(orjson.dumps(described), media_type="application/json")
 
         return Starlette(
