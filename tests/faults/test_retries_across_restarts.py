@@ -21,7 +21,7 @@ from agl_core.types import AttemptKey, Call
 from agl_online.config import OnlineSection
 from agl_online.deployed import fixed_upstream
 from agl_online.sessions import Sessions
-from agl_online.wire import HEADER_SESSION, ApplicationKeys
+from agl_online.wire import HEADER_SESSION, ApplicationKeys, Purpose
 
 KEYS = Keys()
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
@@ -84,7 +84,7 @@ async def counted_of(folder: Path, calls: Sequence[Call]) -> list[str]:
 async def ask(server: LightningServer, headers: dict[str, str]) -> str:
     """The id of the reply, in the session "talk"."""
     key = {
-        "Authorization": f"Bearer {ApplicationKeys(KEYS, {'shop': 1}).of_application('shop')}",
+        "Authorization": f"Bearer {ApplicationKeys(KEYS, {'shop': 1}).of(Purpose.APPLICATION, 'shop')}",
         HEADER_SESSION: "talk",
     }
     async with httpx.AsyncClient(trust_env=False) as client:

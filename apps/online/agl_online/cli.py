@@ -35,7 +35,7 @@ from agl_online.deployed import fixed_upstream
 from agl_online.policies import POLICY_KEY, Version, find_policy
 from agl_online.sessions import check_known, sessions_of
 from agl_online.versions import By, Decision, Ledger, LedgerError, State
-from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions
+from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions, Purpose
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]
@@ -224,7 +224,7 @@ def print_key(run: Run, application: Application, feedback: ForFeedback = False)
     if server is None:
         raise ConfigError(f"The run {folder} has no keys yet: start it once with `agl serve` or `agl learn`.")
     keys = ApplicationKeys(Keys(secret=server.agent_secret), applications)
-    typer.echo(keys.of_feedback(application) if feedback else keys.of_application(application))
+    typer.echo(keys.of(Purpose.FEEDBACK if feedback else Purpose.APPLICATION, application))
 
 
 @versions.command("list")

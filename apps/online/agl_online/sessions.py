@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -49,6 +50,7 @@ from agl_online.wire import (
     EndSession,
     FeedbackReply,
     FeedbackRequest,
+    Purpose,
     SessionReply,
 )
 
@@ -89,16 +91,14 @@ class Sessions(RolloutSource):
         self._settings, self._run, self._folder, self._say = settings, run, folder, say
         self._store, self._operator, self._answering = store, keys, answering
         self._watching: asyncio.Task[None] | None = None
-        self._open: dict[str, ActiveSession] = {}
-        """By id."""
         self._named: dict[str, ActiveSession] = {}
         """Open ones, by what stands for their names."""
+        self._open: dict[str, ActiveSession] = {}
+        """By id, also those whose end is not written yet."""
         self._alive: WeakValueDictionary[str, ActiveSession] = WeakValueDictionary()
         """Also ended ones that somebody still has, such as a call under way: what is deleted must not come back."""
         self._unerased: set[str] = set()
         """Ids that could not be erased yet."""
-        self._unwritten: list[ActiveSession] = []
-        """Ended ones whose end could not be written yet."""
         self._beginning, self._taking = asyncio.Lock(), asyncio.Lock()
         self._removed = float("-inf")
 
@@ -112,9 +112,9 @@ class Sessions(RolloutSource):
     def routes(self) -> list[Route]:
         """The routes of applications, of what collects feedback, and of operators."""
         return [
-            route_of(BEGIN_SESSION, self.keys.caller, self._answer_begin),
-            route_of(END_SESSION, self.keys.caller, self._answer_end),
-            route_of(FEEDBACK, self.keys.collector, self._answer_feedback),
+            route_of(BEGIN_SESSION, partial(self.keys.holder, Purpose.APPLICATION), self._answer_begin),
+            route_of(END_SESSION, partial(self.keys.holder, Purpose.APPLICATION), self._answer_end),
+            route_of(FEEDBACK, partial(self.keys.holder, Purpose.FEEDBACK), self._answer_feedback),
             route(DELETE_SESSIONS, self._operator, self._answer_delete),
         ]
 
@@ -146,11 +146,11 @@ class Sessions(RolloutSource):
         named = request.path_params.get("rollout") or request.headers.get(HEADER_ROLLOUT, "").rpartition("/")[0]
         recorded = request.headers.get(HEADER_SESSION_RECORD) != "off"
         if _SESSION_ID.fullmatch(named):
-            session = await self._of_id(named, self.keys.user_of_session(request, named))
+            session = await self._of_id(named, self.keys.holder(Purpose.SESSION, request, named))
             if session.recorded and not recorded:
                 await self._opt_out(session)
         else:
-            application = None if named else self.keys.application_of(request)
+            application = None if named else self.keys.find_holder(Purpose.APPLICATION, request)
             if application is None:
                 return None
             name = _checked_name(request.headers.get(HEADER_SESSION))
@@ -272,17 +272,15 @@ class Sessions(RolloutSource):
         return rollout
 
     async def end(self, session: ActiveSession, by: str) -> None:
-        """End a session, durably if the store can be written; one that has ended stays as it is."""
-        if session.closed:
-            return
-        session.closed = True
-        self._open.pop(session.id, None)
-        if self._named.get(session.rollout.group) is session:
-            del self._named[session.rollout.group]
-        session.record = replace(session.record, result={"ended_by": by, **(session.record.result or {})})
-        if not await session.write_end(self._store):
-            self._unwritten.append(session)
-        self.counted["ended"] += 1
+        """End a session, durably once the store can be written; one that has ended stays as it is."""
+        if not session.closed:
+            session.closed = True
+            if self._named.get(session.rollout.group) is session:
+                del self._named[session.rollout.group]
+            session.record = replace(session.record, result={"ended_by": by, **(session.record.result or {})})
+            self.counted["ended"] += 1
+        if await session.write_end(self._store):
+            self._open.pop(session.id, None)
 
     async def _delete(self, ids: Collection[str]) -> int:
         """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
@@ -323,12 +321,12 @@ class Sessions(RolloutSource):
                 logger.error("Sessions could not be looked after: %s", error, exc_info=trace)
 
     async def _look(self) -> None:
-        """End sessions that are idle, and remove old ones."""
+        """End sessions that are idle, write ends that could not be written, and remove old sessions."""
         before = time.time() - self._settings.idle_minutes * 60
-        for session in [session for session in self._open.values() if session.used < before and not session.asking]:
-            await self.end(session, "idle")
+        for session in list(self._open.values()):
+            if session.closed or (session.used < before and not session.asking):
+                await self.end(session, "idle")
         await self._erase_soon(())
-        self._unwritten = [session for session in self._unwritten if not await session.write_end(self._store)]
         if self._settings.keep_days is not None and time.monotonic() - self._removed >= _BETWEEN_REMOVALS:
             old = await self._store.ended_before(Mode.USE, time.time() - self._settings.keep_days * _DAY)
             if old:
@@ -339,7 +337,7 @@ class Sessions(RolloutSource):
         """A session that may have several calls; it is in the store before its first one, if it can be."""
         session = await self._begin(application, body.name or secrets.token_hex(12), recorded=body.record)
         await session.keep(self._store)
-        key = self.keys.of_session(application, session.id)
+        key = self.keys.of(Purpose.SESSION, application, session.id)
         return SessionReply(session=session.id, path=rollout_path(*session.key), key=key, recorded=session.recorded)
 
     async def _answer_end(self, application: str, body: EndSession) -> Empty:

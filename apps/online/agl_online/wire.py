@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field, model_validator
@@ -20,9 +21,6 @@ HEADER_SESSION_END = "x-agl-session-end"
 HEADER_SESSION_RECORD = "x-agl-session-record"
 """`off`: nothing of the session is stored."""
 
-APPLICATION, COLLECTOR = "application", "feedback"
-"""Whose keys the requests need, beside those of core: of `agl sessions key`, and with `--feedback`."""
-
 MAX_FEEDBACK = 1 << 20
 """Bytes of one feedback."""
 MAX_SESSIONS = 1000
@@ -32,6 +30,24 @@ SESSION_NAME = r"^[A-Za-z0-9._:-]{1,200}$"
 
 Name: TypeAlias = Annotated[str, Field(pattern=SESSION_NAME)]
 _Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-1e6, le=1e6)]
+
+
+class Purpose(StrEnum):
+    """What a key of an application is for."""
+
+    APPLICATION = "application"
+    """Model calls of the application, which are recorded as sessions; beginning and ending these."""
+    FEEDBACK = "feedback"
+    """Feedback on its sessions."""
+    SESSION = "session"
+    """The model calls of one of its sessions."""
+
+
+_HINTS = {
+    Purpose.APPLICATION: "This route takes an application's key (`agl sessions key RUN APPLICATION`).",
+    Purpose.FEEDBACK: "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`).",
+    Purpose.SESSION: "A session's own path takes the key that came with the session.",
+}
 
 
 class BeginSession(Body):
@@ -98,59 +114,36 @@ class DeleteReply(Body):
     deleted: int
 
 
-BEGIN_SESSION = Operation("POST", "/agl/v1/sessions", APPLICATION, BeginSession, SessionReply)
-END_SESSION = Operation("POST", "/agl/v1/sessions/end", APPLICATION, EndSession, Empty)
-FEEDBACK = Operation("POST", "/agl/v1/feedback", COLLECTOR, FeedbackRequest, FeedbackReply, MAX_FEEDBACK)
+BEGIN_SESSION = Operation("POST", "/agl/v1/sessions", Purpose.APPLICATION, BeginSession, SessionReply)
+END_SESSION = Operation("POST", "/agl/v1/sessions/end", Purpose.APPLICATION, EndSession, Empty)
+FEEDBACK = Operation("POST", "/agl/v1/feedback", Purpose.FEEDBACK, FeedbackRequest, FeedbackReply, MAX_FEEDBACK)
 DELETE_SESSIONS = Operation("POST", "/agl/v1/sessions/delete", Right.OPERATOR, DeleteSessions, DeleteReply)
 
 
 @dataclass(frozen=True, slots=True)
 class ApplicationKeys:
-    """Keys derived from those of a run's server.
-
-    application  model calls of a deployed application, which are recorded as sessions; beginning and ending these
-    session      the calls of one session
-    feedback     feedback on the sessions of one application
-    """
+    """The keys of applications, derived from those of a run's server."""
 
     server: Keys
     applications: Mapping[str, int]
     """By name, the number of its keys: another number makes other keys."""
 
-    def of_application(self, name: str) -> str:
-        return self.server.derive(f"application/{self.applications[name]}/{name}")
-
-    def of_feedback(self, name: str) -> str:
-        return self.server.derive(f"feedback/{self.applications[name]}/{name}")
-
-    def of_session(self, application: str, session: str) -> str:
-        return self.server.derive(f"session/{self.applications[application]}/{application}/{session}")
+    def of(self, purpose: Purpose, application: str, session: str = "") -> str:
+        """The key of an application for a purpose: one for each session, if it is for sessions."""
+        own = f"{purpose}/{self.applications[application]}/{application}"
+        return self.server.derive(f"{own}/{session}" if session else own)
 
     def place_of(self, application: str, name: str) -> str:
         """A stand-in for the name that an application gave a session, in ids; it does not reveal the name."""
         return hmac.digest(self.server.secret.encode(), f"name/{application}/{name}".encode(), "sha256").hex()[:24]
 
-    def application_of(self, request: Request) -> str | None:
-        """The application whose key the request carries; None if it is no such key."""
-        return next((name for name in self.applications if carries(request, self.of_application(name))), None)
+    def find_holder(self, purpose: Purpose, request: Request, session: str = "") -> str | None:
+        """The application whose key for this purpose the request carries; None without such a key."""
+        return next((name for name in self.applications if carries(request, self.of(purpose, name, session))), None)
 
-    def caller(self, request: Request) -> str:
+    def holder(self, purpose: Purpose, request: Request, session: str = "") -> str:
         """The same; ApiError 401 instead of None."""
-        hint = "This route takes an application's key (`agl sessions key RUN APPLICATION`)."
-        return self._holder(request, self.of_application, hint)
-
-    def collector(self, request: Request) -> str:
-        """The application on whose sessions the request's key may give feedback. ApiError 401 without one."""
-        hint = "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`)."
-        return self._holder(request, self.of_feedback, hint)
-
-    def user_of_session(self, request: Request, session: str) -> str:
-        """The application whose session this is, by the key that the request carries. ApiError 401 without it."""
-        hint = "A session's own path takes the key that came with the session."
-        return self._holder(request, lambda application: self.of_session(application, session), hint)
-
-    def _holder(self, request: Request, key_of: Callable[[str], str], hint: str) -> str:
-        for name in self.applications:
-            if carries(request, key_of(name)):
-                return name
-        raise refused_key(request, hint)
+        name = self.find_holder(purpose, request, session)
+        if name is None:
+            raise refused_key(request, _HINTS[purpose])
+        return name

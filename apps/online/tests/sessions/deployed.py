@@ -22,7 +22,7 @@ from agl_core.types import Annotation, AttemptKey, Call, Mode, Rollout
 from agl_online.config import OnlineSection
 from agl_online.deployed import fixed_upstream
 from agl_online.sessions import Sessions
-from agl_online.wire import ApplicationKeys
+from agl_online.wire import ApplicationKeys, Purpose
 
 SAMPLED = RunSettings(SamplingSection(temperature=0.7, max_tokens=512), seed=1, timeout=30, attempts=2)
 SETTINGS: dict[str, Any] = {"upstream": "http://unused/v1", "applications": {"shop": 1, "mail": 1}}
@@ -58,7 +58,7 @@ class Deployed:
     async def ask(self, text: str, name: str | None = None, *, application: str = "shop", **headers: str) -> Any:
         """One model call with an application's key."""
         named = {} if name is None else {"x-agl-session": name}
-        client = self.agent(self.keys.of_application(application), **named, **headers)
+        client = self.agent(self.keys.of(Purpose.APPLICATION, application), **named, **headers)
         return await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
 
     async def post(self, route: str, key: str, **body: Any) -> httpx.Response:
@@ -69,7 +69,7 @@ class Deployed:
 
     async def say(self, *, application: str = "shop", **body: Any) -> httpx.Response:
         """Feedback."""
-        return await self.post("feedback", self.keys.of_feedback(application), **body)
+        return await self.post("feedback", self.keys.of(Purpose.FEEDBACK, application), **body)
 
     async def sessions(self) -> list[Rollout]:
         """All that the store has."""

@@ -12,6 +12,7 @@ import pytest
 from agl_core.testing.scripts import Hold, Say
 from agl_core.types import RolloutState
 from agl_online.session import PATTERNS, Redaction
+from agl_online.wire import Purpose
 
 from .deployed import Deployed, deployed
 
@@ -26,7 +27,7 @@ async def test_nothing_of_a_session_that_opted_out_is_stored(use: Deployed, tmp_
     reply = await use.ask("a secret of the user", "talk", **off)
     assert reply.choices[0].message.content
     await use.ask("another secret", "talk")
-    begun = (await use.post("sessions", use.keys.of_application("shop"), record=False)).json()
+    begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), record=False)).json()
     assert begun["recorded"] is False
     agent = use.agent(begun["key"], begun["path"])
     await agent.chat.completions.create(model="default", messages=[{"role": "user", "content": "a third secret"}])
@@ -42,7 +43,7 @@ async def test_nothing_of_a_session_that_opted_out_is_stored(use: Deployed, tmp_
 async def test_opting_out_later_removes_what_was_stored_and_outlives_the_server(tmp_path: Path) -> None:
     async with deployed(tmp_path) as use:
         await use.ask("Rumpelstilzchen", "talk")
-        begun = (await use.post("sessions", use.keys.of_application("shop"))).json()
+        begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"))).json()
         agent = use.agent(begun["key"], begun["path"])
         spoken = [{"role": "user", "content": "Rapunzel"}]
         await agent.chat.completions.create(model="default", messages=spoken)  # type: ignore[arg-type]
@@ -172,7 +173,7 @@ async def test_a_match_that_text_parts_share_is_redacted_too(tmp_path: Path) -> 
     content = [*map(part, ("I am ada", "@exam", "ple.org", " there")), image, part("plain"), part("text")]
     async with deployed(tmp_path, redact=("email",)) as use:
         use.model.script(Say("Yes."))
-        client = use.agent(use.keys.of_application("shop"))
+        client = use.agent(use.keys.of(Purpose.APPLICATION, "shop"))
         await client.chat.completions.create(model="default", messages=[{"role": "user", "content": content}])  # type: ignore[list-item, misc]
         [call] = await use.calls()
     assert call.request["messages"][0]["content"] == [  # type: ignore[call-overload, index]

@@ -15,6 +15,7 @@ from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.server import until
 from agl_core.types import AttemptKey, Ending, Mode, RolloutState
 from agl_online import session as of_session
+from agl_online.wire import Purpose
 
 from .deployed import Deployed, deployed
 
@@ -46,7 +47,7 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
 
 
 async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> None:
-    client = use.agent(use.keys.of_application("shop"))
+    client = use.agent(use.keys.of(Purpose.APPLICATION, "shop"))
     hello = [{"role": "user", "content": "hello"}]
     for settings in ({}, {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7, "frequency_penalty": 0.5}):
         await client.chat.completions.create(model="default", messages=hello, **settings)  # type: ignore[call-overload]
@@ -59,7 +60,7 @@ async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> Non
 
 async def test_a_session_ends_by_request_by_header_and_when_it_is_idle(tmp_path: Path) -> None:
     async with deployed(tmp_path, idle_minutes=0.3 / 60) as use:
-        shop = use.keys.of_application("shop")
+        shop = use.keys.of(Purpose.APPLICATION, "shop")
         await use.ask("a", "by-request")
         assert (await use.post("sessions/end", shop, session="by-request")).status_code == 200
         assert (await use.post("sessions/end", shop, session="by-request")).status_code == 200, "again"
@@ -91,8 +92,8 @@ async def test_a_session_ends_by_request_by_header_and_when_it_is_idle(tmp_path:
 
 
 async def test_a_session_of_the_api_has_a_key_of_its_own(use: Deployed) -> None:
-    begun = (await use.post("sessions", use.keys.of_application("shop"), name="task-9")).json()
-    again = (await use.post("sessions", use.keys.of_application("shop"), name="task-9")).json()
+    begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="task-9")).json()
+    again = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="task-9")).json()
     assert again == begun
     assert [s.id for s in await use.sessions()] == [begun["session"]], "before its first call"
     agent = use.agent(begun["key"], begun["path"])
@@ -103,7 +104,7 @@ async def test_a_session_of_the_api_has_a_key_of_its_own(use: Deployed) -> None:
     assert reply.headers["x-agl-session"] == begun["session"]
     await use.ask("by name", "task-9")
     assert [call.rollout for call in await use.calls()] == [begun["session"]] * 2
-    await use.post("sessions/end", use.keys.of_application("shop"), session=begun["session"])
+    await use.post("sessions/end", use.keys.of(Purpose.APPLICATION, "shop"), session=begun["session"])
     late = await agent.chat.completions.create(model="default", messages=[{"role": "user", "content": "late"}])
     assert [call.late for call in await use.calls() if call.id == late.id] == [True], "answered; it does not count"
 
@@ -111,7 +112,7 @@ async def test_a_session_of_the_api_has_a_key_of_its_own(use: Deployed) -> None:
 async def test_open_sessions_are_taken_up_by_the_next_server(tmp_path: Path) -> None:
     async with deployed(tmp_path) as use:
         await use.ask("one", "talk")
-        begun = (await use.post("sessions", use.keys.of_application("shop"))).json()
+        begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"))).json()
         ended = (await use.ask("x", "over", **{"x-agl-session-end": "1"})).id
         await until(lambda: use.counted("ended"))
     async with deployed(tmp_path) as use:
@@ -151,13 +152,13 @@ async def post(use: Deployed, path: str, key: str, body: Any = CHAT, **headers: 
 
 
 async def test_no_key_opens_anothers_door(use: Deployed) -> None:
-    shop = (await use.post("sessions", use.keys.of_application("shop"), name="talk")).json()
-    mail = (await use.post("sessions", use.keys.of_application("mail"), name="talk")).json()
+    shop = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="talk")).json()
+    mail = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "mail"), name="talk")).json()
     reply, training = await use.ask("hello", "other"), await use.stack.lease()
     keys = {
-        "application": use.keys.of_application("shop"),
+        "application": use.keys.of(Purpose.APPLICATION, "shop"),
         "session": shop["key"],
-        "feedback": use.keys.of_feedback("shop"),
+        "feedback": use.keys.of(Purpose.FEEDBACK, "shop"),
         "worker": use.server.keys.worker,
         "operator": use.operator,
         "attempt": use.server.keys.of_attempt(AttemptKey(shop["session"], 0)),
@@ -190,17 +191,22 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
 
 
 async def test_a_session_is_not_reached_by_a_header_without_its_key(use: Deployed) -> None:
-    shop, other = [(await use.post("sessions", use.keys.of_application("shop"))).json() for _ in range(2)]
+    shop, other = [(await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"))).json() for _ in range(2)]
     stamped = {"x-agl-rollout": f"{other['session']}/0"}
-    for key in (shop["key"], use.keys.of_application("shop"), use.keys.of_application("mail"), use.server.keys.worker):
+    for key in (
+        shop["key"],
+        use.keys.of(Purpose.APPLICATION, "shop"),
+        use.keys.of(Purpose.APPLICATION, "mail"),
+        use.server.keys.worker,
+    ):
         assert (await post(use, "/v1/chat/completions", key, CHAT, **stamped)).status_code == 401
     assert (await post(use, "/v1/chat/completions", other["key"], CHAT, **stamped)).status_code == 200
     assert [call.rollout for call in await use.calls()] == [other["session"]]
 
 
 async def test_applications_do_not_end_or_see_each_others_sessions(use: Deployed) -> None:
-    begun = (await use.post("sessions", use.keys.of_application("shop"), name="talk")).json()
-    mail = use.keys.of_application("mail")
+    begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="talk")).json()
+    mail = use.keys.of(Purpose.APPLICATION, "mail")
     assert (await use.post("sessions/end", mail, session=begun["session"])).status_code == 403
     assert (await use.post("sessions/end", mail, session="talk")).status_code == 404
     same_name = (await use.post("sessions", mail, name="talk")).json()
@@ -210,9 +216,9 @@ async def test_applications_do_not_end_or_see_each_others_sessions(use: Deployed
 
 async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_path: Path) -> None:
     async with deployed(tmp_path) as use:
-        begun = (await use.post("sessions", use.keys.of_application("shop"), name="talk")).json()
+        begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="talk")).json()
         reply = await use.ask("hello", "talk")
-    old = [use.keys.of_application("shop"), begun["key"], use.keys.of_feedback("shop")]
+    old = [use.keys.of(Purpose.APPLICATION, "shop"), begun["key"], use.keys.of(Purpose.FEEDBACK, "shop")]
     for applications in ({"shop": 2, "mail": 1}, {"mail": 1}):
         async with deployed(tmp_path, applications=applications) as use:
             assert (await post(use, "/v1/chat/completions", old[0])).status_code == 401
@@ -227,7 +233,7 @@ async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_p
 
 async def ended(use: Deployed, name: str) -> Any:
     """The session of this name, once it has ended."""
-    await use.post("sessions/end", use.keys.of_application("shop"), session=name)
+    await use.post("sessions/end", use.keys.of(Purpose.APPLICATION, "shop"), session=name)
     while True:
         named = [s for s in await use.sessions() if s.task.metadata["session"] == name]
         if named and named[0].state is RolloutState.DONE:
