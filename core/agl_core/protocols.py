@@ -300,22 +300,22 @@ class Engine(ABC):
     async def start(self) -> Upstream:
         """Load the weights, start serving, return where. Once for each engine."""
 
-    @abstractmethod
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
-        """Train on a batch; the new version is served, whole, when this returns."""
+        """Train on a batch; the new version is served, whole, when this returns. Some engines only serve."""
+        raise self._not_supported("update")
 
-    @abstractmethod
     async def save(self, folder: Path) -> None:
         """Write weights, optimiser and random state of every policy below `folder`.
 
         `folder/POLICY/model` has the weights as transformers loads them.
         """
+        raise self._not_supported("save")
 
-    @abstractmethod
     async def load(self, folder: Path) -> None:
         """Restore exactly what `save` wrote."""
+        raise self._not_supported("load")
 
     @abstractmethod
     async def versions(self) -> Mapping[str, int]:

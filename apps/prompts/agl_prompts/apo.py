@@ -54,7 +54,7 @@ async def apo(search: Search) -> None:
     chance = random.Random(search.config.seed)
     names, beam, round_ = list(search.seed), [search.seed], 0
     while True:
-        search.check_progress(_MAX_IDLE)
+        await search.check_progress(_MAX_IDLE)
         name, round_ = names[round_ % len(names)], round_ + 1
         minibatch = chance.sample(search.feedback, min(search.settings.minibatch, len(search.feedback)))
         edited: dict[str, tuple[float, Candidate]] = {}
@@ -75,9 +75,9 @@ async def _edits(search: Search, text: str, episodes: list[Episode]) -> list[str
     examples = "\n\n".join("\n".join(f"{k}: {v}" for k, v in described(episode).items()) for episode in episodes)
     request = _GRADIENT.format(text=text, examples=examples, count=REASONS)
     texts: list[str] = []
-    for reason in _between(await search.proposer.propose(request), "reason")[:REASONS]:
+    for reason in _between(await search.propose(request), "reason")[:REASONS]:
         request = _EDIT.format(text=text, examples=examples, reason=reason, count=EDITS)
-        texts += _between(await search.proposer.propose(request), "prompt")[:EDITS]
+        texts += _between(await search.propose(request), "prompt")[:EDITS]
     return texts
 
 

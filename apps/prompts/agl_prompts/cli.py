@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -20,7 +19,7 @@ from agl_core.server.listening import run
 from agl_core.training.run import local_server, new_run_dir, removed_unless_begun, run_settings
 from agl_core.training.session import open_session
 from agl_core.wire import take_key_of
-from agl_core.worker.worker import on_signals
+from agl_core.worker.worker import until_signal
 from agl_prompts.apo import apo
 from agl_prompts.config import OptimizeSection, Proposer, ServedModel
 from agl_prompts.gepa import gepa
@@ -97,26 +96,15 @@ async def _optimize(
         if not session.upstream.returns_ids:  # A hosted API may refuse settings that it does not know.
             server.relay.serve(session.upstream, replace(run_settings(loaded.config), sampling=None))
         search = Search(loaded.config, settings, session, observer, proposer, recorded)
-        searching = asyncio.ensure_future(_search(search, observer))
-        received: list[signal.Signals] = []
-
-        def stop(number: signal.Signals) -> None:
-            received.append(number)
-            searching.cancel()
-
-        with on_signals(stop):
-            rewards = []
-            try:
-                rewards = await searching
-            except asyncio.CancelledError:
-                if not received:
-                    raise
-            finally:
-                if search.scores:
-                    search.write(run_dir / _FILE)
+        try:
+            outcome = await until_signal(_search(search, observer))
+        finally:
+            if search.scores:
+                search.write(run_dir / _FILE)
+        stopped_by = outcome if isinstance(outcome, signal.Signals) else None
         if search.scores:
-            _print(console, search, rewards, run_dir)
-    return received[0] if received else None
+            _print(console, search, [] if isinstance(outcome, signal.Signals) else outcome, run_dir)
+    return stopped_by
 
 
 async def _search(search: Search, observer: ConsoleObserver) -> list[dict[str, float]]:

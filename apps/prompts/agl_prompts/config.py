@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
@@ -18,11 +18,10 @@ from agl_core import private
 from agl_core.cli.upstreams import open_upstream
 from agl_core.config.sections import Section
 from agl_core.errors import EngineError
-from agl_core.protocols import Engine, Progress, UpdateResult, Upstream
-from agl_core.types import Batch
+from agl_core.protocols import Engine, Upstream
 
-_TRIES, _PAUSE = 4, 2.0
-"""How often the proposer is asked, and the seconds before the second time; the pause doubles."""
+RETRY_WAITS = (2.0, 4.0, 8.0)
+"""Seconds before a message is sent again that a busy or failing proposer did not answer."""
 _TIMEOUT = httpx.Timeout(600, connect=10)
 
 
@@ -74,17 +73,6 @@ class ServedModel(Engine):
         upstream, _ = await asyncio.to_thread(open_upstream, server.base_url.rstrip("/"), self._key, server.model)
         return replace(upstream, models=dict.fromkeys(self._policies, server.model))
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
-        raise self._not_supported("update")
-
-    async def save(self, folder: Path) -> None:
-        raise self._not_supported("save")
-
-    async def load(self, folder: Path) -> None:
-        raise self._not_supported("load")
-
     async def versions(self) -> Mapping[str, int]:
         return {}
 
@@ -100,8 +88,8 @@ class Proposer:
 
     def __init__(self, server: ModelServer, key: str, file: Path) -> None:
         self._server, self._key, self._file = server, key, file
-        self._kept = defaultdict[str, list[str]](list)
-        self._asked = Counter[str]()
+        self._kept = defaultdict[str, deque[str]](deque)
+        """By the digest of the message, the replies of before that were not given yet."""
         for line in file.read_bytes().splitlines() if file.is_file() else ():
             reply = orjson.loads(line)
             self._kept[reply["request"]].append(reply["text"])
@@ -109,25 +97,23 @@ class Proposer:
     async def propose(self, request: str) -> str:
         """Its reply to a message; to the same message again, another reply. EngineError if there is none."""
         digest = blake2b(request.encode(), digest_size=16).hexdigest()
-        number, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
-        if number == len(self._kept[digest]):
-            text = await self._post({"model": self._server.model, "messages": [{"role": "user", "content": request}]})
-            self._keep(digest, text)
-        return self._kept[digest][number]
+        if self._kept[digest]:
+            return self._kept[digest].popleft()
+        text = await self._post({"model": self._server.model, "messages": [{"role": "user", "content": request}]})
+        self._write({"request": digest, "text": text})
+        return text
 
-    def _keep(self, digest: str, text: str) -> None:
+    def _write(self, reply: Mapping[str, str]) -> None:
         with open(self._file, "ab", opener=private.opener) as file:
-            file.write(orjson.dumps({"request": digest, "text": text}) + b"\n")
-        self._kept[digest].append(text)
+            file.write(orjson.dumps(reply) + b"\n")
 
     async def _post(self, body: Mapping[str, Any]) -> str:
         url = f"{self._server.base_url.rstrip('/')}/chat/completions"
         headers = {"Authorization": f"Bearer {self._key}"}
         problem = ""
         async with httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, trust_env=False) as client:
-            for attempt in range(_TRIES):
-                if attempt:
-                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+            for wait in (0.0, *RETRY_WAITS):
+                await asyncio.sleep(wait)
                 try:
                     response = await client.post(url, json=body)
                     if response.is_success:

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from gepa.api import optimize
@@ -57,14 +58,11 @@ class _Rollouts(GEPAAdapter[int, Episode, Episode]):
         return dict.fromkeys(components_to_update, examples)
 
     def reflect(self, prompt: Any) -> str:
-        return self._wait(self._search.proposer.propose(str(prompt)))
+        return self._wait(self._search.propose(str(prompt)))
 
     def is_over(self, gepa_state: Any) -> bool:
         """Called before each round."""
-        try:
-            self._search.check_progress(_MAX_IDLE)
-        except Exception as error:
-            raise _Ended from error
+        self._wait(self._search.check_progress(_MAX_IDLE))
         return False
 
     def log(self, message: str) -> None:
@@ -89,30 +87,25 @@ class _Rollouts(GEPAAdapter[int, Episode, Episode]):
 async def gepa(search: Search) -> None:
     """Search until it is over: a SearchOverError has the reason."""
     rollouts = _Rollouts(search, asyncio.get_running_loop())
-
-    def work() -> BaseException | None:
-        try:
-            optimize(
-                search.seed,
-                trainset=search.feedback,
-                valset=search.validation,
-                adapter=rollouts,
-                reflection_lm=rollouts.reflect,
-                reflection_minibatch_size=min(search.settings.minibatch, len(search.feedback)),
-                stop_callbacks=rollouts.is_over,
-                logger=rollouts,
-                seed=search.config.seed,
-            )
-        except _Ended as ended:
-            return ended.__cause__
-        return None
-
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    loop: Coroutine[Any, Any, Any] = asyncio.to_thread(
+        optimize,
+        search.seed,
+        trainset=search.feedback,
+        valset=search.validation,
+        adapter=rollouts,
+        reflection_lm=rollouts.reflect,
+        reflection_minibatch_size=min(search.settings.minibatch, len(search.feedback)),
+        stop_callbacks=rollouts.is_over,
+        logger=rollouts,
+        seed=search.config.seed,
+    )
+    running = asyncio.ensure_future(loop)
     try:
-        reason = await asyncio.shield(running)
+        await asyncio.shield(running)
+    except _Ended as ended:
+        raise ended.__cause__ or ended from None
     except asyncio.CancelledError:
         rollouts.stop()
-        await running
+        with suppress(_Ended):
+            await running
         raise
-    if reason is not None:
-        raise reason

@@ -56,7 +56,7 @@ class Search:
         recorded: Sequence[Rollout],
     ) -> None:
         self.config, self.settings, self.session = config, settings, session
-        self._observer, self.proposer = observer, proposer
+        self._observer, self._proposer = observer, proposer
         source = session.tasks["train"]
         size = source.size or _MAX_FEEDBACK_TASKS
         if isinstance(source, RecordedTasks) or size < 2:
@@ -75,8 +75,8 @@ class Search:
         }
         """By the names of groups (`_name`), as are the episodes of this search."""
         self._episodes: dict[str, Episode] = {}
-        self.spent = sum(name.endswith("-train") for name in self._recorded)
-        """Rollouts of the budget."""
+        self.spent = 0
+        """Rollouts of the budget that were needed so far, those of before a restart included."""
         self._idle, self._known = 0, 0
 
     @property
@@ -115,26 +115,26 @@ class Search:
             self.candidates.append(candidate)
         number, names = self.candidates.index(candidate), [_name(candidate, position, split) for position in positions]
         missing = {n: p for n, p in zip(names, positions, strict=True) if n not in self._episodes}
-        new = [self._group(candidate, split, p) for n, p in missing.items() if n not in self._recorded]
         if split == "train":
-            if self.spent + len(new) > self.settings.budget:
-                raise SearchOverError(f"the budget of {self.settings.budget} rollouts is spent")
-            self.spent += len(new)
-        collector = self.session.collector
+            self._check_budget(len(missing))
+            self.spent += len(missing)
+        groups = [
+            [self._recorded[name]] if name in self._recorded else self._group(candidate, split, position)
+            for name, position in missing.items()
+        ]
         with self._observer.phase(f"candidate {number}, {split}", self.spent) as advance:
-            run = iter(await collector.collect(new, advance) if new else ())
-        for name in missing:
-            if name in self._recorded:
-                [scored] = await collector.complete(await collector.scored([self._recorded[name]]))
-                self._episodes[name] = scored.episode
-            else:
-                self._episodes[name] = next(run)
+            self._episodes |= zip(missing, await self.session.collector.collect(groups, advance), strict=True)
         validated = [self._episodes.get(_name(candidate, position)) for position in self.validation]
         returns = [episode_return(episode) for episode in validated if episode is not None]
         if number not in self.scores and len(returns) == len(validated):
             self.scores[number] = mean(returns)
             self._observer.say(f"candidate {number}: reward {self.scores[number]:.3f} on {len(returns)} tasks")
         return [self._episodes[name] for name in names]
+
+    async def propose(self, request: str) -> str:
+        """The proposer's reply. SearchOverError if no rollout is left to try it."""
+        self._check_budget(1)
+        return await self._proposer.propose(request)
 
     async def held_out(self, candidate: Candidate) -> dict[str, float]:
         """Its mean return on each held-out set."""
@@ -144,12 +144,16 @@ class Search:
             rewards[name] = mean(map(episode_return, await self.evaluate(candidate, range(size), name)))
         return rewards
 
-    def check_progress(self, patience: int) -> None:
+    async def check_progress(self, patience: int) -> None:
         """Called once a round; SearchOverError if so many rounds in a row brought no new rollout."""
         known, self._known = self._known, len(self._episodes)
         self._idle = self._idle + 1 if known == self._known else 0
         if self._idle >= patience:
             raise SearchOverError("nothing new is proposed")
+
+    def _check_budget(self, rollouts: int) -> None:
+        if self.spent + rollouts > self.settings.budget:
+            raise SearchOverError(f"the budget of {self.settings.budget} rollouts is spent")
 
     def write(self, file: Path) -> None:
         """Write the best candidate as a file of prompts."""

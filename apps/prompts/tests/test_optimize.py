@@ -214,6 +214,17 @@ def test_the_budget_is_kept(world: World, agl: Agl, method: str) -> None:
     assert len([r for r in world.rollouts() if "-train" in r.group]) <= 17
 
 
+@pytest.mark.parametrize("method", ["gepa", "apo"])
+def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(world: World, agl: Agl, method: str) -> None:
+    world.write(optimize=world.optimize(method=method, budget=8, minibatch=2))
+
+    done = agl("optimize", "better.toml")
+
+    assert "the budget of 8 rollouts is spent" in done.stdout
+    assert "rollouts     8, for 1 candidates" in done.stdout
+    assert world.proposer.received == []
+
+
 def test_patience_ends_a_search_that_finds_nothing_better(world: World, agl: Agl) -> None:
     count = iter(range(1000))
     world.proposer.answer = lambda received: Say(f"```\nuseless {next(count)}\n```")
@@ -333,7 +344,7 @@ def test_mistakes_in_its_table_are_named(world: World, agl: Agl, change: dict[st
 def test_a_proposer_that_refuses_is_named_and_its_failures_are_tried_again(
     world: World, agl: Agl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_prompts.config._PAUSE", 0.01)
+    monkeypatch.setattr("agl_prompts.config.RETRY_WAITS", (0.01,) * 3)
     world.write()
     world.proposer.script(Fail(503), Fail(429), Fail(401))
 

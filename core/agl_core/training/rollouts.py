@@ -39,6 +39,7 @@ from agl_core.types import (
     Mode,
     Reward,
     Rollout,
+    RolloutState,
     ToolResult,
     TrainingRecord,
     are_equal,
@@ -162,12 +163,17 @@ class Collector:
     """Says why a wait is long."""
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], advance: Advance) -> list[Episode]:
-        """The episodes of these groups, when all are done; if cancelled, cancel the rollouts that are not."""
+        """The episodes of these groups, when all are done; if cancelled, cancel the rollouts that are not.
+
+        Rollouts that were done before are not run again.
+        """
         rollouts = [rollout for group in groups for rollout in group]
-        waiting = {rollout.id for rollout in rollouts}
-        scored: dict[str, Scored] = {}
+        recorded = [rollout for rollout in rollouts if rollout.state is RolloutState.DONE]
+        scored = {done.rollout.id: done for done in await self.scored(recorded)}
+        new = [rollout for rollout in rollouts if rollout.id not in scored]
+        waiting = {rollout.id for rollout in new}
         try:
-            await self.queue.enqueue(rollouts)
+            await self.queue.enqueue(new)
             while waiting:
                 for done in await self.finished(waiting):
                     waiting.discard(done.rollout.id)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from agl_core.training.loop import Evaluated, Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.session import Session, first_look, open_session
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
-from agl_core.worker.worker import on_signals
+from agl_core.worker.worker import until_signal
 
 
 async def train(
@@ -169,25 +168,15 @@ async def _look(session: Session, observer: Observer) -> None:
 
 async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:
     """Train; on Ctrl-C or SIGTERM stop at once, save what was learned, and return the signal."""
-    task, received = asyncio.ensure_future(trainer.train()), list[signal.Signals]()
-    with ExitStack() as handling:
-
-        def stop(number: signal.Signals) -> None:
-            handling.close()  # A second one gets the default treatment.
-            received.append(number)
-            task.cancel()
-
-        handling.enter_context(on_signals(stop))
-        try:
-            await task
-        except asyncio.CancelledError:
+    try:
+        stopped_by = await until_signal(trainer.train())
+        if stopped_by is not None:
             observer.say("stopping; saving a checkpoint")
             if trainer.state.step > trainer.saved_step:
                 await uninterrupted(trainer.checkpoint())
-            return received[0]
-        finally:
-            trainer.count_time()
-    return None
+        return stopped_by
+    finally:
+        trainer.count_time()
 
 
 def new_run_dir(loaded: LoadedConfig) -> Path:

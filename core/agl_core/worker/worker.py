@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -342,6 +342,25 @@ def on_signals(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+async def until_signal(work: Coroutine[Any, Any, T]) -> T | signal.Signals:
+    """The result of `work`; or Ctrl-C or SIGTERM, which cancels it. A second signal gets the default treatment."""
+    task, received = asyncio.ensure_future(work), list[signal.Signals]()
+    with ExitStack() as handling:
+
+        def stop(number: signal.Signals) -> None:
+            handling.close()
+            received.append(number)
+            task.cancel()
+
+        handling.enter_context(on_signals(stop))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            return received[0]
 
 
 class WorkerThread:
