@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agl_core import kinds
-    from agl_core.capture import agent, attach, load_episodes, prompt, reward, save_episodes, state, tool
+    from agl_core.capture import agent, attach, prompt, reward, state, tool
     from agl_core.decorators import (
         adapter,
         algorithm,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from agl_core.hooks import hookimpl
     from agl_core.kinds import Capability
+    from agl_core.learning.transitions import load_episodes, save_episodes
     from agl_core.types import CreditKind, Episode, Reward, Task, Transition, discounted_returns, episode_return
 
 __version__ = "0.1.0"
@@ -54,7 +55,7 @@ __all__ = [
     "tracker",
 ]
 
-_MODULES = ("hooks", "types", "kinds", "decorators", "capture")
+_MODULES = ("hooks", "types", "kinds", "decorators", "capture", "learning.transitions")
 """Where these names are: imported when one is first used, since the help of `agl` needs none, and agents few."""
 
 

@@ -5,42 +5,36 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
-from langchain_core.outputs import ChatGeneration, Generation, LLMResult
+from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 import agl_core
+from agl_core.apis.alone import Alone, AloneRollout
 from agl_core.capture import (
-    Capture,
-    CapturedRollout,
+    AttemptContext,
     Decided,
     Identity,
     IdentityScope,
     Latest,
-    Recording,
     current_attempt,
     describe_error,
     enter_identity,
     guarded,
     jsonable,
-    logprobs_of,
     message_status,
     record_tool_result,
     status_of,
 )
-from agl_core.learning.transitions import Alone
-from agl_core.types import Choice, FinishReason, Json
+from agl_core.types import Json
 
-_MAX_REQUEST = 1 << 24
-_NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
-"""Settings that change no token, or are kept apart."""
 _NO_NAME = "LangGraph"
 """The name of a graph that was given none."""
 
@@ -51,9 +45,9 @@ class _Run:
 
     id: UUID
     parent: UUID | None
-    recording: Recording
-    rollout: CapturedRollout | None
-    """Where calls are kept when the adapter is used alone."""
+    attempt: AttemptContext
+    begun: AloneRollout | None = None
+    """The run of the agent that begins and ends with this one, if the adapter is used alone."""
     agent: str | None = None
     name: str | None = None
     """As LangChain has it: of a graph's run the graph's name, of a node's run the node's."""
@@ -63,8 +57,6 @@ class _Run:
     """The named agent that this run is a part of."""
     started: float = field(default_factory=time.time)
     scope: IdentityScope | None = None
-    sequence: int = 0
-    request: Mapping[str, Json] = field(default_factory=dict)
     tool: str = ""
     tool_call_id: str | None = None
     arguments: Any = None
@@ -79,22 +71,23 @@ class _Run:
 
 
 class _Handler(BaseCallbackHandler):
-    """Reports to the running attempt who calls and what the tools did; outside any attempt it fills its own capture."""
+    """Reports to the running attempt who calls and what the tools did; outside any attempt it begins its own."""
 
     # A sync handler that runs inline is the only kind whose context variables reach the HTTP request.
     run_inline = True
 
-    def __init__(self, capture: Capture | None = None) -> None:
-        self._capture = capture
+    def __init__(self, alone: Alone | None = None) -> None:
+        self._alone = alone
         self._runs: Latest[UUID, _Run] = Latest()
         self._lock = threading.Lock()
 
     @guarded
     def on_chain_start(self, serialized: Any, inputs: Any, **event: Any) -> None:
         run = self._start(event, inputs)
-        if run and run.agent:
+        if run and (run.agent or run.begun):
             # For what a node does without LangChain: an OpenAI client called directly, say.
-            run.scope = enter_identity(Identity(run.agent, parent_span=run.span), variables=_channels(event, inputs))
+            who, variables = Identity(run.agent, parent_span=run.span), _channels(event, inputs)
+            run.scope = enter_identity(who, variables=variables, attempt=run.attempt)
 
     @guarded
     def on_chain_end(self, outputs: Any, **event: Any) -> None:
@@ -104,19 +97,17 @@ class _Handler(BaseCallbackHandler):
 
     @guarded
     def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **event: Any) -> None:
-        self._start_call(event, messages[0], lambda: _openai_messages(messages[0]))
+        self._start_call(event, messages[0])
 
     @guarded
     def on_llm_start(self, serialized: Any, prompts: list[str], **event: Any) -> None:
-        self._start_call(event, prompts[0], lambda: [{"role": "user", "content": prompts[0]}])
+        self._start_call(event, prompts[0])
 
     @guarded
     def on_llm_end(self, response: LLMResult, **event: Any) -> None:
         run = self._end(event)
-        if run and run.rollout:
-            choices = _choices(response)
-            run.rollout.call(run.span, run.request, choices, sequence=run.sequence, who=run.who, started=run.started)
-            self._finish(run, result=[choice.message for choice in choices])
+        if run:
+            self._finish(run, result=[reply.text for replies in response.generations for reply in replies])
 
     @guarded
     def on_llm_error(self, error: BaseException, **event: Any) -> None:
@@ -151,16 +142,15 @@ class _Handler(BaseCallbackHandler):
             self._finish(run, error=error)
 
     def _start(self, event: Mapping[str, Any], inputs: Any) -> _Run | None:
-        active, run_id, parent_id = current_attempt(), event["run_id"], event.get("parent_run_id")
-        parent = self._run(parent_id)
-        if active:
-            recording, rollout = active.recording, None
-        elif self._capture:
-            rollout = parent.rollout if parent and parent.rollout else self._capture.start(str(run_id), inputs)
-            recording = rollout.recording
-        else:
+        run_id, parent_id = event["run_id"], event.get("parent_run_id")
+        parent, begun = self._run(parent_id), None
+        attempt = current_attempt() or (parent.attempt if parent else None)
+        if attempt is None and self._alone:
+            begun = self._alone.begin(str(run_id), inputs)
+            attempt = begun.attempt
+        if attempt is None:
             return None
-        run = _Run(run_id, parent_id, recording, rollout, name=event.get("name"))
+        run = _Run(run_id, parent_id, attempt, begun, name=event.get("name"))
         self._name(run, parent, event.get("metadata") or {})
         with self._lock:
             self._runs[run_id] = run
@@ -192,16 +182,11 @@ class _Handler(BaseCallbackHandler):
         is_call = run.name == "call_model" and parent is not None and parent.name == "agent"
         return self._run(parent.parent) if parent and is_call else None
 
-    def _start_call(self, event: Mapping[str, Any], inputs: Any, messages: Callable[[], list[dict[str, Json]]]) -> None:
+    def _start_call(self, event: Mapping[str, Any], inputs: Any) -> None:
         run = self._start(event, inputs)
-        if run is None:
-            return
-        run.scope = enter_identity(run.who)
-        run.agent = run.scope.identity.agent
-        if run.rollout:
-            run.sequence = run.rollout.next_sequence()
-            request = _request_body(messages(), event.get("invocation_params") or {})
-            run.request = jsonable(request, limit=_MAX_REQUEST)
+        if run:
+            run.scope = enter_identity(run.who, attempt=run.attempt)
+            run.agent = run.scope.identity.agent
 
     def _end(self, event: Mapping[str, Any]) -> _Run | None:
         with self._lock:
@@ -211,8 +196,8 @@ class _Handler(BaseCallbackHandler):
         return run
 
     def _finish(self, run: _Run, result: Any = None, error: BaseException | None = None) -> None:
-        if run.rollout and run.rollout.id == run.span:
-            run.rollout.finish(result, describe_error(error) if error else None)
+        if run.begun:
+            run.begun.finish(result, describe_error(error) if error else None)
 
     def _tool_result(self, run: _Run, result: Any, decided: Decided | None = None) -> None:
         record_tool_result(
@@ -225,7 +210,7 @@ class _Handler(BaseCallbackHandler):
             arguments=run.arguments,
             started=run.started,
             adapter="langchain",
-            recording=run.recording,
+            recording=run.attempt.recording,
         )
 
 
@@ -239,10 +224,9 @@ class AglCallback(_Handler, Alone):
     """
 
     def __init__(self, keep: int = 1000) -> None:
-        capture = Capture(keep)
-        _Handler.__init__(self, capture)
-        Alone.__init__(self, capture)
-        # The agent's name travels with the call's request.
+        _Handler.__init__(self, self)
+        Alone.__init__(self, keep)
+        # The agent's name travels with the call's request; alone, the call is recorded there.
         agl_core.attach([])
 
 
@@ -266,7 +250,7 @@ def _nodes_around(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:
     """The channel values that a LangGraph node starts from, without the messages, which are in the calls' prompts."""
-    if current_attempt() is None or not any(str(tag).startswith("graph:step:") for tag in event.get("tags") or ()):
+    if not any(str(tag).startswith("graph:step:") for tag in event.get("tags") or ()):
         return None
     values = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
     return {str(name): jsonable(value) for name, value in values.items() if name != "messages"}
@@ -275,25 +259,6 @@ def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:
 def _is_control_flow(error: BaseException) -> bool:
     """LangGraph raises interrupts and handoffs (`Command(graph=PARENT)`) through nodes and tools."""
     return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
-
-
-def _openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:
-    """Messages as a chat completion request has them."""
-    converted = convert_to_openai_messages(list(messages))
-    return converted if isinstance(converted, list) else [converted]
-
-
-def _request_body(messages: list[dict[str, Json]], invocation: Mapping[str, Any]) -> dict[str, Json]:
-    """The request as LangChain describes it (`invocation_params`): model, tools and sampling beside the messages."""
-    settings = {k: v for k, v in invocation.items() if v is not None and not k.startswith("_") and k not in _NO_TOKENS}
-    return {"messages": messages, **settings}
-
-
-def _choices(result: LLMResult) -> tuple[Choice, ...]:
-    """The responses of one call: text, and log-probabilities where the agent asked for them."""
-    # Each call's end is reported by itself: one prompt, one or (n > 1) several responses.
-    generations = result.generations[0] if result.generations else ()
-    return tuple(_choice(index, reply) for index, reply in enumerate(generations) if isinstance(reply, Generation))
 
 
 def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
@@ -322,17 +287,3 @@ def _tool_messages(output: Any) -> Iterator[ToolMessage]:
             yield from _tool_messages(item)
     elif type(output).__name__ == "Command":  # LangGraph's; it need not be installed
         yield from _tool_messages(getattr(output, "update", None))
-
-
-def _choice(index: int, generation: Generation) -> Choice:
-    message: Mapping[str, Json] = {"role": "assistant", "content": generation.text}
-    details: Mapping[str, Any] = generation.generation_info or {}
-    if isinstance(generation, ChatGeneration):
-        message = _openai_messages([generation.message])[0]
-        details = {**details, **generation.message.response_metadata}
-    return Choice(
-        index=index,
-        message=message,
-        finish_reason=FinishReason.read(details.get("finish_reason"), calls_tools=False),
-        logprobs=logprobs_of(details.get("logprobs")),
-    )

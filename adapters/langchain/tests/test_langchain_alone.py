@@ -81,18 +81,25 @@ def test_an_endpoint_that_gives_every_reply_the_same_id(streaming: bool, server:
     assert [t.messages[0]["content"] for t in callback.transitions()] == ["a", "b", "c"]
 
 
-def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph() -> None:
+def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(server: Any) -> None:
     program = """
         import sys
 
         for absent in ("langgraph", "langchain", "langchain_openai", "openai", "torch"):
             sys.modules[absent] = None
+        import os
+
+        import httpx
         from agl_langchain import AglCallback
-        from langchain_core.language_models import FakeListChatModel
+        from langchain_core.runnables import RunnableLambda
+
+        def ask(question):
+            request = {"model": "m", "messages": [{"role": "user", "content": question}]}
+            return httpx.post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json=request).json()
 
         callback = AglCallback()
-        FakeListChatModel(responses=["hi"]).invoke("hello", {"callbacks": [callback]})
+        RunnableLambda(ask).invoke("hello", {"callbacks": [callback]})
         (transition,) = callback.transitions()
-        assert transition.response["content"] == "hi"
+        assert transition.response["content"] == "done"
     """
     run_python(program)

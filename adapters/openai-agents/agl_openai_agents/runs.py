@@ -80,7 +80,8 @@ def watch() -> None:
 
 def _outside_rollouts(event: Callable[[Any], None]) -> Callable[[Any], None]:
     def handle(ended: Any) -> None:
-        if current_attempt() is None:
+        active = current_attempt()
+        if active is None or active.calls is not None:
             event(ended)
 
     return handle

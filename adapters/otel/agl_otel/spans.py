@@ -253,8 +253,6 @@ class SeenCall:
 
     response_id: str | None
     identity: Identity
-    spans: tuple[SeenSpan, ...]
-    """Its spans, the outermost first."""
 
 
 def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
@@ -316,10 +314,8 @@ def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResult:
 class SpanTree:
     """The spans of one attempt or trace, added as they come in: inner spans before those around them."""
 
-    def __init__(self, spans: Iterable[SeenSpan] = ()) -> None:
+    def __init__(self) -> None:
         self._spans: dict[tuple[str, str], SeenSpan] = {}
-        for span in spans:
-            self.add(span)
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -370,7 +366,7 @@ class SpanTree:
         spans.sort(key=lambda span: len(self.lineage(span)))
         ids = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
         response_id = next(filter(None, ids), None)
-        return SeenCall(response_id, identity_of(self.lineage(spans[-1])), tuple(spans))
+        return SeenCall(response_id, identity_of(self.lineage(spans[-1])))
 
 
 def _is_same(inner: ModelCall | ToolResult | None, outer: ToolResult) -> bool:

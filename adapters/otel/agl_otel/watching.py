@@ -72,13 +72,14 @@ class RunningSpans:
         self._nodes: Latest[_Key, _Node] = Latest()
 
     def start(self, span: SdkSpan, outer: trace.Span) -> bool:
-        """A span starts; whether it belongs to an attempt."""
+        """A span starts; whether it belongs to an attempt. A second time it may get one."""
         active = current_attempt()
         with self._lock:
             around = self._node(outer)
             recording = active.recording if active else around.recording if around else None
-            if _key(span) not in self._nodes:
-                self._nodes[_key(span)] = _Node(span, around, recording)
+            node = self._nodes.get(_key(span)) or _Node(span, around)
+            node.recording = node.recording or recording
+            self._nodes[_key(span)] = node
         return recording is not None
 
     def end(self, span: ReadableSpan) -> None:

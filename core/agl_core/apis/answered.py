@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from starlette.datastructures import Headers
-
 from agl_core.apis.reply import RawReply, Reply, called, reasoning_of
 from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.types import Call, Json
@@ -243,7 +241,7 @@ class Budget:
             self._limit = max(64, 2 * len(self._sizes))
 
 
-def retry_count(headers: Headers) -> int:
+def retry_count(headers: Mapping[str, str]) -> int:
     """How often the client's SDK has sent this request before."""
     value = headers.get(HEADER_RETRIES, "0")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0

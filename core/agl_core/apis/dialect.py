@@ -11,21 +11,23 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Required
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Required
 from urllib.parse import quote
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from agl_core.apis.answered import Answered, Message
-from agl_core.apis.errors import ApiError, openai_error
+from agl_core.apis.errors import ApiError, openai_error, rendered
 from agl_core.apis.reply import Reply
 from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
 from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.types import Json, Sampling
 from agl_core.types.forms import parse_json
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 _MAX_NOTE = 1000
 """Characters of the header that says what was ignored."""
@@ -200,6 +202,10 @@ class Dialect(ABC):
         """
 
     @abstractmethod
+    def chunk(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An event of a reply in this API, or a whole reply, as a chunk of a chat completion."""
+
+    @abstractmethod
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         """The body of a reply that is not streamed, as this API's clients expect it; no extras of agl are in it."""
 
@@ -255,11 +261,6 @@ def joined_parts(parts: list[dict[str, Any]]) -> Json:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def rendered(body: Mapping[str, Json]) -> Response:
-    """A reply that is not streamed."""
-    return Response(orjson.dumps(body), media_type="application/json")
-
-
 def json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
@@ -282,6 +283,11 @@ class ChatCompletions(Dialect):
             raise wrong("logprobs", "must be true or false, and true where there are 'top_logprobs'")
         limit = body.get("max_completion_tokens")
         return Translation({}, body.get("max_tokens") if limit is None else limit, bool(logprobs))
+
+    def chunk(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        whole = {"message": "delta"}
+        choices = event.get("choices") or ()
+        return {**event, "choices": [{whole.get(k, k): v for k, v in choice.items()} for choice in choices]}
 
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         of_prompt, of_choices = _returned(request, reply)
@@ -327,6 +333,20 @@ class Completions(Dialect):
         if logprobs is not None:
             chat |= {"logprobs": True, "top_logprobs": logprobs}
         return Translation(chat, body.get("max_tokens"), logprobs is not None)
+
+    def chunk(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        of_prompt, choices = {}, []
+        for choice in event.get("choices") or ():
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+            of_prompt = {"prompt_token_ids": choice.get("prompt_token_ids")}
+            choices.append(
+                {
+                    **choice,
+                    "delta": {"content": choice["text"]},
+                    "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
+                }
+            )
+        return {**of_prompt, **event, "choices": choices}
 
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         of_prompt, of_choices = _returned(request, reply)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from starlette.responses import Response
 
 from agl_core.errors import AglError, ServerError, StoreRefusedError
 from agl_core.types import Json
 from agl_core.types.forms import parse_json
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,14 @@ def openai_problem(error: ApiError) -> dict[str, Any]:
 
 def openai_error(error: ApiError) -> Response:
     """The answer in that shape."""
-    return Response(orjson.dumps(openai_problem(error)), error.status, error.headers, "application/json")
+    return rendered(openai_problem(error), error.status, error.headers)
+
+
+def rendered(body: Mapping[str, Json], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer that is not streamed."""
+    from starlette.responses import Response  # An agent's process, which reads what it called, lacks it.
+
+    return Response(orjson.dumps(body), status, headers, "application/json")
 
 
 def read_error(payload: bytes) -> Mapping[str, Json]:

@@ -13,18 +13,20 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from starlette.responses import Response
 
 from agl_core.apis.answered import Answered, Message
 from agl_core.apis.dialect import Dialect, ModelRequest, Translation, joined_parts, unsupported, without_none, wrong
-from agl_core.apis.errors import ApiError
+from agl_core.apis.errors import ApiError, rendered
 from agl_core.apis.reply import Reply, Usage, called
 from agl_core.apis.streams import Block, BlockRenderer, Event
 from agl_core.types import FinishReason, Json
 from agl_core.types.forms import parse_if_json
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _CUT = {
@@ -53,6 +55,8 @@ _FILE_FIELDS = {
     "insert_line": {"type": "integer", "minimum": 0},
     "insert_text": _STRING,
 }
+_OUTPUT = frozenset({"text", "thinking", "tool_use"})
+"""The blocks of a reply that are the model's own words."""
 _CLIENT_TOOL = re.compile(r"(bash|text_editor|memory)_\d{8}")
 
 
@@ -136,6 +140,28 @@ class Messages(Dialect):
         }
         return Translation(chat, limit, recorded={"messages": messages})
 
+    def chunk(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        delta: Mapping[str, Any] = {}
+        ended = event
+        match event["type"]:
+            case "message":
+                blocks = [block for block in event["content"] if block["type"] in _OUTPUT]
+                delta = _read_reply(blocks, Answered(), set())
+            case "content_block_start" if (block := event["content_block"])["type"] == "tool_use":
+                call = {"index": event["index"], "id": block["id"], "function": {"name": block["name"]}}
+                delta = {"tool_calls": [call]}
+            case "content_block_delta":
+                match event["delta"]:
+                    case {"type": "text_delta", "text": text}:
+                        delta = {"content": text}
+                    case {"type": "thinking_delta", "thinking": text}:
+                        delta = {"reasoning_content": text}
+                    case {"type": "input_json_delta", "partial_json": text}:
+                        delta = {"tool_calls": [{"index": event["index"], "function": {"arguments": text}}]}
+            case "message_delta":
+                ended = event["delta"]
+        return {"choices": [{"index": 0, "delta": delta, "finish_reason": ended.get("stop_reason")}]}
+
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         if self.counts:
             return {"input_tokens": reply.usage.prompt}
@@ -148,7 +174,7 @@ class Messages(Dialect):
         return _Events(request, reply_id)
 
     def refuse(self, error: ApiError) -> Response:
-        return Response(orjson.dumps(_problem(error)), error.status, error.headers, "application/json")
+        return rendered(_problem(error), error.status, error.headers)
 
 
 def _problem(error: ApiError) -> dict[str, Json]:

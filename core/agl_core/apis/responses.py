@@ -8,6 +8,7 @@ reasoning, or shortens a conversation that is too long, so what asks for that is
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ _INCOMPLETE = {
 }
 _PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg", "tool_call": "fc"}
 """Of the ids of items."""
+_OUTPUT = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+"""The items of a reply that are the model's own words."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Where the parts that are text have it."""
 _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
@@ -88,6 +91,24 @@ class Responses(Dialect):
             logprobs,
             conversation=None if body.get("store") is False else messages,
         )
+
+    def chunk(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        if event.get("type") not in (None, "response.completed", "response.incomplete"):
+            return {}
+        response, numbers = event.get("response", event), itertools.count()
+        # Its items are read as they come back in a later request; what hosted tools did is left out.
+        messages = _read_input([item for item in response["output"] if item["type"] in _OUTPUT], Answered(), set())
+        deltas = [
+            {**message, "tool_calls": [{**call, "index": next(numbers)} for call in message.get("tool_calls") or ()]}
+            for message in messages
+        ]
+        last = {
+            "index": 0,
+            "finish_reason": (response.get("incomplete_details") or {}).get("reason") or "",
+            "token_ids": response.get("token_ids"),
+        }
+        choices = [*({"index": 0, "delta": delta} for delta in deltas), last]
+        return {"prompt_token_ids": response.get("prompt_token_ids"), "choices": choices}
 
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
         if self.counts:

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import orjson
-from starlette.responses import Response
 
 from agl_core.apis.errors import ApiError, openai_problem
 from agl_core.apis.reply import Delta, Reply, reasoning_of
@@ -21,12 +20,20 @@ from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
+
     from agl_core.apis.dialect import ModelRequest
 
 STREAM_TYPE, STREAM_HEADERS = "text/event-stream", {"Cache-Control": "no-cache"}
+LAST_EVENT = b"[DONE]"
 _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
 
 Event: TypeAlias = Mapping[str, Json]
+
+
+def data_of(lines: Iterable[bytes]) -> list[bytes]:
+    """The data in lines of an event stream; no model server has the JSON of an event on several lines."""
+    return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class Renderer(ABC):
@@ -69,13 +76,15 @@ class Renderer(ABC):
 
     def stream(self, reply: Reply) -> Response:
         """The stream of a reply that is there as a whole."""
+        from starlette.responses import Response
+
         return Response(self.encode(self.events(reply)) + self.done, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
 
 
 class _Chunks(Renderer):
     """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
 
-    done = b"data: [DONE]\n\n"
+    done = b"data: %b\n\n" % LAST_EVENT
     object: ClassVar[str]
 
     def __init__(self, request: ModelRequest, reply_id: str) -> None:

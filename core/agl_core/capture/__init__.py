@@ -28,12 +28,6 @@ from agl_core.capture.reports import record_tool_result as record_tool_result
 from agl_core.capture.reports import report_problem as report_problem
 from agl_core.capture.reports import reward as reward
 from agl_core.capture.reports import wrap_once as wrap_once
-from agl_core.capture.standalone import Capture as Capture
-from agl_core.capture.standalone import CapturedRollout as CapturedRollout
-from agl_core.capture.standalone import ids_of as ids_of
-from agl_core.capture.standalone import load_episodes as load_episodes
-from agl_core.capture.standalone import logprobs_of as logprobs_of
-from agl_core.capture.standalone import save_episodes as save_episodes
 from agl_core.capture.status import Decided as Decided
 from agl_core.capture.status import StatusRule as StatusRule
 from agl_core.capture.status import begins as begins

@@ -20,12 +20,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
 from agl_core.capture.recording import Recording, jsonable
 from agl_core.types import Identity, Json
+
+if TYPE_CHECKING:
+    from agl_core.capture.requests import SentCall
 
 V = TypeVar("V")
 
@@ -119,6 +122,8 @@ class AttemptContext:
     """Where its tool results and rewards are collected."""
     prompts: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """The texts of its named prompts."""
+    calls: list[SentCall] | None = field(default=None, kw_only=True)
+    """Its model calls, if no server records them."""
 
 
 class IdentityScope:
@@ -128,7 +133,7 @@ class IdentityScope:
     where the token of a context variable cannot be used.
     """
 
-    __slots__ = ("identity", "is_open", "outer", "steps", "variables")
+    __slots__ = ("attempt", "identity", "is_open", "outer", "steps", "variables")
 
     def __init__(
         self,
@@ -136,12 +141,15 @@ class IdentityScope:
         outer: IdentityScope | None,
         steps: Steps | None = None,
         variables: Mapping[str, Json] | None = None,
+        attempt: AttemptContext | None = None,
     ) -> None:
         self.identity, self.outer, self.is_open = identity, outer, True
         self.variables: Mapping[str, Json] = variables or (outer.variables if outer else {})
         """The semantic variables that the framework has; if it has none, those of the scope around this one."""
         self.steps = steps
         """In which each call begins a step; None if the framework itself has a span around each call."""
+        self.attempt = attempt
+        """The one that runs inside, if no other does: an adapter has begun it."""
 
     def close(self) -> None:
         """End it in all contexts; closing it again changes nothing."""
@@ -156,8 +164,8 @@ _variables: ContextVar[Mapping[str, Json] | None] = ContextVar("agl_variables", 
 
 
 def current_attempt() -> AttemptContext | None:
-    """The attempt that this context, or else the whole process, runs; None outside any rollout."""
-    return _attempt.get() or _of_process
+    """The attempt that this context, or else the whole process, or else an adapter runs; None outside any rollout."""
+    return _attempt.get() or _of_process or next((scope.attempt for scope in _open_scopes() if scope.attempt), None)
 
 
 @contextmanager
@@ -237,24 +245,33 @@ def current_identity() -> Identity | None:
 
 def current_scope() -> IdentityScope | None:
     """The innermost open scope of this context."""
+    return next(_open_scopes(), None)
+
+
+def _open_scopes() -> Iterator[IdentityScope]:
+    """Those of this context, innermost first."""
     scope = _scope.get()
-    while scope is not None and not scope.is_open:
+    while scope is not None:
+        if scope.is_open:
+            yield scope
         scope = scope.outer
-    return scope
 
 
 def enter_identity(
-    identity: Identity, steps: Steps | None = None, variables: Mapping[str, Json] | None = None
+    identity: Identity,
+    steps: Steps | None = None,
+    variables: Mapping[str, Json] | None = None,
+    attempt: AttemptContext | None = None,
 ) -> IdentityScope:
     """From now on, in this context and those copied from it, `identity` makes the calls, until the scope is closed.
 
     An identity without an agent name keeps the name of the one around it. With `steps`, each call begins one;
-    `variables` are the agent's semantic variables as its framework has them.
+    `variables` are the agent's semantic variables as its framework has them; `attempt` runs where no other one does.
     """
     outer = current_scope()
     if identity.agent is None and outer:
         identity = replace(identity, agent=outer.identity.agent)
-    entered = IdentityScope(identity, outer, steps, variables)
+    entered = IdentityScope(identity, outer, steps, variables, attempt)
     _scope.set(entered)
     return entered
 

@@ -2,14 +2,17 @@
 
 A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
 that sends it. Requests to any other host are left alone; those to a model API are counted, for agl does not see them.
+An attempt without a server keeps them, with their replies, if httpx sends them.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -24,7 +27,7 @@ from agl_core.capture.context import (
     current_scope,
     packed_variables,
 )
-from agl_core.capture.reports import Patches, report_problem, within
+from agl_core.capture.reports import Patches, guarded, report_problem, within
 from agl_core.types import Identity
 
 HEADER_ROLLOUT = "x-agl-rollout"
@@ -62,6 +65,28 @@ MODEL_CALL = re.compile(
 """
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class SentCall:
+    """A model call of an attempt without a server, as it was sent, and its reply as it came."""
+
+    address: str
+    body: bytes
+    headers: dict[str, str]
+    """Those of the request, and who makes the call: what a server would have got."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = field(default_factory=time.time)
+    ended: float = 0.0
+    reply: bytes | None = None
+    """None before it has come, and if it has another status than 200."""
+    reply_headers: Mapping[str, str] = field(default_factory=dict)
+    result: Any = None
+    """The reply as its HTTP library has it."""
+
+    def end(self, reply: bytes) -> None:
+        """The reply is there."""
+        self.reply, self.ended = reply, time.time()
 
 
 def rollout_path(rollout: str, attempt: int) -> str:
@@ -185,14 +210,77 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     )
 
 
+def _kept_call(request: Any) -> SentCall | None:
+    """The call that is to be kept with its reply; None if a server records it, or if it is none."""
+    active = current_attempt()
+    if active is None or active.calls is None:
+        return None
+    try:
+        call = SentCall(_address(str(request.url)), request.content, dict(request.headers))
+    except Exception as error:
+        report_problem("Reading a request", error)
+        return None
+    if not MODEL_CALL.search(call.address):
+        return None
+    active.calls.append(call)
+    return call
+
+
+class _KeptBody:
+    """The body of a reply as the client reads it; the call gets all of it at the end."""
+
+    def __init__(self, response: Any, call: SentCall) -> None:
+        self._response, self._body, self._call = response, response.stream, call
+        self._parts: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._body:
+            self._parts.append(part)
+            yield part
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._body:
+            self._parts.append(part)
+            yield part
+
+    def close(self) -> None:
+        self._body.close()
+        self._end()
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
+        self._end()
+
+    @guarded
+    def _end(self) -> None:
+        # A reply with the same headers decompresses it.
+        whole = type(self._response)(200, headers=self._response.headers, content=b"".join(self._parts))
+        self._call.end(whole.content)
+
+
 def _httpx(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
+    kept_body = type("KeptBody", (_KeptBody, library.SyncByteStream, library.AsyncByteStream), {})
+
     @contextmanager
-    def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if not goes_to_the_server(str(request.url)):
-            yield
-            return
-        with stamper.stamped(request.method, request.headers):
-            yield
+    def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[SentCall | None]:
+        if call := _kept_call(request):
+            with stamper.stamped(request.method, call.headers):
+                yield call
+            keep_reply(call)
+        elif goes_to_the_server(str(request.url)):
+            with stamper.stamped(request.method, request.headers):
+                yield None
+        else:
+            yield None
+
+    @guarded
+    def keep_reply(call: SentCall) -> None:
+        response, call.result = call.result, None
+        call.reply_headers = response.headers
+        if response.status_code == 200 and response.is_closed:
+            call.end(response.content)
+        elif response.status_code == 200:
+            response.stream = kept_body(response, call)
 
     for client in (library.Client, library.AsyncClient):
         patches.replace(client, "send", within(sending))

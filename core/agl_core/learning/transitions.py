@@ -1,15 +1,16 @@
-"""Builds the episode of a rollout from recorded calls and tool results (Agent Lightning, section 3.1)."""
+"""Episodes: built of recorded calls and tool results (Agent Lightning, section 3.1), written to files, and read."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 
-from agl_core.capture import CapturedRollout
+from agl_core.errors import EpisodesError
 from agl_core.learning.tool_results import choices_of, join_tool_results, messages_of, tools_of
 from agl_core.types import (
     Annotation,
@@ -27,6 +28,7 @@ from agl_core.types import (
     Transition,
     TransitionKey,
 )
+from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 
 def build_episode(
@@ -215,27 +217,38 @@ def grammar_of(request: Mapping[str, Json]) -> str | None:
     return json.dumps(form | or_call, ensure_ascii=False)
 
 
-class RolloutKeeper(Protocol):
-    """Where an adapter keeps rollouts, for instance `agl_core.capture.Capture`."""
+def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> None:
+    """Write episodes to a file, one JSON object a line; after an error there is no file, or the earlier one.
 
-    def finished(self) -> Sequence[CapturedRollout]: ...
+        agl_core.save_episodes("episodes.jsonl", callback.episodes())
 
-    def clear(self) -> None:
-        """Forget them."""
+    `agl reward try CONFIG --run episodes.jsonl` computes their rewards, and `load_episodes` gives them back exactly.
+    """
+    target = Path(path)
+    part = target.with_name(f".{target.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        for episode in episodes:
+            file.write(json.dumps(load_json(dump_json(to_json(episode)))) + "\n")
+    os.replace(part, target)
 
 
-class Alone:
-    """The agent's runs as data, for an adapter that is used without a gateway: what its framework reports is all."""
+def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
+    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode.
 
-    def __init__(self, keeper: RolloutKeeper) -> None:
-        self._keeper = keeper
-
-    def episodes(self) -> list[Episode]:
-        """The agent's runs that have ended, as text; with token ids where the framework keeps the endpoint's."""
-        return [build_episode(*rollout.records()) for rollout in self._keeper.finished()]
-
-    def transitions(self) -> list[Transition]:
-        return [transition for episode in self.episodes() for transition in episode.transitions]
-
-    def clear(self) -> None:
-        self._keeper.clear()
+    episodes = agl_core.load_episodes("episodes.jsonl")
+    """
+    episodes = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EpisodesError(f"The episodes in {path} cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            episodes.append(from_json(Episode, json.loads(line)))
+        except ValueError as error:
+            raise EpisodesError(
+                f"Line {number} of {path} is no episode: {error}. Write it with agl_core.save_episodes, one a line."
+            ) from error
+    return episodes

@@ -25,8 +25,8 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
-from agl_core.apis.dialect import Dialect, ModelRequest, rendered, unsupported
-from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
+from agl_core.apis.dialect import Dialect, ModelRequest, unsupported
+from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
 from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
 from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
 from agl_core.capture import unpack_variables

@@ -19,6 +19,7 @@ import orjson
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion
+from agl_core.apis.streams import LAST_EVENT, data_of
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import PromptSection, SamplingSection
 from agl_core.protocols import Upstream
@@ -44,7 +45,6 @@ _PROXYS_OWN = frozenset({502, 503, 504})
 """The statuses by which a proxy answers for a server that is away."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
 _ERROR_FIELDS = ("type", "param", "code")
-_LAST_EVENT = b"[DONE]"
 
 
 Chunks: TypeAlias = AsyncGenerator[list[Mapping[str, Any]], None]
@@ -137,14 +137,13 @@ class UpstreamClient:
         with self._asking(url):
             async with aclosing(parts):
                 async for part in parts:
-                    # No model server puts the JSON of a chunk on several lines, as server-sent events could have.
                     *lines, rest = (rest + part).split(b"\n")
-                    events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
-                    ended |= _LAST_EVENT in events
-                    if chunks := [_chunk(event, url) for event in events if event not in (b"", _LAST_EVENT)]:
+                    events = data_of(lines)
+                    ended |= LAST_EVENT in events
+                    if chunks := [_chunk(event, url) for event in events if event not in (b"", LAST_EVENT)]:
                         yield chunks
             if not ended:
-                raise ConnectionError(f"its stream ended without {_LAST_EVENT.decode()}")
+                raise ConnectionError(f"its stream ended without {LAST_EVENT.decode()}")
 
     @contextmanager
     def _asking(self, url: str) -> Iterator[Endpoint]:

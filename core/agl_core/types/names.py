@@ -78,7 +78,7 @@ class FinishReason(StrEnum):
 _FINISHED: Mapping[str, FinishReason] = {
     **{reason.value: reason for reason in FinishReason},
     **dict.fromkeys(("tool_call", "tool_use", "function_call", "function_calls"), FinishReason.TOOL_CALLS),
-    **dict.fromkeys(("max_tokens", "model_length", "repetition"), FinishReason.LENGTH),
+    **dict.fromkeys(("max_tokens", "max_output_tokens", "model_length", "repetition"), FinishReason.LENGTH),
     **dict.fromkeys(("abort", "error", "cancelled", "insufficient_system_resource"), FinishReason.ABORTED),
 }
 

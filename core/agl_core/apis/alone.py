@@ -1,0 +1,178 @@
+"""The runs of an agent as episodes where no server records them.
+
+An adapter begins a run and ends it, and says who calls and what the tools did, as in a rollout. The HTTP library keeps
+what model calls send and get (`agl_core.capture.requests`). Here it is read, by the dialect of the API.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote
+
+from agl_core.apis.answered import Answered
+from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
+from agl_core.apis.errors import ApiError
+from agl_core.apis.messages import Messages
+from agl_core.apis.reply import Reply, StreamedCompletion, read_reply
+from agl_core.apis.responses import Responses
+from agl_core.apis.streams import LAST_EVENT, STREAM_TYPE, data_of
+from agl_core.capture import AttemptContext, Recording, jsonable, report_problem, unpack_variables
+from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE, SentCall
+from agl_core.learning.transitions import build_episode
+from agl_core.types import (
+    Attempt,
+    Call,
+    Ending,
+    Episode,
+    Json,
+    Mode,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Task,
+    Transition,
+)
+from agl_core.types.forms import parse_json
+
+_DIALECTS: Mapping[str, Dialect] = {
+    "/chat/completions": ChatCompletions(),
+    "/completions": Completions(),
+    "/responses": Responses(),
+    "/messages": Messages(),
+}
+"""By the end of the path; the first that fits counts."""
+
+
+class AloneRollout:
+    """One run of an agent."""
+
+    def __init__(self, id: str, input: Any, ended: deque[AloneRollout]) -> None:
+        self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
+        """To be entered by what runs the agent."""
+        self.input = input
+        self._started, self._ended = time.time(), ended
+        self._record: Attempt | None = None
+
+    @property
+    def calls(self) -> list[SentCall]:
+        """Those that were sent, in order."""
+        return self.attempt.calls or []
+
+    def finish(self, result: Any = None, error: str | None = None) -> None:
+        """The agent returned `result`, or raised `error`: keep the run."""
+        ending = Ending.CRASHED if error else Ending.FINISHED if self.calls else Ending.NO_CALL
+        self._record = Attempt(self.attempt.rollout, 0, "", self._started, time.time(), ending, jsonable(result), error)
+        self._ended.append(self)
+
+    def episode(self) -> Episode:
+        """What was recorded of a run that has finished; a call that cannot be read counts as one that agl missed."""
+        assert self._record is not None, "the run has not finished"
+        id, recording = self.attempt.rollout, self.attempt.recording
+        bypassed, calls = Counter(recording.bypassed_calls), []
+        for sequence, sent in enumerate(self.calls):
+            try:
+                if sent.reply is not None:
+                    calls.append(_recorded(id, sequence, sent, sent.reply))
+            except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
+                report_problem(f"Reading a call to {sent.address}", error)
+                bypassed[sent.address] += 1
+        rollout = Rollout(
+            id=id,
+            run="alone",
+            restart=0,
+            group=id,
+            task=Task(id, jsonable(self.input)),
+            # The sampling was not fixed by agl, so it is not training data.
+            mode=Mode.EVAL_SAMPLED,
+            step=0,
+            member=0,
+            state=RolloutState.DONE,
+            counted_attempt=0,
+            ending=self._record.ending,
+        )
+        return build_episode(
+            rollout,
+            replace(self._record, bypassed=dict(bypassed) or None),
+            calls,
+            [replace(report, rollout=id) for report in recording.tool_results],
+        )
+
+
+class Alone:
+    """The agent's latest runs as data, for an adapter that is used without a server."""
+
+    def __init__(self, keep: int = 1000) -> None:
+        self._ended: deque[AloneRollout] = deque(maxlen=keep)
+
+    def begin(self, id: str, input: Any = None) -> AloneRollout:
+        """A run that begins now; it is kept when it has finished."""
+        return AloneRollout(id, input, self._ended)
+
+    def episodes(self) -> list[Episode]:
+        """The runs that have ended; with token ids where the endpoint returned them."""
+        return [rollout.episode() for rollout in self._ended.copy()]
+
+    def transitions(self) -> list[Transition]:
+        return [transition for episode in self.episodes() for transition in episode.transitions]
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._ended.clear()
+
+
+def _recorded(rollout: str, sequence: int, sent: SentCall, body: bytes) -> Call:
+    """A call with its reply's body. ApiError and standard errors say that it is not of a known API."""
+    dialect = next((dialect for path, dialect in _DIALECTS.items() if sent.address.endswith(path)), None)
+    if dialect is None:
+        raise ValueError("agl does not know this API")
+    request, requested = _request(dialect, sent.body)
+    reply = _reply(dialect, sent, body)
+    agent = sent.headers.get(HEADER_AGENT)
+    return Call(
+        id=sent.id,
+        rollout=rollout,
+        attempt=0,
+        sequence=sequence,
+        policy=str(request.get("model") or "unknown"),
+        version=reply.version,
+        request=request,
+        choices=reply.choices,
+        started=sent.started,
+        ended=sent.ended,
+        api=dialect.api,
+        agent=None if agent is None else unquote(agent),
+        parent_span=sent.headers.get(HEADER_PARENT_SPAN),
+        prompt_ids=reply.prompt_ids,
+        requested=requested,
+        effective=requested,
+        state=unpack_variables(sent.headers.get(HEADER_STATE)),
+    )
+
+
+def _request(dialect: Dialect, body: bytes) -> tuple[Mapping[str, Json], Sampling]:
+    """The request as it is recorded; its conversation as the API has it where agl would not pass it on."""
+    try:
+        request = dialect.parse(body, Answered())
+    except ApiError:
+        raw = parse_json(body)
+        instructions, items = raw.get("instructions"), raw.get("messages") or raw["input"]
+        system = [] if instructions is None else [{"role": "system", "content": instructions}]
+        messages = [*system, *([{"role": "user", "content": items}] if isinstance(items, str) else items)]
+        return {**raw, "messages": messages}, Sampling(raw.get("temperature"), raw.get("top_p"), seed=raw.get("seed"))
+    return request.recorded, request.requested
+
+
+def _reply(dialect: Dialect, sent: SentCall, body: bytes) -> Reply:
+    """The reply, taken apart: read as a stream, of which a whole reply is the only event."""
+    is_streamed = sent.reply_headers.get("content-type", "").startswith(STREAM_TYPE)
+    events = data_of(body.split(b"\n")) if is_streamed else [body]
+    completion = StreamedCompletion(sent.id)
+    for event in events:
+        if event not in (b"", LAST_EVENT):
+            completion.add(dialect.chunk(parse_json(event)))
+    completion.end()
+    return read_reply(completion.whole(cut=True), sent.reply_headers, sent.id, logprobs=False)
