@@ -8,13 +8,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from agl_core.capture.standalone import CapturedRollout
 from agl_core.errors import EpisodesError
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.runs import check_name, write_capture
@@ -25,10 +24,11 @@ from agl_core.types import (
     Attempt,
     Call,
     Choice,
+    Ending,
     Episode,
     FinishReason,
-    Identity,
     Json,
+    Mode,
     Reward,
     Rollout,
     RolloutState,
@@ -170,25 +170,41 @@ def _conversation_records(
     if not all(messages[at].get("content") or messages[at].get("tool_calls") for at in replies):
         raise ValueError("an assistant message has neither 'content' nor 'tool_calls'")
     question = next((message.get("content") for message in messages if message["role"] == "user"), None)
-    captured = CapturedRollout(f"{run}-{number}", question)
-    offered = {"tools": line.tools} if line.tools else {}
-    for turn, at in enumerate(replies):
-        reply, name = messages[at], messages[at].get("name")
-        captured.call(
-            f"{captured.id}-c{turn}",
-            {"model": line.model, "messages": messages[:at], **offered},
-            (Choice(0, reply, FinishReason.read(None, calls_tools=bool(reply.get("tool_calls")))),),
-            sequence=turn,
-            who=Identity(name if isinstance(name, str) else None),
-            started=time.time(),
-        )
-    captured.finish(messages[replies[-1]].get("content"))
-    rollout, attempt, calls, _ = captured.records()
+    id, now, offered = f"{run}-{number}", time.time(), {"tools": line.tools} if line.tools else {}
     task = Task(str(number if line.id is None else line.id), question, line.split, dict(line.model_extra or {}))
     member = members[task.split, task.id]
     members[task.split, task.id] += 1
-    rewards = [] if line.reward is None else [Reward(rollout.id, 0, "reward", line.reward, IMPORTED)]
-    return [replace(rollout, run=run, group=task.id, member=member, task=task), attempt, *calls, *rewards]
+    calls = [
+        Call(
+            id=f"{id}-c{turn}",
+            rollout=id,
+            attempt=0,
+            sequence=turn,
+            policy=line.model,
+            version=None,
+            request={"model": line.model, "messages": messages[:at], **offered},
+            choices=(Choice(0, reply, FinishReason.read(None, calls_tools=bool(reply.get("tool_calls")))),),
+            started=now,
+            ended=now,
+            agent=name if isinstance(name := reply.get("name"), str) else None,
+        )
+        for turn, at in enumerate(replies)
+        for reply in [messages[at]]
+    ]
+    episode = Episode(
+        rollout=id,
+        attempt=0,
+        group=task.id,
+        member=member,
+        task=task,
+        mode=Mode.EVAL_SAMPLED,
+        ending=Ending.FINISHED,
+        transitions=(),
+        result=messages[replies[-1]].get("content"),
+        rewards=() if line.reward is None else (Reward(id, 0, "reward", line.reward, IMPORTED),),
+        terminal=line.reward,
+    )
+    return [*episode_records(episode, run), *calls]
 
 
 def episode_records(episode: Episode, run: str) -> list[Record]:
