@@ -24,18 +24,10 @@ Columns: TypeAlias = Set[tuple[str, str]]
 """Of a query: the tables and columns that it names; a column is empty where only rows are counted."""
 
 _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
-_LONGEST_VALUE = 1_000_000
-"""Bytes of one text or blob; a query could make one that fills the memory in a single instruction."""
-_LARGEST_ROW = 10_000_000
-"""Bytes of one row, which SQLite builds as a whole before it can be read."""
-_NUMBER = 8
-"""The bytes that a number or NULL counts."""
 _MAX_ROWS = 100_000
 """Rows of one query: answers have far fewer."""
 _MAX_BYTES = 10_000_000
-"""Bytes of all values of one query."""
-_MAX_REPLY = 1 << 30
-"""Bytes of the rows in JSON, which the limits above bound before."""
+"""Bytes of all rows of one query in JSON. The sandbox bounds the memory that they take before."""
 
 
 @agl_core.reward_rule
@@ -54,7 +46,7 @@ async def sql_match(
         field = "sql"                                # the task's metadata: the expected query
         database = "data/{database}.sqlite"          # the file, with fields of the metadata
 
-    Both run on the SQLite file, read-only, each for at most `timeout` seconds, 100,000 rows and 10 MB of values.
+    Both run on the SQLite file, read-only, each for at most `timeout` seconds, 100,000 rows and 10 MB of JSON.
     A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
     limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
     multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
@@ -92,13 +84,13 @@ async def run_query(database: Path, query: str, timeout: float) -> tuple[list[Ro
 
     The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
     and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
-    that reads, takes longer than `timeout` seconds, or gives more than 100,000 rows or values of more than 10 MB;
+    that reads, takes longer than `timeout` seconds, or gives more than 100,000 rows or more than 10 MB of JSON;
     FileNotFoundError if the file does not exist.
     """
     uri, files = await asyncio.to_thread(_located, database)
     try:
         kind, *answer = await run_sandboxed(
-            _read, uri, query, _MAX_ROWS, _MAX_BYTES, seconds=timeout, reads=files, max_reply=_MAX_REPLY
+            _read, uri, query, _MAX_ROWS, seconds=timeout, reads=files, max_reply=_MAX_BYTES
         )
     except SandboxLimitError as error:
         raise sqlite3.OperationalError(f"interrupted: {error}") from error
@@ -157,7 +149,7 @@ def _is_ordered(query: str) -> bool:
     return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
 
 
-def _read(uri: str, query: str, max_rows: int, max_bytes: int) -> list[Any]:
+def _read(uri: str, query: str, max_rows: int) -> list[Any]:
     """In the sandbox: "rows", the rows and the columns that the query names; or an sqlite3 error's name and text."""
     columns: set[tuple[str, str]] = set()
 
@@ -169,46 +161,24 @@ def _read(uri: str, query: str, max_rows: int, max_bytes: int) -> list[Any]:
     try:
         with closing(sqlite3.connect(uri, uri=True)) as connection:
             connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
             connection.execute("PRAGMA temp_store = MEMORY")  # In a sandbox, no file can be written.
             connection.set_authorizer(authorize)
-            if width := _width(connection, query):
-                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(_LONGEST_VALUE, _LARGEST_ROW // width))
             cursor = connection.execute(query)
             if cursor.description is None:
                 return ["ProgrammingError", "it is not a query"]
-            return ["rows", _rows(cursor, max_rows, max_bytes), sorted(columns)]
+            rows = cursor.fetchmany(max_rows + 1)
+            if len(rows) > max_rows:
+                return ["DataError", f"it gives more than {max_rows} rows"]
+            return ["rows", [list(map(_in_json, row)) for row in rows], sorted(columns)]
     except sqlite3.Error as error:
         return [type(error).__name__, str(error)]
     except UnicodeError as error:  # Half a surrogate pair, which JSON can carry.
         return ["ProgrammingError", f"it is not a text: {error}"]
 
 
-def _width(connection: sqlite3.Connection, query: str) -> int:
-    """The number of values in a row of the query, which only its program shows before the first row is made."""
-    if not query.strip():
-        return 0
-    program = connection.execute(f"EXPLAIN {query}")
-    return max((width for _, operation, _, width, *_ in program if operation == "ResultRow"), default=0)
-
-
-def _rows(cursor: sqlite3.Cursor, max_rows: int, max_bytes: int) -> list[list[Any]]:
-    """All rows in JSON, fetched one by one, so that the limits hold in memory too."""
-    rows: list[list[Any]] = []
-    size = 0
-    for row in cursor:
-        if len(rows) == max_rows:
-            raise sqlite3.DataError(f"it gives more than {max_rows} rows")
-        size += sum(map(_size, row))
-        if size > max_bytes:
-            raise sqlite3.DataError(f"its rows hold more than {max_bytes} bytes")
-        rows.append([{"blob": value.hex()} if isinstance(value, bytes) else value for value in row])
-    return rows
+def _in_json(value: Any) -> Any:
+    return {"blob": value.hex()} if isinstance(value, bytes) else value
 
 
 def _value(in_json: Any) -> Any:
     return bytes.fromhex(in_json["blob"]) if isinstance(in_json, dict) else in_json
-
-
-def _size(value: Any) -> int:
-    return len(value.encode() if isinstance(value, str) else value) if isinstance(value, str | bytes) else _NUMBER
