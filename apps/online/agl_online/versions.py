@@ -82,9 +82,6 @@ class Standing:
     """The last decision on each version, by its step."""
     stables: tuple[int, ...] = ()
     """The versions that were stable and were not rolled back, in their order; the last one is."""
-    canary: int | None = None
-    tested: frozenset[int] = frozenset()
-    """Versions that passed the gate, or that the run was deployed with."""
 
     @property
     def stable(self) -> int | None:
@@ -97,10 +94,14 @@ class Standing:
         return self.stables[-2] if len(self.stables) > 1 else None
 
     @property
+    def canary(self) -> int | None:
+        """There is one at a time."""
+        return self._latest(State.CANARY)
+
+    @property
     def passed(self) -> int | None:
         """The latest version that waits for its canary."""
-        waiting = (step for step, decision in self.decided.items() if decision.state is State.PASSED)
-        return max(waiting, default=None)
+        return self._latest(State.PASSED)
 
     @property
     def serving(self) -> list[int]:
@@ -124,24 +125,17 @@ class Standing:
 
     def after(self, decision: Decision) -> Standing:
         """The same after one more decision."""
-        step, state = decision.step, decision.state
-        standing = replace(
-            self, decided={**self.decided, step: decision}, canary=None if step == self.canary else self.canary
-        )
-        others = tuple(stable for stable in self.stables if stable != step)
-        match state:
-            case State.PASSED:
-                return replace(standing, tested=self.tested | {step})
-            case State.REJECTED:
-                return replace(standing, tested=self.tested - {step})
-            case State.CANARY:
-                return replace(standing, canary=step)
-            case State.STABLE:
-                tested = self.tested | {step} if decision.by is By.START else self.tested
-                return replace(standing, stables=(*others, step), tested=tested)
-            case State.ROLLED_BACK if step != self.canary:
-                return replace(standing, stables=others)
-        return standing
+        step, stables = decision.step, self.stables
+        others = tuple(stable for stable in stables if stable != step)
+        if decision.state is State.STABLE:
+            stables = (*others, step)
+        elif decision.state is State.ROLLED_BACK and step != self.canary:
+            stables = others
+        return Standing({**self.decided, step: decision}, stables)
+
+    def _latest(self, state: State) -> int | None:
+        """The latest version on which this was the last decision."""
+        return max((step for step, decision in self.decided.items() if decision.state is state), default=None)
 
     def problem(self, decision: Decision) -> str | None:
         """Why a decision makes no sense now; None if it does. Whether the version has a checkpoint is not asked."""
@@ -159,7 +153,7 @@ class Standing:
             return None if is_serving else f"It is {now or 'unknown'}, and answers no sessions."
         if state not in (State.CANARY, State.STABLE):
             return f"It is {now} now, and answers sessions." if is_serving else None
-        if step not in self.tested:
+        if now in (None, State.CANDIDATE, State.REJECTED):
             return "The gate did not pass it."
         if state is State.CANARY and self.canary is not None:
             return f"Version {self.canary} is the canary; there is one at a time."
