@@ -20,7 +20,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError, nearest
 from agl_core.reading.explained import (
-    AttemptReport,
     GroupCredit,
     GroupReport,
     RolloutReport,
@@ -203,7 +202,7 @@ class Pages:
             request,
             "rollout.html",
             entry=entry,
-            attempts=[(attempt, with_earlier(attempt), attempt.terminal(entry.weights)) for attempt in attempts],
+            attempts=[(a, [_with_earlier(turn) for turn in a.turns], a.terminal(entry.weights)) for a in attempts],
             strips=[(c, _strip(c, entry.rollout.id)) for c in group.credit if entry.rollout.id in c.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),
@@ -250,24 +249,10 @@ def read_query(request: Request) -> Query:
         raise BadQueryError(f"{name}={fields[name]} in the address will not do: {problem['msg']}.") from None
 
 
-def with_earlier(attempt: AttemptReport) -> list[tuple[Turn, int]]:
-    """The turns of an attempt, each with how many of its messages an earlier turn of its agent had already."""
-    known: dict[str | None, list[Any]] = {}
-    turns = []
-    for turn in attempt.turns:
-        messages = list(turn.transition.messages)
-        before = known.get(turn.transition.agent, [])
-        earlier = 0
-        while earlier < min(len(before), len(messages)) and before[earlier] == _essence(messages[earlier]):
-            earlier += 1
-        turns.append((turn, earlier))
-        known[turn.transition.agent] = [_essence(message) for message in [*messages, turn.transition.response]]
-    return turns
-
-
-def _essence(message: Any) -> tuple[Any, ...]:
-    """The fields that make messages equal: frameworks drop or add others when they echo one."""
-    return message.get("role"), message.get("content") or "", len(message.get("tool_calls") or ())
+def _with_earlier(turn: Turn) -> tuple[Turn, int]:
+    """A turn, and how many of its messages come before what is new to its agent: those up to its last reply."""
+    messages = turn.transition.messages if turn.transition.agent_turn else ()
+    return turn, max((at for at, message in enumerate(messages, 1) if message.get("role") == "assistant"), default=0)
 
 
 def run_line(name: str, folder: Path) -> RunLine:
