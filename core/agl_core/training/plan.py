@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 
 from agl_core.config.models import CurriculumSection
@@ -52,9 +53,14 @@ def train_index(source: TaskSource, position: int, seed: int) -> int:
     if source.size is None:
         return position
     epoch, index = divmod(position, source.size)
-    order = list(range(source.size))
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order[index]
+    return _order(source.size, f"{seed}:{epoch}")[index]
+
+
+@lru_cache(maxsize=2)  # Two epochs meet in a step; to shuffle 100,000 tasks takes as long as a small step.
+def _order(size: int, seed: str) -> Sequence[int]:
+    order = list(range(size))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def group_of(first: Rollout, size: int) -> list[Rollout]:
