@@ -43,7 +43,7 @@ def show_run(run: Path, host: str, port: int, operator_key: str | None) -> Abstr
 
 @hookspec
 def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route] | None:
-    """Further routes of the Lightning Server.
+    """Further routes of the Lightning Server; those that begin with /v1/ are below the attempts' paths too.
 
     `leased` gives the attempt whose agent's key a request carries (`agl_core.server.keys.ActiveAttempt`); it raises
     ApiError if there is none.

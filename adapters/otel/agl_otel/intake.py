@@ -90,9 +90,8 @@ class SpanIntake:
         self._warned = False
 
     def routes(self) -> list[Route]:
-        """Those that take exports, alone or below an attempt's path."""
-        paths = ("/v1/traces", "/rollout/{rollout}/attempt/{attempt}/v1/traces")
-        return [Route(path, self._answer, methods=["POST"]) for path in paths]
+        """The route that takes exports."""
+        return [Route("/v1/traces", self._answer, methods=["POST"])]
 
     async def _answer(self, request: Request) -> Response:
         try:

@@ -68,7 +68,7 @@ PASSED_ON = frozenset(
 )
 """No other route is passed on: the key would let agents reach files, and make other model calls."""
 _PATH = re.compile(
-    r"(?P<prefix>/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
+    r"(/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
     r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>.+?(?=/chat/|/completions|/embeddings)|[^/]+))?)"
     r"(?P<route>/.*[^/])/*"
 )
@@ -95,8 +95,6 @@ _SETTING = (
 class ModelRoute(NamedTuple):
     """Where a request goes that may be a model call."""
 
-    path: str
-    """As the routes have it."""
     route: str
     """Begins with /v1/."""
     parameters: Mapping[str, str]
@@ -107,7 +105,7 @@ def find_route(path: str) -> ModelRoute | None:
     """The API, attempt and id that a decoded path names; None if it is of no model API, alone or after an attempt's.
 
     >>> find_route("//openai/deployments/m/chat/completions/")
-    ModelRoute(path='/v1/chat/completions', route='/v1/chat/completions', parameters={'deployment': 'm'})
+    ModelRoute(route='/v1/chat/completions', parameters={'deployment': 'm'})
     >>> find_route("/agl/v1/lease") is None
     True
     """
@@ -118,7 +116,7 @@ def find_route(path: str) -> ModelRoute | None:
     if not match["base"] and route not in _BARE and not route.startswith((f"{MODELS}/", _RESPONSES)):
         return None
     named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
-    return ModelRoute(f"{match['prefix'] or ''}{route}", route, named)
+    return ModelRoute(route, named)
 
 
 class CallHeaders(Headers):
@@ -145,7 +143,10 @@ class CallRequest(Request):
 
 
 class ModelCalls:
-    """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest."""
+    """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest.
+
+    It gets the paths of model APIs without what stands before /v1, which is in the parameters of the path.
+    """
 
     def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
         self._app, self._gateway, self._passthrough = app, gateway, passthrough
@@ -162,7 +163,7 @@ class ModelCalls:
             elif method in ("GET", "DELETE") and re.fullmatch(f"{_RESPONSES}[^/]*", route):
                 reply_id = route.removeprefix(_RESPONSES)
                 response = await self._gateway.kept(request, DIALECTS["/v1/responses"], reply_id)
-            scope = {**scope, "path": target.path}
+            scope = {**scope, "path": route, "path_params": target.parameters}
         await response(scope, receive, send)
 
 
@@ -315,7 +316,7 @@ def _failed(status: int, message: str) -> ApiError:
     return ApiError(status, message, type="upstream_error", code="passthrough_failed")
 
 
-def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
+def models_routes(gateway: Gateway) -> Sequence[Route]:
     """The list of models that a request may name, and each, with the fields that either vendor's client wants."""
     started = datetime.now(UTC)
     of_openai = {"object": "model", "created": int(started.timestamp()), "owned_by": "agl"}
@@ -336,8 +337,7 @@ def models_routes(prefix: str, gateway: Gateway) -> Sequence[Route]:
         content = {"object": "list", "data": entries, "has_more": False} if name is None else entries[0]
         return Response(orjson.dumps(content), media_type="application/json")
 
-    paths = (f"{prefix}{MODELS}", f"{prefix}{MODELS}/{{model:path}}")
-    return [Route(path, listed, methods=["GET"]) for path in paths]
+    return [Route(path, listed, methods=["GET"]) for path in (MODELS, f"{MODELS}/{{model:path}}")]
 
 
 async def unserved(request: Request, error: Exception) -> Response:

@@ -29,7 +29,6 @@ from agl_core.store.interface import Store
 from agl_core.types import Run
 from agl_core.wire import Activity, RunningAttempt
 
-_PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
 _MAX_SHOWN = 100
 """Running attempts that `activity` names."""
@@ -189,7 +188,7 @@ class LightningServer:
 
         return Starlette(
             routes=[
-                *(route for prefix in (_PREFIX, "") for route in models_routes(prefix, self._gateway)),
+                *models_routes(self._gateway),
                 *self._plugins_routes,
                 *worker_routes(self.keys, self.queue, self.activity),
                 *self._source.routes,
