@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -33,7 +33,7 @@ class HttpReply:
     headers: Mapping[str, str]
     """By name in lower case; of those that came several times, the last."""
     body: bytes
-    parts: AsyncGenerator[bytes, None] | None = None
+    parts: AsyncGenerator[Any, None] | None = None
     """The body as it comes, if it is an event stream and was asked for like that; it has to be closed."""
 
 

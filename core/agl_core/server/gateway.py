@@ -43,9 +43,10 @@ from agl_core.config.sections import is_among, policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
+from agl_core.server.endpoint import HttpReply
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
-from agl_core.server.upstream import Destination, Relay, UpstreamReply
+from agl_core.server.upstream import Destination, Relay
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Mode, Rollout, Sampling
 
@@ -125,10 +126,10 @@ class Gateway:
         """One model call, from the agent's request to the agent's reply, and whether it arrived."""
         attempt: ActiveAttempt | None = None
         exchange: Exchange | None = None
-        live: LiveReply | None = None
         response: Response
         last_events = b""
         connection: HttpConnection = request.scope[CONNECTION]
+        live = LiveReply(connection, send)
         try:
             attempt = await self.attribution.open(request)
             raw = await read_body(request)
@@ -144,14 +145,12 @@ class Gateway:
             else:
                 exchange = self._exchange(call, raw)
                 exchange.waiting.append(connection)
-                if parsed.stream:
-                    live = LiveReply(connection, send, dialect.renderer(parsed, call.id), logprobs=parsed.logprobs)
                 reply = await self._reply(call, exchange, live)
                 attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
                 exchange.request = parsed if exchange.conversation is not None else None
                 self._budget.update(attempt.answered)
                 self._log(dialect, parsed.notes(reply.raw.ignored))
-                if live is not None and live.has_begun:
+                if live.has_begun:
                     last_events = live.renderer.encode(live.renderer.finish(reply)) + live.renderer.done
                 else:
                     response = dialect.render(parsed, reply)
@@ -161,11 +160,11 @@ class Gateway:
             failure, exchange = as_answer(error, request.url.path), None
             if attempt is not None:
                 attempt.count_failure(failure)
-            if live is not None and live.has_begun:
+            if live.has_begun:
                 last_events = live.renderer.encode([live.renderer.fail(failure)])
             response = dialect.refuse(failure)
         reachable = not connection.is_gone
-        if live is not None and live.has_begun:
+        if live.has_begun:
             await send({"type": "http.response.body", "body": last_events, "more_body": False})
         elif reachable:
             connection.reply(response, send)
@@ -229,7 +228,7 @@ class Gateway:
             exchange.supersedes = earlier
         return exchange
 
-    async def _reply(self, call: _ModelCall, exchange: Exchange, live: LiveReply | None) -> Reply:
+    async def _reply(self, call: _ModelCall, exchange: Exchange, live: LiveReply) -> Reply:
         """Make the call, or join the one that this request retries.
 
         A client that hangs up ends it only if the reply has begun.
@@ -243,7 +242,7 @@ class Gateway:
         self._in_flight[future] = _this_task()
         try:
             reply = await self._make(call, exchange, future, live)
-            exchange.kept = None if live is not None and live.was_left else reply.raw
+            exchange.kept = None if live.was_left else reply.raw
             future.set_result(reply)
         except asyncio.CancelledError:
             future.set_exception(stopping())
@@ -253,9 +252,7 @@ class Gateway:
         call.attempt.answered.end(exchange)
         return future.result()
 
-    async def _make(
-        self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply], live: LiveReply | None
-    ) -> Reply:
+    async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply], live: LiveReply) -> Reply:
         """Forward a call, and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
         with self._relay_of(attempt).acquire_destination(attempt) as served:
@@ -267,14 +264,10 @@ class Gateway:
             body = forwarded(served.upstream, request.chat, effective, policy, trains=attempt.mode.trains)
             attempt.asking[exchange.sequence] = started
             try:
-                if live is not None and served.upstream.streams:
+                if request.stream and served.upstream.streams:
                     body |= {"stream": True, "stream_options": {"include_usage": True}}
                 answer = await served.client.complete(body, attempt.key, streamed="stream" in body)
-                if live is None:
-                    reply = read_reply(answer.body, answer.headers, call.id, logprobs=request.logprobs)
-                else:
-                    own = call.reply_headers(call.id, answer.headers.get(HEADER_IGNORED))
-                    reply = await live.follow(answer, call.id, exchange.waiting, own)
+                reply = await live.follow(answer, call, exchange.waiting)
             finally:
                 attempt.asking.pop(exchange.sequence, None)
                 attempt.last_answer = time.time()
@@ -307,7 +300,7 @@ class Gateway:
             await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late
             exchange.call = None if late else record
-            if live is not None and live.was_left:  # Should its client ask again all the same, this one does not count.
+            if live.was_left:  # Should its client ask again all the same, this one does not count.
                 exchange.supersedes = exchange.call
             if late and attempt.refuses_late:
                 raise attempt_closed(*attempt.key)
@@ -348,37 +341,40 @@ class Gateway:
 
 
 class LiveReply:
-    """The reply to one request for a stream. It begins with the model's first chunk: until then errors have a status.
+    """The reply to one request. A stream begins with the model's first chunk: until then errors have a status.
 
     A client that leaves after that ends the sampling. One that leaves before may ask again, and gets the reply then.
     """
 
-    def __init__(self, connection: HttpConnection, send: Send, renderer: Renderer, *, logprobs: bool) -> None:
+    renderer: Renderer
+    """Of a stream."""
+
+    def __init__(self, connection: HttpConnection, send: Send) -> None:
         self.has_begun = False
         self.was_left = False
         """Whether its client left before its end, and so the model server was not heard out."""
-        self.renderer = renderer
-        self._connection, self._send, self._logprobs = connection, send, logprobs
+        self._connection, self._send = connection, send
 
-    async def follow(
-        self, answer: UpstreamReply, reply_id: str, waiting: Sequence[HttpConnection], headers: Mapping[str, str]
-    ) -> Reply:
+    async def follow(self, answer: HttpReply, call: _ModelCall, waiting: Sequence[HttpConnection]) -> Reply:
         """Pass a streamed reply on, all but the end; the whole of it. ApiError if it does not come to its end.
 
-        `waiting` are the connections of all who asked for it, and `headers` are for the client.
+        `waiting` are the connections of all who asked for it.
         """
-        if answer.chunks is None:
-            return read_reply(answer.body, answer.headers, reply_id, logprobs=self._logprobs)
-        completion = StreamedCompletion(reply_id)
-        async with aclosing(answer.chunks):
-            async for chunks in answer.chunks:
+        if answer.parts is None:
+            return read_reply(answer.body, answer.headers, call.id, logprobs=call.request.logprobs)
+        self.renderer = call.dialect.renderer(call.request, call.id)
+        headers = call.reply_headers(call.id, answer.headers.get(HEADER_IGNORED))
+        completion = StreamedCompletion(call.id)
+        async with aclosing(answer.parts):
+            async for chunks in answer.parts:
                 deltas = [delta for chunk in chunks for delta in completion.add(chunk)]
                 await self._pass_on(deltas, completion, headers)
                 if self.has_begun and all(connection.is_gone for connection in waiting):
                     self.was_left = True
                     break
         await self._pass_on(completion.end(), completion, headers)
-        return read_reply(completion.whole(cut=self.was_left), answer.headers, reply_id, logprobs=self._logprobs)
+        whole = completion.whole(cut=self.was_left)
+        return read_reply(whole, answer.headers, call.id, logprobs=call.request.logprobs)
 
     async def _pass_on(
         self, deltas: Sequence[Delta], completion: StreamedCompletion, headers: Mapping[str, str]

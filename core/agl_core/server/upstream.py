@@ -12,8 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import orjson
 
@@ -23,7 +23,7 @@ from agl_core.apis.streams import LAST_EVENT, data_of
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import PromptSection, SamplingSection
 from agl_core.protocols import Upstream
-from agl_core.server.endpoint import Endpoint
+from agl_core.server.endpoint import Endpoint, HttpReply
 from agl_core.types import AttemptKey, Json
 from agl_core.types.forms import parse_json
 
@@ -51,15 +51,6 @@ Chunks: TypeAlias = AsyncGenerator[list[Mapping[str, Any]], None]
 """The chunks of a reply, as they come; to be closed. ApiError if it breaks off, or the server tells of an error."""
 
 
-class UpstreamReply(NamedTuple):
-    """A reply with status 200."""
-
-    body: bytes
-    headers: Mapping[str, str]
-    chunks: Chunks | None
-    """Instead of a body, if the reply is streamed."""
-
-
 class UpstreamClient:
     """Forwards chat completions; every failure becomes a `ApiError` that says what is wrong with which server."""
 
@@ -82,10 +73,8 @@ class UpstreamClient:
         for server in self._servers.values():
             server.close()
 
-    async def complete(
-        self, body: Mapping[str, Json], key: AttemptKey | None, *, streamed: bool = False
-    ) -> UpstreamReply:
-        """POST a chat completion, of an attempt or of none; the reply if its status is 200.
+    async def complete(self, body: Mapping[str, Json], key: AttemptKey | None, *, streamed: bool = False) -> HttpReply:
+        """POST a chat completion, of an attempt or of none; the reply if its status is 200. Its parts are `Chunks`.
 
         A server that cannot be reached, or breaks off, costs an attempt nothing while there is another, unless the
         reply is `streamed` and has begun.
@@ -108,8 +97,7 @@ class UpstreamClient:
                     raise
                 logger.warning("%s Another server is asked.", refused)
             else:
-                chunks = None if reply.parts is None else self._chunks(url, reply.parts)
-                return UpstreamReply(reply.body, reply.headers, chunks)
+                return reply if reply.parts is None else replace(reply, parts=self._chunks(url, reply.parts))
 
     def server_of(self, rollout: str, tried: Sequence[str] = ()) -> str:
         """The server for a request of a rollout, "" for none; one of those that were `tried` only if all were."""
