@@ -325,7 +325,7 @@ def models_routes(gateway: Gateway) -> Sequence[Route]:
     async def listed(request: Request) -> Response:
         name = request.path_params.get("model")
         try:
-            names = gateway.models(await gateway.attribution.of(request))
+            names = sorted(gateway.current_destination(await gateway.attribution.of(request)).upstream.models)
             if name is not None and name not in names:
                 raise ApiError(404, f"There is no model {name!r} here.", code="model_not_found")
         except ApiError as error:

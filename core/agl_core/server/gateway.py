@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -97,15 +96,10 @@ class Gateway:
     """Answers agents' model calls, by way of what `relay` forwards to, unless an attempt says what answers it."""
 
     def __init__(
-        self,
-        attribution: Attribution,
-        store: Store,
-        relay: Relay,
-        prompts: Mapping[str, PromptSection] = MappingProxyType({}),
+        self, attribution: Attribution, store: Store, relay: Relay, prompts: Mapping[str, PromptSection]
     ) -> None:
         self.attribution = attribution
-        self._store, self._relay = store, relay
-        self._prompts = prompts
+        self._store, self._relay, self._prompts = store, relay, prompts
         self._budget = Budget()
         self._noted: set[str] = set()
         self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
@@ -114,10 +108,6 @@ class Gateway:
     def current_destination(self, attempt: ActiveAttempt) -> Destination:
         """The destination of an attempt's calls; ApiError 503 while there is none."""
         return self._relay_of(attempt).current_destination()
-
-    def models(self, attempt: ActiveAttempt) -> list[str]:
-        """The names that its agent may ask for; ApiError 503 while nothing answers."""
-        return sorted(self.current_destination(attempt).upstream.models)
 
     def _relay_of(self, attempt: ActiveAttempt) -> Relay:
         return attempt.answered_by or self._relay
@@ -135,7 +125,8 @@ class Gateway:
             raw = await read_body(request)
             parsed = dialect.parse(raw, attempt.answered)
             if not parsed.model:
-                parsed = parsed.named(request.path_params.get("deployment"), self.models(attempt))
+                served = self.current_destination(attempt).upstream.models
+                parsed = parsed.named(request.path_params.get("deployment"), served)
             call = _ModelCall(attempt, dialect, parsed, request.headers, attempt.call_id(dialect.id_prefix))
             if texts := replaced_prompts(self._prompts, attempt.rollout, call.agent):
                 parsed = parsed.with_system_texts(texts)
