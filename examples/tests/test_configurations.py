@@ -29,7 +29,7 @@ def loaded(example: str, *overrides: str, file: str = "train.toml") -> LoadedCon
 
 def tasks(example: str, name: str, seed: int = 0, *overrides: str) -> Any:
     config = loaded(example, *overrides)
-    return config.tasks[name].build(config.folder, seed)
+    return config.tasks[name].build(config.config.folder, seed)
 
 
 @pytest.mark.parametrize("example", FILES)
@@ -45,7 +45,7 @@ def test_the_parts_go_together(example: str) -> None:
 def test_tasks_differ_and_hide_the_answer_and_there_are_enough_for_the_evaluation(example: str) -> None:
     config = loaded(example)
     for name, chosen in config.tasks.items():
-        source = chosen.build(config.folder, 0)
+        source = chosen.build(config.config.folder, 0)
         assert (source.size is None) is (name == "train" and example in ENDLESS)
         assert name == "train" or source.size >= min(config.config.eval.tasks, 50)
         tasks = [source.task(index) for index in range(50)]

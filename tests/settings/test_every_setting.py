@@ -56,7 +56,7 @@ def run_folder(bench: Bench, given: Given) -> tuple[str, str]:
 def train_tasks(bench: Bench, given: Given) -> list[str]:
     """The tasks to train on, by their ids and inputs."""
     loaded = bench.load(given)
-    source = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
+    source = loaded.tasks["train"].build(loaded.config.folder, loaded.config.seed)
     return [f"{task.id}: {task.input}" for task in map(source.task, range(min(source.size or 3, 3)))]
 
 

@@ -24,8 +24,7 @@ from starlette.requests import Request
 from agl_core import kinds
 from agl_core.apis.errors import ApiError
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
-from agl_core.config.models import ServerSection
-from agl_core.config.sections import HUB_NAME
+from agl_core.config.sections import HUB_NAME, ServerSection
 from agl_core.errors import ConfigError, ServerError
 from agl_core.kinds import Capability
 from agl_core.plugins import Plugins

@@ -125,7 +125,7 @@ def _configuration(file: Path) -> Findings:
     yield Finding("ok", "configuration", f"{file} is valid")
     if loaded.config.agent is not None:
         text = (
-            f"no tool that a model drives should be able to read {loaded.folder} (tasks with their answers) or "
+            f"no tool that a model drives should be able to read {loaded.config.folder} (tasks with their answers) or "
             f"{loaded.config.runs.resolve()} (records, keys): run such tools as another user, or in a container "
             f"(docs/security.md)"
         )

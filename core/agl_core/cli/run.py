@@ -23,7 +23,7 @@ from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import ANEW, choose_key, choose_url, open_upstream
 from agl_core.cli.words import amount, one_line
 from agl_core.config.load import LoadedConfig, load
-from agl_core.config.models import GatewaySection
+from agl_core.config.sections import GatewaySection
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agl_core.cli.words import harmless, plain
-from agl_core.config.models import ServerSection
+from agl_core.config.sections import ServerSection
 from agl_core.plugins import Plugins
 from agl_core.training.metrics import Advance, Observer, numbered
 from agl_core.types import Mode, Verdict

@@ -42,9 +42,8 @@ class LoadedConfig:
     """
 
     config: RunConfig
-    """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written."""
-    folder: Path
-    """Where relative paths and the agent's module start; absolute."""
+    """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written; `folder`,
+    where these start, is absolute."""
     plugins: Plugins
     is_whole: bool
     """True if everything that it names was needed."""
@@ -91,7 +90,7 @@ class LoadedConfig:
     def weights(self, policy: str) -> str:
         """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""
         path = self.config.policies[policy].model.path
-        local = below(self.folder, Path(path))
+        local = below(self.config.folder, Path(path))
         if local.is_dir():
             return str(local)
         if not HUB_NAME.fullmatch(path) or local.exists():
@@ -122,16 +121,14 @@ def load(
     that the user trusts.
 
         loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
-        tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
+        tasks = loaded.tasks["train"].build(loaded.config.folder, loaded.config.seed)
     """
-    config, folder, report = _validated(path, overrides, seed)
     is_whole = needs is kinds.KINDS
-    if is_whole:
-        if isinstance(config, UntrainedConfig):
-            raise ConfigError(
-                f"{path} has nothing to train: add [tasks.train], [policies] and what else `agl init` writes."
-            )
-        _check_folder(folder, report)
+    config, report = _validated(path, overrides, seed, runs_agent=is_whole)
+    if is_whole and isinstance(config, UntrainedConfig):
+        raise ConfigError(
+            f"{path} has nothing to train: add [tasks.train], [policies] and what else `agl init` writes."
+        )
     files = [file for file in config.plugin_files if is_whole or file.is_file()]
     if plugins is None:
         plugins = Plugins.load(files)
@@ -142,8 +139,8 @@ def load(
             "Looking at a run does not run the plugin files that it names: it may be somebody else's. If you trust "
             "them, install them as a package."
         )
-    resolved, chosen = resolve(config, plugins, folder, report, needs)
-    loaded = LoadedConfig(resolved, folder, plugins, is_whole, **chosen)
+    resolved, chosen = resolve(config, plugins, report, needs)
+    loaded = LoadedConfig(resolved, plugins, is_whole, **chosen)
     for policy in config.policies if is_whole else ():
         try:
             loaded.weights(policy)
@@ -160,20 +157,19 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, runs_agent: bool =
 
     It is all that those need who run its agent, whose folder has to be there.
     """
-    config, folder, report = _validated(path, overrides)
-    if runs_agent:
-        _check_folder(folder, report)
-    return config
+    return _validated(path, overrides, runs_agent=runs_agent)[0]
 
 
-def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Path, Problems]:
-    """The configuration with its `folder` absolute, that folder, and where to report what else is wrong."""
+def _validated(
+    path: Path, overrides: Sequence[str], seed: int | None = None, *, runs_agent: bool
+) -> tuple[RunConfig, Problems]:
+    """The configuration with `folder` absolute, which has to be there if the agent runs, and its report of problems."""
     data = _read(path)
     report = Problems(path, apply_overrides(data, overrides))
     if seed is not None:
         data["seed"] = seed
     if isinstance(file := data.get("prompts"), str):
-        folder = path.parent / Path(data.get("folder") or "").expanduser()
+        folder = path.parent / Path(data.get("folder", "")).expanduser()
         data["prompts"] = _read(below(folder, Path(file))).get("prompts", {})
     # What is for a plugin alone needs no tasks or no model; with both, it is to be trained too.
     names = {field.alias or name for name, field in RunConfig.model_fields.items()}
@@ -181,19 +177,15 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     config = report.validated(UntrainedConfig if is_plugins else RunConfig, data)
     report.raise_if_any()
     assert config is not None
-    folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
-    return config.model_copy(update={"folder": folder}), folder, report
-
-
-def _check_folder(folder: Path, report: Problems) -> None:
-    """ConfigError if the agent's folder is not there."""
-    if not folder.is_dir():
+    folder = below(path.parent, config.folder)
+    if runs_agent and not folder.is_dir():
         report.add(
             ("folder",),
             f"there is no folder {folder}. If the run was moved away from the agent that it trains, say where that is: "
             f"--set folder=PATH.",
         )
         report.raise_if_any()
+    return config.model_copy(update={"folder": folder}), report
 
 
 def store_config(config: RunConfig, run_dir: Path) -> None:
@@ -201,7 +193,6 @@ def store_config(config: RunConfig, run_dir: Path) -> None:
 
     Paths stay as they are written, and `folder` is relative to the run's: they are found wherever both are moved.
     """
-    assert config.folder is not None
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
     private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(config.model_copy(update={"folder": folder}).as_file()))
 

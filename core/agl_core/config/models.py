@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, PolicySection, Section, is_among
+from agl_core.config.sections import (
+    FOLDER_NAME,
+    GatewaySection,
+    OpenSection,
+    PluginChoice,
+    PolicySection,
+    Section,
+    ServerSection,
+    is_among,
+)
 from agl_core.types import AlarmName, Ending, Mode
 
 
@@ -248,54 +257,6 @@ class WorkerSection(Section):
     )
 
 
-class ServerSection(Section):
-    """The Lightning Server: where agents and workers reach the run, and when a worker counts as lost."""
-
-    host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="The address to listen on. An address that other machines can reach requires a worker key of your "
-        "choice in AGL_WORKER_KEY. What crosses the network is not encrypted.",
-    )
-    port: int = Field(0, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
-    view_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless "
-        "`host` can be reached from others and AGL_OPERATOR_KEY is set: it is their password.",
-    )
-    lease: float = Field(
-        20.0,
-        gt=0,
-        description="Seconds without a heartbeat after which a worker's attempts are lost and tried again; it sends "
-        "four in this time.",
-    )
-
-
-class PassthroughSection(Section):
-    """Where requests go that no policy answers and that are not recorded: embeddings, moderations, audio, images."""
-
-    url: str | None = Field(
-        None,
-        pattern=r"^https?://[^\s?#]+$",
-        description="An OpenAI-compatible base URL, ending in /v1; absent: the model server that also answers the "
-        "model calls.",
-    )
-    api_key_env: str | None = Field(
-        None,
-        min_length=1,
-        description="The environment variable with that server's key. It is taken out of the server's environment, "
-        "so that agents do not have it.",
-    )
-
-
-class GatewaySection(Section):
-    """Requests of agents besides model calls."""
-
-    passthrough: PassthroughSection = PassthroughSection()
-
-
 class PromptSection(Section):
     """A prompt of the agent, which `agl_core.prompt` gets by this name in rollouts (docs/how-to/prompts.md)."""
 
@@ -347,8 +308,8 @@ class RunConfig(Section):
     name: str = Field("run", pattern=f"^{FOLDER_NAME.pattern}$", description="The run's folder below `runs`.")
     runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
     seed: int = Field(0, ge=0, description="Seed of all random choices.")
-    folder: Path | None = Field(
-        None, description="Where relative paths and the agent's module start; by default this file's own folder."
+    folder: Path = Field(
+        Path(), description="Where relative paths and the agent's module start, relative to this file."
     )
     plugins: tuple[Path, ...] = Field((), description="Your own plugin files, relative to this file.")
     agent: AgentSection | None = Field(
@@ -400,7 +361,7 @@ class RunConfig(Section):
     @property
     def plugin_files(self) -> tuple[Path, ...]:
         """`plugins` as absolute paths: relative ones start at `folder`."""
-        return tuple(((self.folder or Path()) / file.expanduser()).resolve() for file in self.plugins)
+        return tuple((self.folder / file.expanduser()).resolve() for file in self.plugins)
 
     def as_file(self) -> dict[str, Any]:
         """The tables as a file has them; there are no tasks and policies where it names none."""

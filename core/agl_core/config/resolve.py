@@ -88,13 +88,13 @@ def label(component: Component) -> str:
 
 
 def resolve(
-    config: RunConfig, plugins: Plugins, folder: Path, report: Problems, needs: Collection[Kind]
+    config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The configuration with every setting filled in, and what it chose: the fields of `LoadedConfig` by name.
 
     What is wrong goes to the report, if it is of a kind that is needed; that component is missing from both.
     """
-    find = _Resolver(plugins, folder, report, needs)
+    find = _Resolver(plugins, config.folder, report, needs)
     single = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
     if (engine := single[kinds.ENGINE]) is not None:
         find.defaults = engine.component.defaults

@@ -1,4 +1,4 @@
-"""The kinds of tables in a run's file, and the tables of a policy: its agents, its weights, how it learns."""
+"""The kinds of tables in a run's file, those of its server, and those of a policy: agents, weights, how it learns."""
 
 from __future__ import annotations
 
@@ -70,6 +70,54 @@ class PluginChoice(OpenSection):
             return section
         tables = [name for name, value in section.items() if isinstance(value, dict)]
         return {"name": tables[0], **section} if len(tables) == 1 else section
+
+
+class ServerSection(Section):
+    """The Lightning Server: where agents and workers reach the run, and when a worker counts as lost."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="The address to listen on. An address that other machines can reach requires a worker key of your "
+        "choice in AGL_WORKER_KEY. What crosses the network is not encrypted.",
+    )
+    port: int = Field(0, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
+    view_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless "
+        "`host` can be reached from others and AGL_OPERATOR_KEY is set: it is their password.",
+    )
+    lease: float = Field(
+        20.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a worker's attempts are lost and tried again; it sends "
+        "four in this time.",
+    )
+
+
+class PassthroughSection(Section):
+    """Where requests go that no policy answers and that are not recorded: embeddings, moderations, audio, images."""
+
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s?#]+$",
+        description="An OpenAI-compatible base URL, ending in /v1; absent: the model server that also answers the "
+        "model calls.",
+    )
+    api_key_env: str | None = Field(
+        None,
+        min_length=1,
+        description="The environment variable with that server's key. It is taken out of the server's environment, "
+        "so that agents do not have it.",
+    )
+
+
+class GatewaySection(Section):
+    """Requests of agents besides model calls."""
+
+    passthrough: PassthroughSection = PassthroughSection()
 
 
 class LoraSection(Section):

@@ -25,7 +25,7 @@ from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
 from agl_core.apis.errors import ApiError, as_answer, openai_error, stopping
 from agl_core.apis.messages import Messages
 from agl_core.apis.responses import Responses
-from agl_core.config.models import PassthroughSection
+from agl_core.config.sections import PassthroughSection
 from agl_core.server.gateway import Gateway
 from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
 from agl_core.server.listening import read_body

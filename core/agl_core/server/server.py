@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agl_core import hooks
-from agl_core.config.models import GatewaySection, ServerSection
+from agl_core.config.sections import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream

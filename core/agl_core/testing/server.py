@@ -24,7 +24,8 @@ import pytest
 
 from agl_core.capture import AttemptContext, Recording, attach, reports, running
 from agl_core.capture.requests import rollout_path
-from agl_core.config.models import SamplingSection, ServerSection
+from agl_core.config.models import SamplingSection
+from agl_core.config.sections import ServerSection
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter, Upstream

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from agl_core import private
 from agl_core.config.check import cautions
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
-from agl_core.config.models import GatewaySection, RunConfig
+from agl_core.config.models import RunConfig
+from agl_core.config.sections import GatewaySection
 from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerError, StoreError, TrainingError
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
@@ -64,7 +65,7 @@ async def train(
         state = read_state(weights) if weights else RunState()
         resolved = config.model_dump(mode="json")
         if weights is not None:
-            for change in check_changes(state.config, resolved, loaded.folder, weights):
+            for change in check_changes(state.config, resolved, config.folder, weights):
                 observer.say(f"changed since {weights.name}: {change}")
         state.config = resolved
         if source is None and state.step >= (steps := config.train.steps):

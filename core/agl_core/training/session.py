@@ -216,7 +216,7 @@ def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
     """
     sources: dict[str, TaskSource] = {}
     for name, chosen in loaded.tasks.items():
-        source = sources[name] = chosen.build(loaded.folder, loaded.config.seed)
+        source = sources[name] = chosen.build(loaded.config.folder, loaded.config.seed)
         try:
             if source.size == 0:
                 raise ValueError("it has no tasks")

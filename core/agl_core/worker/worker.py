@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from agl_core.capture import Recording, attach, installed_adapters
@@ -86,7 +85,7 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     A Python agent is imported, with the adapters of `plugins` attached in this process; clients that its import makes
     find the server inside `agent_environment`. AgentError if the import fails, or if there is no such command.
     """
-    agent, workers, folder = config.agent, config.workers, config.folder or Path()
+    agent, workers, folder = config.agent, config.workers, config.folder
     assert agent is not None
     files = config.plugin_files if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20

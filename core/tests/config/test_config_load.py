@@ -66,7 +66,7 @@ def test_paths_are_resolved_against_the_file_and_so_are_those_among_settings_of_
 
     run = loaded({"plugins": [str(PLUGIN_FILE), "mine.py"], "rewards.filing": settings})
 
-    assert run.folder == folder.resolve()
+    assert run.config.folder == folder.resolve()
     assert run.weights("default") == str(folder / "weights")
     assert run.config.plugin_files[1] == folder / "mine.py"
     assert run.rewards["filing"].options.model_dump() == {
@@ -327,7 +327,7 @@ def test_what_is_stored_is_what_was_loaded(
     second = load(elsewhere / CONFIG_FILE)
 
     assert second.config == first.config
-    assert second.folder == first.folder == folder / "inside"
+    assert second.config.folder == first.config.folder == folder / "inside"
     plain = first.config.model_dump(mode="json")
     assert (plain["async"]["in_flight"], plain["alarms"]["stall"]) == (40, 9.5)
     assert (plain["rewards"]["short"]["limit"], plain["tasks"]["train"]["limit"]) == (5, 77)

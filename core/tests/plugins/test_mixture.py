@@ -120,14 +120,14 @@ PART = {"source": "jsonl", "path": "a.jsonl", "columns": COLUMNS}
 
 def test_a_file_names_the_parts_with_the_settings_of_their_sources(tmp_path: Path) -> None:
     run = loaded(tmp_path, {"a": PART, "b": {**PART, "path": "b.jsonl", "weight": 3}})
-    tasks = run.tasks["train"].build(run.folder, 0)
+    tasks = run.tasks["train"].build(run.config.folder, 0)
     assert Counter(tasks.task(index).input for index in range(40)) == {"What is a?": 10, "What is b?": 30}
 
     (tmp_path / "stored").mkdir()
     store_config(run.config, tmp_path / "stored")
     again = load(tmp_path / "stored" / CONFIG_FILE)
     assert again.config.tasks == run.config.tasks
-    assert again.tasks["train"].build(again.folder, 0).task(0) == tasks.task(0)
+    assert again.tasks["train"].build(again.config.folder, 0).task(0) == tasks.task(0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from aiohttp import web
 from memory_store import MemoryStore
 
 from agl_core.capture.requests import HEADER_ROLLOUT
-from agl_core.config.models import GatewaySection, PassthroughSection
+from agl_core.config.sections import GatewaySection, PassthroughSection
 from agl_core.server import Keys
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw
 from agl_core.testing.server import Stack, running_stack
