@@ -317,16 +317,16 @@ class Engine(ABC):
         """Restore exactly what `save` wrote."""
         raise self._not_supported("load")
 
-    @abstractmethod
     async def versions(self) -> Mapping[str, int]:
-        """The version being served of each policy."""
+        """The version being served of each policy; none where weights have no versions."""
+        return {}
 
-    @abstractmethod
     async def stats(self) -> Mapping[str, float]:
         """Counters since the start: `tokens_prefilled`, `tokens_reused`, `tokens_decoded`, and others of the engine.
 
         The memory of its process is `peak_rss_bytes`. They may be asked during an update.
         """
+        return {}
 
     @abstractmethod
     async def stop(self) -> None:

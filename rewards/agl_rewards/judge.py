@@ -13,7 +13,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ class JudgeModel:
         return response
 
 
-class Judge:
+def judge(options: JudgeOptions) -> Callable[[Episode], Awaitable[float]]:
     """A language model's score of the answer by a rubric, 0 … 1.
 
         [rewards.judge]
@@ -254,24 +254,18 @@ class Judge:
 
     A JudgeError drops the episode with its reason.
     """
+    model = JudgeModel(options)
+    task = (
+        "You judge the answer of an assistant by a rubric. The material has the task, the answer, and the expected "
+        "answer where there is one."
+    )
 
-    def __init__(self, options: JudgeOptions) -> None:
-        self._options = options
-        self._model = JudgeModel(options)
+    async def score(episode: Episode) -> float:
+        material = options.material(episode) | {"answer": episode.result}
+        [value] = await model.numbers(Question(task, material, labels_for(material, 1)))
+        return value / SCALE
 
-    async def __call__(self, episode: Episode) -> float:
-        """The score of an episode's result."""
-        material = self._options.material(episode) | {"answer": episode.result}
-        question = Question(
-            task=(
-                "You judge the answer of an assistant by a rubric. The material has the task, the answer, and the "
-                "expected answer where there is one."
-            ),
-            material=material,
-            labels=labels_for(material, 1),
-        )
-        [score] = await self._model.numbers(question)
-        return score / SCALE
+    return score
 
 
 def _authorization(variable: str | None) -> dict[str, str]:

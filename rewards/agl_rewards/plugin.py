@@ -8,7 +8,7 @@ from agl_rewards.evaluators import exact_match as exact_match
 from agl_rewards.evaluators import numeric_match as numeric_match
 from agl_rewards.evaluators import regex_format as regex_format
 from agl_rewards.evaluators import token_f1 as token_f1
-from agl_rewards.judge import Judge, JudgeOptions
+from agl_rewards.judge import JudgeOptions, judge
 from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, Verified
 from agl_rewards.relative import RelativeJudgeOptions, relative_judge
 from agl_rewards.signals import abandoned as abandoned
@@ -20,7 +20,7 @@ from agl_rewards.sql import sql_match as sql_match
 @hookimpl
 def register_components(register: Register) -> None:
     """The rules that are made once for a run, from their settings, and tasks that come with a verifier of their own."""
-    register(kinds.REWARD, "judge", Judge, options=JudgeOptions)
+    register(kinds.REWARD, "judge", judge, options=JudgeOptions)
     register(kinds.REWARD, "relative_judge", relative_judge, options=RelativeJudgeOptions, needs={Capability.GROUPS})
     register(kinds.REWARD, "tool_results", tool_results, options=ToolResultsOptions, provides={Capability.TOOL_RESULTS})
     register(

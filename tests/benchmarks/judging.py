@@ -18,7 +18,7 @@ from unittest import mock
 
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, Task
-from agl_rewards.judge import SCALE, Judge, JudgeModel, JudgeOptions, Question
+from agl_rewards.judge import SCALE, JudgeModel, JudgeOptions, Question, judge
 from agl_rewards.relative import RelativeJudgeOptions, relative_judge
 
 from .tables import table, write
@@ -79,13 +79,13 @@ async def agreement(error: ScriptedError, size: float) -> list[float]:
         return [by_label[label] for label in question.labels]
 
     given = {"base_url": "", "model": "", "rubric": ""}
-    judge = Judge(JudgeOptions(**given))
+    alone = judge(JudgeOptions(**given))
     together = [relative_judge(RelativeJudgeOptions(**given, ranking=ranking)) for ranking in (False, True)]
     taus: list[list[float]] = []
     with mock.patch.object(JudgeModel, "numbers", numbers):
         for number in range(GROUPS):
             group = judged_group(number)
-            rewards = [[await judge(episode) for episode in group]]
+            rewards = [[await alone(episode) for episode in group]]
             rewards += [await rule.reward(group) for rule in together]
             taus.append([kendalls_tau(values, [worth(episode) for episode in group]) for values in rewards])
     return [statistics.mean(of_rule) for of_rule in zip(*taus, strict=True)]

@@ -88,9 +88,6 @@ class LedgerEngine(Engine):
     async def versions(self) -> Mapping[str, int]:
         return {"default": self._version}
 
-    async def stats(self) -> Mapping[str, float]:
-        return {}
-
     async def stop(self) -> None:
         if self._proxy is not None:
             await asyncio.to_thread(self._proxy.stop)

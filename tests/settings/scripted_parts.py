@@ -69,9 +69,6 @@ class ScriptedEngine(Engine):
     async def versions(self) -> Mapping[str, int]:
         return self._versions
 
-    async def stats(self) -> Mapping[str, float]:
-        return {}
-
     async def stop(self) -> None:
         await self._upstream.__aexit__()
         self._seen["requests"] = [received.body for received in self._upstream.received]

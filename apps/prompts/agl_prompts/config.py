@@ -73,12 +73,6 @@ class ServedModel(Engine):
         upstream, _ = await asyncio.to_thread(open_upstream, server.base_url.rstrip("/"), self._key, server.model)
         return replace(upstream, models=dict.fromkeys(self._policies, server.model))
 
-    async def versions(self) -> Mapping[str, int]:
-        return {}
-
-    async def stats(self) -> Mapping[str, float]:
-        return {}
-
     async def stop(self) -> None:
         """Nothing: the server is not this run's."""
 

@@ -163,9 +163,6 @@ class CountingEngine(Engine):
         zeros = np.zeros(len(batch))
         return UpdateResult(self.version, self.metrics, zeros, zeros, (self.dropped,) * len(batch))
 
-    async def stats(self) -> Mapping[str, float]:
-        return {}
-
     async def versions(self) -> Mapping[str, int]:
         return {"default": self.version}
 

@@ -81,9 +81,6 @@ class Weights(Engine):
     async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
         return ResponseScores(batch.behaviour_logprobs_R.astype(np.float64) + self.drift)
 
-    async def stats(self) -> Mapping[str, float]:
-        return {}
-
 
 @dataclass
 class World:
