@@ -21,7 +21,7 @@ from agl_core.server.keys import ActiveAttempt
 from agl_core.server.upstream import Destination, Relay, RunSettings
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.run import run_settings
-from agl_online.policies import Version, load_run, make_engine, policy_spec
+from agl_online.policies import Version, make_engine, policy_spec
 from agl_online.versions import Ledger, Standing
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,10 @@ class DeployedVersions(Relay):
 
     def __init__(self, run: Path, loaded: LoadedConfig, share: float, say: Callable[[str], None] = logger.info) -> None:
         super().__init__()
-        self._run, self._share, self._say = run, share, say
+        self._run, self._config, self._share, self._say = run, loaded, share, say
         [self._policy] = loaded.config.policies
         self._settings = run_settings(loaded.config)
         self._ledger = Ledger(run)
-        self._config = load_run(run, plugins=loaded.plugins)
         self._standing = Standing()
         self._engine: Engine | None = None
         self._loaded: set[int] = set()

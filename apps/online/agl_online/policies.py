@@ -95,9 +95,9 @@ def name_of(run: Path, policy: str) -> str:
     return name if len(policy_names(run)) == 1 else f"{name}:{policy}"
 
 
-def load_run(run: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> LoadedConfig:
+def load_run(run: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The configuration of a run, as far as its policies need it; `KEY=VALUE` texts override it."""
-    return load(run / CONFIG_FILE, overrides, needs=(), plugins=plugins or Plugins.load())
+    return load(run / CONFIG_FILE, overrides, needs=(), plugins=Plugins.load())
 
 
 def policy_spec(version: Version, loaded: LoadedConfig) -> PolicySpec:

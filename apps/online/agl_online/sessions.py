@@ -56,9 +56,8 @@ from agl_online.wire import (
 
 logger = logging.getLogger(__name__)
 
-_RECORDED, _UNRECORDED = "use", "off"
-"""The prefixes of sessions' ids: of those that are stored, and of those that are not."""
-_SESSION_ID = re.compile(rf"({_RECORDED}|{_UNRECORDED})-([0-9a-f]{{24}})-([0-9a-f]{{12}})")
+_SESSION_ID = re.compile("use-[0-9a-f]{24}-[0-9a-f]{12}")
+"""In the middle is what stands for its name."""
 _COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
 """Counters since the server's start: sessions, then calls that were not recorded or lost some of their text."""
 _DAY = 86_400.0
@@ -167,7 +166,7 @@ class Sessions(RolloutSource):
             is_new = session is None
             if session is None:
                 is_stored = recorded and (name is None or not await self._has_opted_out(place))
-                id = f"{_RECORDED if is_stored else _UNRECORDED}-{place}-{secrets.token_hex(6)}"
+                id = f"use-{place}-{secrets.token_hex(6)}"
                 session = self._new(id, application, name, recorded=is_stored)
                 session.ends_with_reply = name is None
                 self._open[id] = self._named[place] = session
@@ -185,20 +184,17 @@ class Sessions(RolloutSource):
             return True
 
     async def _of_id(self, id: str, application: str) -> ActiveSession:
-        """The session of an id, for a request that has its key: open, as the store has it, or a new one of this id."""
+        """The session of an id, for a request that has its key: open, as the store has it, or not stored."""
         async with self._beginning:
             session = self._alive.get(id)
             if session is not None:
                 return session
-            recorded = False
             try:
-                if id.startswith(_RECORDED) and not await self._store.erased([id]):
-                    rollout = await _stored(self._store, id)
-                    session = None if rollout is None else await self._recalled(rollout)
-                    recorded = True
+                rollout = await _stored(self._store, id)
+                session = None if rollout is None else await self._recalled(rollout)
             except StoreError as error:
                 logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
-            session = session or self._new(id, application, None, recorded=recorded)
+            session = session or self._new(id, application, None, recorded=False)
             if not session.closed:
                 self._open[id] = session
             return session
