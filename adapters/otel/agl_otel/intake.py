@@ -32,7 +32,7 @@ from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.types.forms import parse_json
-from agl_otel.spans import SeenCall, Span, SpanTree, see
+from agl_otel.spans import Span, SpanTree, see
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +59,15 @@ class _Trace:
     identities: dict[str, Identity] = field(default_factory=dict)
     """By response id."""
 
-    def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], list[SeenCall]]:
-        """Tool results that are new or changed, and calls, to be recorded because of these spans."""
+    def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], dict[str, Identity]]:
+        """Tool results and callers that are new or changed because of these spans."""
         for span in spans:
             self.tree.add(see(span))
         reports = [report for report in self.tree.tool_results() if self.tool_results.get(report.id) != report]
-        return reports, [call for call in self.tree.calls() if self._tells(call)]
-
-    def _tells(self, call: SeenCall) -> bool:
-        """True if a call's spans name an agent or a parent span that they did not name before."""
-        identity = call.identity
-        is_new = call.response_id is not None and self.identities.get(call.response_id) != identity
-        return is_new and (identity.agent is not None or identity.parent_span is not None)
+        callers = self.tree.callers().items()
+        return reports, {
+            id: who for id, who in callers if self.identities.get(id) != who and (who.agent or who.parent_span)
+        }
 
 
 class SpanIntake:
@@ -139,23 +136,20 @@ class SpanIntake:
 
     async def _record(self, key: AttemptKey, trace: _Trace, spans: Sequence[Span]) -> None:
         async with trace.lock:
-            reports, calls = await asyncio.to_thread(trace.add, spans)
+            reports, callers = await asyncio.to_thread(trace.add, spans)
             tool_results = [replace(report, **key._asdict(), source=Source.SPAN) for report in reports]
-            named = await self._named(key, calls, trace.identities)
+            named = await self._named(key, callers, trace.identities)
             if tool_results or named:
                 await self._store.put(*tool_results, *named)
             trace.tool_results.update({report.id: report for report in reports})
-            trace.identities.update({call.response_id: call.identity for call in calls if call.response_id})
+            trace.identities.update(callers)
 
-    async def _named(self, key: AttemptKey, seen: Iterable[SeenCall], before: dict[str, Identity]) -> list[Call]:
-        """The recorded calls that these spans add to, with what they add."""
-        wanted = {call.response_id: call.identity for call in seen}
-        if not wanted:
-            return []
+    async def _named(self, key: AttemptKey, callers: dict[str, Identity], before: dict[str, Identity]) -> list[Call]:
+        """The recorded calls to which these callers add something."""
         changed = []
-        for call in await self._store.calls([key]):
-            if call.id in wanted:
-                new, earlier = wanted[call.id], before.get(call.id, Identity())
+        for call in await self._store.calls([key]) if callers else ():
+            if call.id in callers:
+                new, earlier = callers[call.id], before.get(call.id, Identity())
                 agent = new.agent if call.agent in (None, earlier.agent) else call.agent
                 parent = new.parent_span if call.parent_span in (None, earlier.parent_span) else call.parent_span
                 if (agent, parent) != (call.agent, call.parent_span):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.capture.recording import SPANS, jsonable
@@ -247,14 +247,6 @@ def _text(attributes: Mapping[str, Json], *names: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class SeenCall:
-    """One LLM invocation, which several instrumentations may have seen."""
-
-    response_id: str | None
-    identity: Identity
-
-
 def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
     """The nearest agent in a span and those around it (innermost first); without any, the nearest graph node."""
     node = None
@@ -272,6 +264,12 @@ def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
     # The outermost call's parent may not be known here (another process has it), but the call says its id.
     parent = around.id if around else calls[-1].parent if calls else None
     return Identity(agent_of(lineage), span=calls[0].id if calls else None, parent_span=parent)
+
+
+def outermost_call(lineage: Iterable[SeenSpan]) -> SeenSpan:
+    """Of a call's span and those directly around it that are calls too, the outermost: they are the same call."""
+    *_, outermost = itertools.takewhile(lambda span: isinstance(span.did, ModelCall), lineage)
+    return outermost
 
 
 def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
@@ -333,40 +331,30 @@ class SpanTree:
             outer = self._spans.get((outer.trace, outer.parent)) if outer.parent else None
         return list(lineage.values())
 
-    def calls(self) -> list[SeenCall]:
-        """The LLM invocations in the order they started; one that several instrumentations saw has a span in a span."""
-        groups: dict[tuple[str, str], list[SeenSpan]] = {}
-        for span, did in self._ordered():
-            if isinstance(did, ModelCall):
-                groups.setdefault(self._calls_around(span)[-1].key, []).append(span)
-        return [self._call(group) for group in groups.values()]
+    def callers(self) -> dict[str, Identity]:
+        """Who made the calls, by the id of the reply."""
+        callers = {}
+        for spans in self._seen_together(ModelCall, outermost_call):
+            ids = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
+            response_id = next(filter(None, ids), None)
+            if response_id is not None:
+                callers[response_id] = identity_of(self.lineage(spans[-1]))
+        return callers
 
     def tool_results(self) -> list[ToolResult]:
         """The results of tools, in the order in which the tools started."""
-        runs: dict[tuple[str, str], list[SeenSpan]] = {}
-        for span, did in self._ordered():
-            if isinstance(did, ToolResult):
-                runs.setdefault(outermost_execution(self.lineage(span)).key, []).append(span)
-        results = []
-        for run in runs.values():
-            run.sort(key=lambda span: len(self.lineage(span)))
-            results.append(tool_result_of(run, agent_of(self.lineage(run[-1]))))
-        return results
+        runs = self._seen_together(ToolResult, outermost_execution)
+        return [tool_result_of(spans, agent_of(self.lineage(spans[-1]))) for spans in runs]
 
-    def _ordered(self) -> Iterator[tuple[SeenSpan, ModelCall | ToolResult]]:
+    def _seen_together(
+        self, kind: type[ModelCall | ToolResult], outermost: Callable[[list[SeenSpan]], SeenSpan]
+    ) -> list[list[SeenSpan]]:
+        """The spans of each call, or run of a tool, which several instrumentations may have seen: outermost first."""
+        groups: dict[tuple[str, str], list[SeenSpan]] = {}
         for span in sorted(self._spans.values(), key=lambda span: span.started or 0.0):
-            if span.did is not None:
-                yield span, span.did
-
-    def _calls_around(self, span: SeenSpan) -> list[SeenSpan]:
-        """A call's span, and those directly around it that are calls too; innermost first."""
-        return list(itertools.takewhile(lambda outer: isinstance(outer.did, ModelCall), self.lineage(span)))
-
-    def _call(self, spans: list[SeenSpan]) -> SeenCall:
-        spans.sort(key=lambda span: len(self.lineage(span)))
-        ids = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
-        response_id = next(filter(None, ids), None)
-        return SeenCall(response_id, identity_of(self.lineage(spans[-1])))
+            if isinstance(span.did, kind):
+                groups.setdefault(outermost(self.lineage(span)).key, []).append(span)
+        return [sorted(spans, key=lambda span: len(self.lineage(span))) for spans in groups.values()]
 
 
 def _is_same(inner: ModelCall | ToolResult | None, outer: ToolResult) -> bool:

@@ -222,4 +222,4 @@ def read_all(kind: str, body: bytes) -> None:
     for span in spans:
         tree.add(see(span))
     json.dumps([to_json(report) for report in tree.tool_results()])
-    tree.calls()
+    tree.callers()
