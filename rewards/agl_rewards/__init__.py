@@ -10,7 +10,6 @@ from agl_rewards.evaluators import token_f1 as token_f1
 from agl_rewards.evaluators import word_f1 as word_f1
 from agl_rewards.judge import JudgeError as JudgeError
 from agl_rewards.judge import JudgeOptions as JudgeOptions
-from agl_rewards.judge import judge as judge
 from agl_rewards.relative import RelativeJudgeOptions as RelativeJudgeOptions
 from agl_rewards.relative import relative_judge as relative_judge
 from agl_rewards.sql import run_query as run_query
