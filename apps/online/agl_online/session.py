@@ -16,7 +16,6 @@ from agl_core.errors import StoreError
 from agl_core.server.keys import ActiveAttempt
 from agl_core.store.interface import Record, Store
 from agl_core.types import Call, Choice, Ending, Json, RolloutState
-from agl_online.wire import HEADER_SESSION
 
 if TYPE_CHECKING:
     from agl_online.sessions import Sessions
@@ -53,10 +52,6 @@ class ActiveSession(ActiveAttempt):
     @property
     def id(self) -> str:
         return self.rollout.id
-
-    @property
-    def reply_headers(self) -> dict[str, str]:
-        return {HEADER_SESSION: self.id}
 
     def call_id(self, prefix: str) -> str:
         """The id of a new call; it says which session feedback on it belongs to."""

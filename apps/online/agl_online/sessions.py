@@ -227,6 +227,7 @@ class Sessions(RolloutSource):
             record,
             sessions=self,
             answered_by=self._answering,
+            reply_headers={HEADER_SESSION: rollout.id},
             used=record.started,
             **known,
         )

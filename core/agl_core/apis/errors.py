@@ -50,13 +50,8 @@ class ApiError(ServerError):
 
 CONTEXT_OVERFLOW = "context_length_exceeded"
 """OpenAI's code; agent frameworks recognise it."""
-NO_UPSTREAM = "no_upstream"
-"""No engine serves now."""
 UPSTREAM_GONE = "upstream_gone"
 """The model server cannot be reached, broke off its reply, or a proxy answers in its place."""
-STOPPING = "stopping"
-STORE_FAILED = "store_failed"
-"""The store could not be written: its disk is full, for instance."""
 
 
 def _away(message: str, code: str, retry_after: int) -> ApiError:
@@ -66,20 +61,20 @@ def _away(message: str, code: str, retry_after: int) -> ApiError:
 def no_upstream() -> ApiError:
     """The answer to a model call while there is no engine."""
     message = "No engine serves a model now, so agl cannot answer; this call may be tried again."
-    return _away(message, NO_UPSTREAM, 2)
+    return _away(message, "no_upstream", 2)
 
 
 def stopping() -> ApiError:
     """The answer to what the server's end cuts off."""
-    return _away("agl's server is stopping.", STOPPING, 2)
+    return _away("agl's server is stopping.", "stopping", 2)
 
 
 def store_failed() -> ApiError:
-    """The answer to a model call that could not be recorded."""
+    """The answer to a model call that could not be recorded: the disk of the store is full, for instance."""
     message = (
         "agl could not record this call, and so does not answer it; the server's log says why. It may be tried again."
     )
-    return _away(message, STORE_FAILED, 5)
+    return _away(message, "store_failed", 5)
 
 
 def as_answer(error: Exception, path: str) -> ApiError:

@@ -291,7 +291,7 @@ class Passthrough:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         url, body = f"{base.rstrip('/')}{route.removeprefix('/v1')}", await read_body(request)
-        self._gateway.count_unrecorded(attempt, route.removeprefix("/v1/"))
+        attempt.passed_through[route.removeprefix("/v1/")] += 1
         if self._client is None:
             # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
             timeout = httpx.Timeout(_ANSWER, connect=_CONNECT)

@@ -180,10 +180,6 @@ class Gateway:
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))
 
-    def count_unrecorded(self, attempt: ActiveAttempt, route: str) -> None:
-        """A request of an attempt is answered and not recorded."""
-        attempt.passed_through[route] = attempt.passed_through.get(route, 0) + 1
-
     def _log(self, dialect: Dialect, notes: Mapping[str, str]) -> None:
         """Log once what requests ask for and do not get."""
         for ignored in notes.values():
@@ -200,7 +196,7 @@ class Gateway:
 
     async def _counted(self, call: _ModelCall) -> Reply:
         """A reply to no call, which says how long the prompt is."""
-        self.count_unrecorded(call.attempt, call.dialect.api)
+        call.attempt.passed_through[call.dialect.api] += 1
         with self._relay_of(call.attempt).acquire_destination(call.attempt) as served:
             request = call.request
             body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)

@@ -19,6 +19,7 @@ import hmac
 import ipaddress
 import os
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,7 +30,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from agl_core.apis.answered import Answered
-from agl_core.apis.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError, attempt_closed
+from agl_core.apis.errors import UPSTREAM_GONE, ApiError, attempt_closed
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
 from agl_core.server.upstream import Relay
@@ -82,7 +83,7 @@ class ActiveAttempt:
     """The server had no model for it, or could not record: if its agent breaks, that is why."""
     gone_after: int | None = None
     """How many calls were completed when the model server was gone last; None: it never was."""
-    passed_through: dict[str, int] = field(default_factory=dict)
+    passed_through: Counter[str] = field(default_factory=Counter)
     """Requests that were passed on and not recorded, by route."""
     context_overflows: int = 0
     last_failure: str | None = None
@@ -96,6 +97,8 @@ class ActiveAttempt:
     """The ending with which it was closed, as reported."""
     answered_by: Relay | None = None
     """What answers its calls; None: what answers those of the run."""
+    reply_headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers that go onto each reply."""
 
     @property
     def key(self) -> AttemptKey:
@@ -115,11 +118,6 @@ class ActiveAttempt:
         """True if its calls are refused once it is closed; of rollouts from outside none are."""
         return self.mode is not Mode.USE
 
-    @property
-    def reply_headers(self) -> Mapping[str, str]:
-        """Headers that go onto each reply."""
-        return {}
-
     def call_id(self, prefix: str) -> str:
         """The id of a new call, which begins as its API wants it."""
         return f"{prefix}{os.urandom(16).hex()}"
@@ -135,7 +133,7 @@ class ActiveAttempt:
         """A request of the agent got an error instead of a reply."""
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
-        self.interrupted |= error.code in (NO_UPSTREAM, STOPPING, STORE_FAILED)
+        self.interrupted |= error.status == 503
         if error.code == UPSTREAM_GONE:
             self.gone_after = self.completed_calls
 
