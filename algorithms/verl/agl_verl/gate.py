@@ -4,18 +4,17 @@ While weights are exchanged no request is let through. A response that was begun
 afterwards: its caller notices nothing but the time. A stream that has begun cannot be taken back. The exchange waits
 for its end, but not for long; one that takes longer ends with an error.
 
-Nothing here imports vLLM. Servers' counters are read over HTTP.
+Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_chat.backends import Backend, Generated, Request, SampledToken
@@ -38,6 +37,8 @@ class Gate:
         """How often what was under way was disturbed."""
         self.streams = set[asyncio.Future[None]]()
         """The ends of replies of which clients have a part."""
+        self.counters = Counter(tokens_prefilled=0, tokens_reused=0, tokens_decoded=0)
+        """Of whole replies, those that were thrown away too."""
         self._open = asyncio.Event()
 
     @property
@@ -88,6 +89,10 @@ class GatedBackend:
 
         try:
             generated = await self._backend.generate(replace(request, watch=watcher and watch))
+            decoded = sum(len(response.tokens) for response in generated.responses)
+            gate.counters.update(
+                tokens_prefilled=generated.prefilled, tokens_reused=generated.reused, tokens_decoded=decoded
+            )
         except EngineError:
             if gate.closings == closings or ended in gate.streams:
                 raise
@@ -122,31 +127,3 @@ class FrontApp(ABC):
             return
         self._chat = self._chat or self.make_chat(scope["app"])
         await self._chat({**scope}, receive, send)
-
-
-SECONDS_TO_ANSWER = 60.0
-"""A server on a busy machine, or amid an exchange of weights, takes its time; one that is gone is missed at once."""
-_COUNTERS = {
-    "vllm:prompt_tokens_total": "tokens_prefilled",
-    "vllm:prefix_cache_hits_total": "tokens_reused",
-    "vllm:generation_tokens_total": "tokens_decoded",
-}
-
-
-def read_counters(urls: Iterable[str]) -> dict[str, float]:
-    """tokens_prefilled, tokens_reused, tokens_decoded since the start, over all servers; EngineError if one is gone."""
-    totals = dict.fromkeys(_COUNTERS.values(), 0.0)
-    with httpx.Client(timeout=SECONDS_TO_ANSWER, trust_env=False) as client:
-        for url in urls:
-            try:
-                reply = client.get(f"{url.removesuffix('/v1')}/metrics")
-            except httpx.TransportError as error:
-                raise EngineError(
-                    f"The vLLM server at {url} does not answer ({type(error).__name__}). Resume the run from its last "
-                    f"checkpoint."
-                ) from error
-            for line in reply.text.splitlines():  # In Prometheus' text format: NAME{LABELS} VALUE.
-                name, _, rest = line.partition("{")
-                if name in _COUNTERS:
-                    totals[_COUNTERS[name]] += float(rest.rpartition("}")[2].split()[0])
-    return totals

@@ -5,7 +5,6 @@ It ends, with a last word to the run, when a node or a process of the engine is 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -22,7 +21,6 @@ from agl_core.types import Batch, RecordedReply, TokenizedReply
 from agl_verl import checkpoint
 from agl_verl.config import ChosenAlgorithm, compose, optimizers
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
-from agl_verl.gate import read_counters
 from agl_verl.plugin import VerlOptions
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ SECONDS_TO_MISS_AN_ACTOR = 5.0
 def main() -> None:
     """Bring everything up, announce it, do what is asked."""
     host = Host.connect(VerlOptions, at_end=_shut_ray_down)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # It would log every look at a server's counters.
     with host.starting():
         driver = Driver(host.options, host.context, host.stage)
     threading.Thread(target=lambda: host.lost(driver.watch.wait()), name="agl-watch", daemon=True).start()
@@ -144,12 +141,9 @@ class Driver:
         return {name: policy.version for name, policy in self._trainer.policies.items()}
 
     def stats(self) -> Mapping[str, float]:
-        """See `agl_verl.gate`."""
-        try:
-            return read_counters(self.urls)
-        except EngineError:
-            self._let_a_loss_be_told()
-            raise
+        """tokens_prefilled, tokens_reused, tokens_decoded since the start, over all servers."""
+        with self._usable():
+            return self._trainer.counters()
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
@@ -86,6 +87,10 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
     async def expect(self, policy: str) -> None:
         """From now on weights and versions are this policy's."""
         self._expected = policy
+
+    async def counters(self) -> Counter[str]:
+        """Of tokens, since the start; see `Gate`."""
+        return self._gate.counters
 
     async def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,6 +50,8 @@ from agl_verl.rows import OLD_LOGPROBS, STEP_WEIGHT, TRAINING_STEP, actor_loss, 
 from agl_verl.verl_plugin import StepSizes
 
 PARTITION = "train"
+SECONDS_TO_ANSWER = 60.0
+"""A server on a busy machine, or amid an exchange of weights, takes its time; one that is gone is missed at once."""
 
 
 @dataclass
@@ -251,6 +253,14 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             self.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=False)
         self._policy.version = self.global_steps = version
         self.on_step_end()
+
+    def counters(self) -> Counter[str]:
+        """Those of all servers together."""
+        asked = [server.counters.remote() for server in self.servers.server_handles]
+        totals = Counter[str]()
+        for counters in ray.get(asked, timeout=SECONDS_TO_ANSWER):
+            totals.update(counters)
+        return totals
 
     # What veRL calls.
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import httpx
 import pytest
 
 from agl_core.errors import CheckpointError, EngineError
@@ -18,7 +17,6 @@ from agl_verl import environment
 from agl_verl.checkpoint import finish, read, shards
 from agl_verl.engine import VerlEngine
 from agl_verl.environment import check_flash_attention
-from agl_verl.gate import read_counters
 from agl_verl.plugin import VerlOptions
 
 SPEC = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
@@ -117,31 +115,6 @@ def test_known_errors_come_with_their_remedy(text: str, part: str, tmp_path: Pat
     lines = ["what came before", f"(Worker pid=7) {text}", "and what follows it"]
     for log in ([text], lines):
         assert part in (engine.remedy(log, 1) or "")
-
-
-def test_counters_of_all_servers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = """
-# HELP vllm:generation_tokens_total Number of generation tokens processed.
-vllm:generation_tokens_total{engine="0",model_name="default"} 5.0
-vllm:prompt_tokens_total{engine="0",model_name="default"} 1.2e+01
-vllm:prefix_cache_hits_total{engine="0",model_name="default"} 7.0
-vllm:num_requests_running{engine="0",model_name="default"} 3.0
-"""
-    urls = []
-
-    def answer(self: httpx.Client, url: str) -> httpx.Response:
-        urls.append(url)
-        return httpx.Response(200, text=metrics)
-
-    monkeypatch.setattr(httpx.Client, "get", answer)
-    counted = read_counters(["http://10.0.0.1:1/v1", "http://10.0.0.2:1/v1"])
-    assert counted == {"tokens_prefilled": 24, "tokens_reused": 14, "tokens_decoded": 10}
-    assert urls == ["http://10.0.0.1:1/metrics", "http://10.0.0.2:1/metrics"]
-
-
-def test_a_server_that_is_gone_is_an_error() -> None:
-    with pytest.raises(EngineError, match=r"server at http://127\.0\.0\.1:9/v1 does not answer"):
-        read_counters(["http://127.0.0.1:9/v1"])
 
 
 def test_flash_attention_is_looked_for_where_training_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

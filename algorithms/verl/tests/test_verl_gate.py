@@ -142,6 +142,18 @@ async def test_a_response_has_the_version_of_the_policy_that_was_asked(server: S
     assert versions == [4, 7, 4]
 
 
+async def test_tokens_are_counted_whether_a_reply_counts_or_not(server: Server) -> None:
+    server.open(1)
+    question = asyncio.create_task(server.ask())
+    await server.tried(1)
+    await server.gate.close()
+    server.open(2)
+    server.sample(1)
+    server.sample(2)
+    await question
+    assert server.gate.counters == {"tokens_prefilled": 4, "tokens_reused": 0, "tokens_decoded": 6}
+
+
 async def test_an_error_of_the_server_is_passed_on(server: Server) -> None:
     server.open(1)
     server.failing = True
