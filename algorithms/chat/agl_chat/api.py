@@ -12,9 +12,9 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -34,9 +34,9 @@ from agl_core.apis.dialect import unsupported, wrong
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError, openai_error, openai_problem
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
+from agl_core.server.listening import unless_gone
 from agl_core.types import FinishReason
 
-Result = TypeVar("Result")
 CHAT_COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
 _LONGEST_NOTE = 1000
 """Characters."""
@@ -77,9 +77,9 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
             headers[HEADER_IGNORED] = quote(", ".join(exchange.ignored), safe=", ")[:_LONGEST_NOTE]
         if chat.stream:
             chunks = stream_reply(model, exchange, backend)
-            first = await _unless_gone(request, anext(chunks))  # Until then an error has a status of its own.
+            first = await unless_gone(request, anext(chunks))  # Until then an error has a status of its own.
             return StreamingResponse(_events(first, chunks), 200, headers, media_type="text/event-stream")
-        generated = await _unless_gone(request, backend.generate(exchange.request))
+        generated = await unless_gone(request, backend.generate(exchange.request))
         headers[HEADER_POLICY] = str(generated.version)
         return _json(model.finish(exchange, generated), headers)
 
@@ -112,24 +112,6 @@ async def _events(first: Mapping[str, Any], chunks: AsyncGenerator[Mapping[str, 
 
 def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-async def _unless_gone(request: HttpRequest, generate: Awaitable[Result]) -> Result:
-    """Generate; ApiError when the client hangs up before."""
-
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    generating, watching = asyncio.ensure_future(generate), asyncio.ensure_future(hang_up())
-    try:
-        await asyncio.wait({generating, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if generating.done():
-            return generating.result()
-        raise ApiError(499, "The client hung up.")
-    finally:
-        generating.cancel()
-        watching.cancel()
 
 
 def _json(body: Any, headers: Mapping[str, str] | None = None) -> HttpResponse:

@@ -4,7 +4,6 @@ passed on without being recorded, the OpenAPI document, and what clients get at 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,13 +21,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
-from agl_core.apis.errors import ApiError, as_answer, openai_error, stopping
+from agl_core.apis.errors import ApiError, as_answer, openai_error
 from agl_core.apis.messages import Messages
 from agl_core.apis.responses import Responses
 from agl_core.config.sections import PassthroughSection
 from agl_core.server.gateway import Gateway
 from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
-from agl_core.server.listening import read_body
+from agl_core.server.listening import read_body, unless_gone
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
 from agl_core.wire import (
@@ -80,8 +79,6 @@ _RESPONSES = "/v1/responses/"
 _BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, TRACES})
 """Routes that are also served without /v1."""
 
-
-Result = TypeVar("Result")
 Owner = TypeVar("Owner")
 
 _CONNECT, _ANSWER = 10.0, 120.0
@@ -219,8 +216,6 @@ def route_of(
             owner = owner_of(request)
             work = answer(owner, await _read(request, operation))
             reply = await (unless_gone(request, work) if operation.waits else work)
-            if reply is None:
-                raise stopping()  # No client waits for it.
         except Exception as error:
             return openai_error(as_answer(error, request.url.path))
         return Response(reply.model_dump_json(), media_type="application/json")
@@ -236,23 +231,6 @@ async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
         raise ApiError(422, f"{request.url.path}: {problems}", code="invalid_body") from error
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of what may wait; None, and the work is given up, if the client goes away meanwhile."""
-    working = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        gone.cancel()
-        working.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Passthrough:

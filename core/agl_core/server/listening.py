@@ -13,7 +13,7 @@ import gc
 import logging
 import socket
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 import httptools
@@ -280,6 +280,24 @@ async def read_body(request: Request, most: int | None = None) -> bytes:
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding")
     return body if encoding is None else _decompressed(body, encoding.strip().lower(), most)
+
+
+async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of what may wait; ApiError, and the work is given up, if the client goes away meanwhile."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "The client went away.")
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
