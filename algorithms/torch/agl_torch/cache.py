@@ -245,10 +245,6 @@ class SlotView(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._span, 0
 
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
 
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-2, 0.5
 """How far the log-probability of a token may be from that of a plain forward pass; with fewer digits than float32's it

@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    work: Request | Callable[[], Any]
-    """What to sample, or a job to run while nothing is being sampled."""
+    work: tuple[Sampler, Request] | Callable[[], Any]
+    """What to sample and where, or a job to run while nothing is being sampled."""
     future: Future[Any]
 
 
@@ -31,7 +31,7 @@ class EngineLoop:
 
     Requests that arrived before an exclusive job are answered before it runs; later ones wait until it is over. So a
     job may change weights, and no response sees two versions of them. `lost` gets the reason if an error ends the
-    thread: nothing would be answered any more.
+    thread, and ends the process: nothing would be answered any more.
 
         loop = EngineLoop({"default": sampler}, host.lost)
         loop.start()
@@ -43,11 +43,8 @@ class EngineLoop:
         self._samplers, self._lost = dict(samplers), lost
         self._inbox: deque[_Message] = deque()
         self._wake = threading.Condition()
-        self._ended = False
-        self._futures: dict[tuple[str, str], Future[Generated]] = {}
-        """Of what is being sampled, by model and request id."""
-        self._leaving: set[str] = set()
-        """Models to let go of."""
+        self._futures: dict[tuple[Sampler, str], Future[Generated]] = {}
+        """Of what is being sampled, by sampler and request id."""
         self._thread = threading.Thread(target=self._run, name="agl-torch", daemon=True)
 
     def start(self) -> None:
@@ -58,9 +55,10 @@ class EngineLoop:
 
         Cancelling it frees its place at once. Raises ApiError if its grammar cannot be enforced.
         """
+        sampler = self._samplers[request.model]
         if request.grammar is not None:  # Compiling may take long, and is none of the tensor thread's work.
-            await asyncio.to_thread(self._samplers[request.model].grammars.check, request.grammar)
-        generated: Generated = await asyncio.wrap_future(self._post(request))
+            await asyncio.to_thread(sampler.grammars.check, request.grammar)
+        generated: Generated = await asyncio.wrap_future(self._post((sampler, request)))
         return generated
 
     def run_exclusive(self, job: Callable[[], Result]) -> Future[Result]:
@@ -72,10 +70,8 @@ class EngineLoop:
         self._samplers = {**self._samplers, name: sampler}  # The thread may be going through the ones before.
 
     def remove(self, name: str) -> None:
-        """Let go of a model once it has answered what it was asked; the caller asks it nothing more."""
-        with self._wake:
-            self._leaving.add(name)
-            self._wake.notify()
+        """Answer by a model no more, but what it was asked before."""
+        self._samplers = {other: sampler for other, sampler in self._samplers.items() if other != name}
 
     def counters(self) -> Counter[str]:
         """Those of all samplers together."""
@@ -88,14 +84,11 @@ class EngineLoop:
     def cache_nbytes(self) -> int:
         return sum(sampler.cache_nbytes for sampler in self._samplers.values())
 
-    def _post(self, work: Request | Callable[[], Any]) -> Future[Any]:
+    def _post(self, work: tuple[Sampler, Request] | Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._wake:
-            if self._ended:
-                future.set_exception(EngineError("The engine has stopped."))
-            else:
-                self._inbox.append(_Message(work, future))
-                self._wake.notify()
+            self._inbox.append(_Message(work, future))
+            self._wake.notify()
         return future
 
     # What follows runs on the thread.
@@ -105,14 +98,15 @@ class EngineLoop:
             while True:
                 while (message := self._next_message()) is not None:
                     self._do(message)
-                for name, sampler in self._samplers.items():
-                    self._step(name, sampler)
-                self._let_go()
+                for sampler in self._in_use():
+                    self._step(sampler)
         except BaseException as error:
             _log.exception("The thread that samples and trains ended.")
             self._lost(f"The thread that samples and trains ended by {type(error).__name__}: {error}")
-        finally:
-            self._fail_all()
+
+    def _in_use(self) -> list[Sampler]:
+        """The samplers of all models, and of removed ones those that still have to answer."""
+        return [*dict.fromkeys([*self._samplers.values(), *(sampler for sampler, _ in self._futures)])]
 
     def _next_message(self) -> _Message | None:
         """The next message in order, unless it is a job that has to wait; None as long as there is something to sample.
@@ -121,26 +115,27 @@ class EngineLoop:
         """
         with self._wake:
             while True:
-                busy = not all(sampler.idle for sampler in self._samplers.values())
-                if self._inbox and (isinstance(self._inbox[0].work, Request) or not busy):
+                busy = not all(sampler.idle for sampler in self._in_use())
+                if self._inbox and (isinstance(self._inbox[0].work, tuple) or not busy):
                     return self._inbox.popleft()
-                if busy or self._leaving:
+                if busy:
                     return None
                 self._wake.wait()
 
     def _do(self, message: _Message) -> None:
         work, future = message.work, message.future
         try:
-            if isinstance(work, Request):
-                self._samplers[work.model].submit(work)
-                self._futures[work.model, work.id] = future
+            if isinstance(work, tuple):
+                sampler, request = work
+                sampler.submit(request)
+                self._futures[sampler, request.id] = future
             else:
                 _succeed(future, work())
         except Exception as error:
             _fail(future, error)
 
-    def _step(self, name: str, sampler: Sampler) -> None:
-        for key in [key for key, future in self._futures.items() if key[0] == name and future.cancelled()]:
+    def _step(self, sampler: Sampler) -> None:
+        for key in [key for key, future in self._futures.items() if key[0] is sampler and future.cancelled()]:
             del self._futures[key]
             sampler.abort(key[1])
         if sampler.idle:
@@ -148,30 +143,13 @@ class EngineLoop:
         try:
             finished = sampler.step()
         except Exception as error:
-            _log.exception("Sampling from %r failed; its requests in flight are given up.", name)
+            _log.exception("Sampling failed; the model's requests in flight are given up.")
             sampler.reset()
-            for key in [key for key in self._futures if key[0] == name]:
+            for key in [key for key in self._futures if key[0] is sampler]:
                 _fail(self._futures.pop(key), EngineError(f"Sampling failed: {type(error).__name__}: {error}"))
             return
         for generated in finished:
-            _succeed(self._futures.pop((name, generated.request.id)), generated)
-
-    def _let_go(self) -> None:
-        with self._wake:
-            gone = {name for name in self._leaving if self._samplers[name].idle and not self._inbox}
-            self._leaving -= gone
-        if gone:
-            self._samplers = {name: sampler for name, sampler in self._samplers.items() if name not in gone}
-
-    def _fail_all(self) -> None:
-        error = EngineError("The engine stopped before it could answer.")
-        with self._wake:
-            self._ended = True
-            unanswered = [*(message.future for message in self._inbox), *self._futures.values()]
-            self._inbox.clear()
-            self._futures.clear()
-        for future in unanswered:
-            _fail(future, error)
+            _succeed(self._futures.pop((sampler, generated.request.id)), generated)
 
 
 def _succeed(future: Future[Any], result: Any) -> None:

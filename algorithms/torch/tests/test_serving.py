@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -93,24 +94,29 @@ async def test_a_failing_step_fails_its_requests_and_sampling_goes_on(
     assert (await loop.generate(request(qwen, "a"))).responses
 
 
-async def test_an_error_that_ends_the_thread_is_told_and_fails_what_is_unanswered(
+async def test_an_error_that_ends_the_thread_is_told(
     qwen: Loaded, sampler: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(request_id: str) -> None:
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(sampler, "abort", fail)
-    reasons: list[str] = []
-    loop = EngineLoop({"m": sampler}, reasons.append)
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    loop = EngineLoop({"m": sampler}, reasons.put)
     loop.start()
-    requests = [asyncio.create_task(loop.generate(request(qwen, name, max_tokens=400))) for name in ("a", "b")]
+    asking = asyncio.create_task(loop.generate(request(qwen, "a", max_tokens=400)))
     await asyncio.to_thread(sampler.began.wait)
-    requests[0].cancel()
-    with pytest.raises(EngineError, match="stopped"):
-        await requests[1]
-    with pytest.raises(EngineError, match="stopped"):
-        await loop.generate(request(qwen, "c"))
-    assert "RuntimeError: no such luck" in reasons[0]
+    asking.cancel()
+    assert "RuntimeError: no such luck" in await asyncio.to_thread(reasons.get, timeout=60)
+
+
+async def test_a_model_that_is_removed_answers_what_it_was_asked(
+    qwen: Loaded, loop: EngineLoop, sampler: Watched
+) -> None:
+    asking = [asyncio.create_task(loop.generate(request(qwen, name, max_tokens=100))) for name in ("a", "bb")]
+    await asyncio.to_thread(sampler.began.wait)
+    loop.remove("m")
+    assert [len(generated.responses) for generated in await asyncio.gather(*asking)] == [1, 1]
 
 
 async def test_a_request_that_cannot_be_taken_fails_alone(qwen: Loaded, loop: EngineLoop) -> None:
