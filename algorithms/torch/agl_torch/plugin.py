@@ -17,7 +17,7 @@ from agl_core.kinds import NoOptions, Register
 from agl_core.training.host import ProcessEngine
 
 if TYPE_CHECKING:
-    from agl_core.protocols import Tracker
+    pass
 
 
 class TorchOptions(BaseModel):
@@ -60,9 +60,9 @@ class TorchOptions(BaseModel):
 
 
 class TensorBoardTracker:
-    """Writes every metric as a scalar to `RUN/tensorboard`; look with `tensorboard --logdir RUN`."""
+    """Metrics for TensorBoard, in the run's folder: look with `tensorboard --logdir RUN`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, options: NoOptions, run_dir: Path) -> None:
         from tensorboard.summary import Writer
 
         self._writer: Any = Writer(str(run_dir / "tensorboard"))
@@ -92,11 +92,6 @@ class TorchEngine(ProcessEngine[TorchOptions]):
         return "Memory may have run out: lower engine.torch.tokens_per_micro_batch or cache_mib."
 
 
-def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
-    """Metrics for TensorBoard, in the run's folder."""
-    return TensorBoardTracker(run_dir)
-
-
 @hookimpl
 def register_components(register: Register) -> None:
     register(
@@ -115,4 +110,4 @@ def register_components(register: Register) -> None:
             Capability.RECORDED_TEXTS,
         },
     )
-    register(kinds.TRACKER, "tensorboard", build_tensorboard)
+    register(kinds.TRACKER, "tensorboard", TensorBoardTracker)

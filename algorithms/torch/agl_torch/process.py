@@ -27,7 +27,7 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
-from agl_core.training.child import Host, find_algorithm
+from agl_core.training.child import Host, build_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
 from agl_torch.loop import EngineLoop
@@ -78,16 +78,16 @@ class Policies:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(context.seed)
         share, bases = 1 / max(1, len(context.policies)), Bases()
-        self._bases, self._specs = bases, context.policies
+        self.bases, self._specs = bases, context.policies
         self._teachers: dict[tuple[str, Teacher], LoadedModel | ServedTeacher] = {}
         """By policy."""
-        self._plugins = Plugins.load(context.plugin_files)
+        self._plugins = plugins = Plugins.load(context.plugin_files)
         self.policies: dict[str, Policy] = {}
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             loaded = _load(spec, options, choose_device(options.device), seed, bases)
             sampler = _make_sampler(loaded, options, share, deterministic=context.deterministic)
             trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
-            algorithm = self._algorithm(spec.algorithm, spec.algorithm_options) if spec.algorithm else None
+            algorithm = build_algorithm(plugins, spec.algorithm, spec.algorithm_options) if spec.algorithm else None
             self.policies[name] = Policy(loaded, trainer, sampler, algorithm)
             if algorithm is not None:
                 self._teacher(name, algorithm)  # What is wrong with it is said before the first step.
@@ -108,7 +108,7 @@ class Policies:
     def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
     ) -> UpdateResult:
-        trained, built = self._policy(policy), self._algorithm(algorithm, options)
+        trained, built = self._policy(policy), build_algorithm(self._plugins, algorithm, options)
         steps = trained.trainer.optimizer.steps
         trained.sampler.release()
         try:
@@ -166,13 +166,8 @@ class Policies:
         key = policy, algorithm.teacher
         if key not in self._teachers:
             loaded = self._policy(policy).loaded
-            self._teachers[key] = load_teacher(algorithm.teacher, self._specs[policy], loaded, self._bases)
+            self._teachers[key] = load_teacher(algorithm.teacher, self._specs[policy], loaded, self.bases)
         return self._teachers[key]
-
-    def _algorithm(self, name: str, options: Mapping[str, Any]) -> Algorithm:
-        component, checked = find_algorithm(self._plugins, name, options)
-        algorithm: Algorithm = component.build(checked)
-        return algorithm
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
@@ -248,8 +243,6 @@ class ServedPolicies:
         self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()}, host.lost)
         self._served = {name: _chat_of(name, policy.loaded) for name, policy in policies.items()}
         self._published: set[str] = set()
-        self._bases = Bases()
-        """Of published versions: adapters of the same weights share them."""
         app = create_app(self._served, self._loop, api_key=context.api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -280,7 +273,7 @@ class ServedPolicies:
         """Load a saved policy and serve it; EngineError if there is one of this name."""
         if name in self._served:
             raise EngineError(f"A policy '{name}' is served already.")
-        loaded = _load(spec, self._options, choose_device(self._options.device), seed=0, bases=self._bases)
+        loaded = _load(spec, self._options, choose_device(self._options.device), seed=0, bases=self._policies.bases)
         sampler = _make_sampler(loaded, self._options, 1 / _SHARES, deterministic=False)
         sampler.version = spec.version
         if self._options.threads is None and loaded.size >= TINY:

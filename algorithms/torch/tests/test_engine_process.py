@@ -225,7 +225,7 @@ def test_the_run_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, agl_torch.plugin as p\n"
         "from agl_core.kinds import NoOptions\n"
-        f"t = p.build_tensorboard(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
+        f"t = p.TensorBoardTracker(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
         "t.log(3, {'reward/mean': 0.5}); t.close()\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -6,7 +6,6 @@ Imports Hydra, but neither veRL nor torch: veRL's configuration is files, so it 
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,7 @@ from agl_core.config.sections import LoraSection, OptimizerSection, usual_learni
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.training.child import find_algorithm
+from agl_core.training.child import build_algorithm
 from agl_verl.plugin import VerlOptions
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ class ChosenAlgorithm:
 @lru_cache(maxsize=8)
 def _build(chosen: ChosenAlgorithm) -> Algorithm:
     plugins = Plugins.load(chosen.plugin_files)
-    component, options = find_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
-    algorithm: Algorithm = component.build(options)
+    algorithm: Algorithm = build_algorithm(plugins, chosen.name, orjson.loads(chosen.options))
     return algorithm
 
 
@@ -296,7 +294,9 @@ def _fsdp(options: VerlOptions, context: EngineContext, spec: PolicySpec, dtype:
     shared: dict[str, Any] = {
         "strategy": "fsdp2",
         "model_dtype": "fp32",
-        "mixed_precision": {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "mixed_precision.param_dtype": precision,
+        "mixed_precision.reduce_dtype": "fp32",
+        "mixed_precision.buffer_dtype": "fp32",
         "param_offload": options.offload,
         "optimizer_offload": options.offload,
         "use_torch_compile": not cpu,
@@ -370,7 +370,7 @@ def overrides(options: VerlOptions, context: EngineContext, *, algorithm: Algori
     for override in options.overrides:
         refuse_decided(override)
     settings = mapped(options, context, algorithm, cpu)
-    return [*(f"{key}={_hydra(value)}" for key, value in settings.items()), *options.overrides]
+    return [*(f"{key}={orjson.dumps(value).decode()}" for key, value in settings.items()), *options.overrides]
 
 
 def compose(options: VerlOptions, context: EngineContext, *, algorithm: Algorithm, cpu: bool) -> DictConfig:
@@ -400,10 +400,3 @@ def config_folder() -> Path:
             "on a machine without a GPU."
         )
     return Path(verl.origin).parent / "trainer" / "config"
-
-
-def _hydra(value: Any) -> str:
-    """A value as Hydra's command line has it."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_hydra(part)}" for key, part in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -320,7 +320,7 @@ def test_policy_reference_and_critic_are_computed_alike() -> None:
         settings[0].pop(".seed")
         assert settings[0] == settings[1] == settings[2]
         assert settings[1][".param_offload"] is offload
-        assert settings[1][".mixed_precision"]["param_dtype"] == ("bf16" if dtype == "bfloat16" else "fp32")
+        assert settings[1][".mixed_precision.param_dtype"] == ("bf16" if dtype == "bfloat16" else "fp32")
 
 
 def test_tokens_of_a_transition_are_spread_over_whole_shares_of_the_gpus_by_flash_attention() -> None:

@@ -35,7 +35,6 @@ from pydantic import BaseModel
 
 from agl_core import kinds
 from agl_core.errors import AglError, ConfigError, EngineError, own_line
-from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext
 
@@ -206,13 +205,14 @@ def descendants_bytes() -> int:
     return resident
 
 
-def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:
-    """The component of this name, and the options as its settings; `component.build(settings)` builds the algorithm.
+def build_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> Any:
+    """The algorithm of this name with these options.
 
     PluginError if no plugin brings it, ConfigError for options that it does not have.
     """
     component = plugins.component(kinds.ALGORITHM, name, "algorithm.name")
     try:
-        return component, component.options.model_validate(dict(options))
+        settings = component.options.model_validate(dict(options))
     except ValueError as error:
         raise ConfigError(f"algorithm.{name}: {error}") from error
+    return component.build(settings)
