@@ -352,7 +352,7 @@ class Engine(ABC):
 
         Nothing is started (`agl train --dry-run`).
         """
-        raise self._not_supported("describe")
+        return f"The engine {type(self).__name__} starts one process on this machine.\n"
 
     async def estimate(self, work: Workload) -> Needs:
         """Memory and time that a run would take (`agl doctor CONFIG`); asked of a running engine, before it trains."""

@@ -301,12 +301,12 @@ def describe(component: Component) -> dict[str, Any]:
         "doc": component.doc,
         "settings": [
             {
-                "name": field.alias or name,
-                "required": field.is_required(),
-                "default": schema["properties"][field.alias or name].get("default"),
-                "description": field.description or "",
+                "name": name,
+                "required": name in schema.get("required", ()),
+                "default": setting.get("default"),
+                "description": setting.get("description", ""),
             }
-            for name, field in component.options.model_fields.items()
+            for name, setting in schema.get("properties", {}).items()
         ],
         "needs": needs,
         "provides": sorted(component.provides),

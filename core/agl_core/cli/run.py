@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import ANEW, choose_key, choose_url, open_upstream
 from agl_core.cli.words import amount, one_line
 from agl_core.config.load import LoadedConfig, load
-from agl_core.config.sections import GatewaySection
+from agl_core.config.models import UntrainedConfig
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Upstream
@@ -56,16 +55,6 @@ _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """Where a run is recorded, and what answers its calls: an upstream, or the engine of a configuration."""
-
-    folder: Path
-    described: Mapping[str, Any]
-    """Stored as the run's configuration."""
-    answering: Upstream | LoadedConfig
-
-
 def run(
     command: Command,
     config: ConfigOption = None,
@@ -82,24 +71,29 @@ def run(
     take_keys()  # They are of another server, and the command is to have none of them.
     if shutil.which(command[0]) is None:
         raise ConfigError(f"There is no command '{command[0]}'. Put the whole command after --, as you would type it.")
+    answering: Upstream | LoadedConfig
+    described: Mapping[str, Any]
     if config is None:
-        setting = _forwarding(command, upstream, upstream_key_env, model, name)
+        answering = _open_upstream(choose_url(upstream), choose_key(upstream_key_env), model)
+        described = {"command": command, "upstream": answering.urls[0], "models": dict(answering.models)}
+        folder = RUNS / check_name(name or "capture")
+        if name is None or not is_capture(folder):
+            folder = first_free(folder, lambda new: write_capture(new, described))
     elif upstream or upstream_key_env or model:
         raise ConfigError("--config brings its own engine and models: leave out --upstream… and --model.")
     else:
-        setting = _configured(config, name)
-    _say(f"recording to {setting.folder}")
-    with removed_unless_begun(setting.folder) as begun:
-        status = asyncio.run(_record(command, setting, begun))
+        answering = load(config, [f"name={name}"] if name else [])
+        described, folder = answering.config.model_dump(mode="json"), new_run_dir(answering)
+    _say(f"recording to {folder}")
+    with removed_unless_begun(folder) as begun:
+        status = asyncio.run(_record(command, folder, described, answering, begun))
     raise typer.Exit(status)
 
 
-def _forwarding(
-    command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
-) -> _Setting:
-    address = choose_url(url)
-    upstream, missing = open_upstream(address, choose_key(key_variable), model)
-    _say(f"forwarding to {address}")
+def _open_upstream(url: str, key: str, model: str | None) -> Upstream:
+    """The model server that answers; notes say what its replies lack."""
+    upstream, missing = open_upstream(url, key, model)
+    _say(f"forwarding to {url}")
     if missing:
         _say(
             f"note: exact token ids are not recorded, for {missing}. The episode is text: it can be read and scored, "
@@ -107,43 +101,39 @@ def _forwarding(
         )
     elif not upstream.continues_ids:
         _say(ANEW)
-    described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
-    folder = RUNS / check_name(name or "capture")
-    if name is None or not is_capture(folder):
-        folder = first_free(folder, lambda new: write_capture(new, described))
-    return _Setting(folder, described, upstream)
+    return upstream
 
 
-def _configured(config: Path, name: str | None) -> _Setting:
-    loaded = load(config, [f"name={name}"] if name else [])
-    folder = new_run_dir(loaded)
-    return _Setting(folder, loaded.config.model_dump(mode="json"), loaded)
+async def _record(
+    command: Sequence[str],
+    folder: Path,
+    described: Mapping[str, Any],
+    answering: Upstream | LoadedConfig,
+    begun: Callable[[], None],
+) -> int:
+    """Record the command below `folder`, and return its exit status.
 
-
-async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
-    run_id = setting.folder.name
+    `described` is stored as the run's configuration; `answering` is the model server, or a configuration whose engine
+    answers.
+    """
+    run_id = folder.name
     async with AsyncExitStack() as stack:
-        hook, gateway = Plugins.load().hook, GatewaySection()
-        agents: Mapping[str, tuple[str, ...]] = {}
-        files: Sequence[Path] = ()
-        upstream = setting.answering
-        if isinstance(upstream, LoadedConfig):
-            loaded, config = upstream, upstream.config
-            store = loaded.store.build(setting.folder)
-            hook, gateway, files = loaded.plugins.hook, config.gateway, config.plugin_files
-            agents = {policy: section.agents for policy, section in config.policies.items()}
-            engine: Engine = loaded.engine.build(engine_context(loaded, setting.folder))
+        if isinstance(answering, LoadedConfig):
+            config, plugins, store = answering.config, answering.plugins, answering.store.build(folder)
+            engine: Engine = answering.engine.build(engine_context(answering, folder))
             stack.push_async_callback(engine.stop)
             upstream = await engine.start()
         else:
-            store = open_store(setting.folder, read_only=False)
+            config, plugins, upstream = UntrainedConfig(config_version=1), Plugins.load(), answering
+            store = open_store(folder, read_only=False)
+        agents = {policy: section.agents for policy, section in config.policies.items()}
         settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=agents)
-        keys = Keys(passthrough=passthrough_key(gateway))
+        keys = Keys(passthrough=passthrough_key(config.gateway))
         await stack.enter_async_context(store)
-        serving = LightningServer(store, upstream, settings, hook, gateway=gateway, keys=keys)
+        serving = LightningServer(store, upstream, settings, plugins.hook, gateway=config.gateway, keys=keys)
         server = await stack.enter_async_context(serving)
         restart = len(await store.runs())
-        await store.put(Run(run_id, restart, time.time(), setting.described))
+        await store.put(Run(run_id, restart, time.time(), described))
         await server.queue.abandon(run_id)  # What earlier restarts left unfinished ends as lost.
         id = f"{run_id}-{uuid.uuid4().hex[:8]}"
         rollout = Rollout(
@@ -162,12 +152,12 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        status, interrupted, recording = await _launch(command, lease, server.base_url, files)
+        status, interrupted, recording = await _launch(command, lease, server.base_url, config.plugin_files)
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
         await server.queue.close_attempt(key, closing(Ended(ending, {"exit_status": status}, error), recording))
         [report] = await reports_of(server.store, [rollout])
-        _summarise(report.attempts[0], recording, setting.folder)
+        _summarise(report.attempts[0], recording, folder)
     return status
 
 

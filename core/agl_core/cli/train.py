@@ -102,7 +102,8 @@ def train(
         )
     loaded = load(file, [*recorded, *set_, *([] if engine is None else [f"engine.name={engine}"])], seed)
     if dry_run:
-        typer.echo(describe_engine(loaded), nl=False)
+        engine_of_run: Engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
+        typer.echo(engine_of_run.describe(), nl=False)
         return
     run_dir = new_run_dir(loaded) if resume is None else file.parent
     console = Screen()
@@ -149,14 +150,6 @@ def train_and_report(
         raise typer.Exit(128 + summary.stopped_by)
     if verdict is not None and verdict.failed:
         raise typer.Exit(1)
-
-
-def describe_engine(loaded: LoadedConfig) -> str:
-    """The processes and resources that the engine of this configuration would start and take."""
-    engine: Engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
-    if engine.supports("describe"):
-        return engine.describe()
-    return f"{loaded.engine.label} starts one process on this machine.\n"
 
 
 def print_summary(

@@ -312,12 +312,11 @@ class Watch:
     settings: Mapping[AlarmName, float | Literal[False]] = field(default_factory=dict)
     policies: Sequence[str] = ("default",)
     steps: list[Numbers] = field(default_factory=list)
-    held: Numbers = field(init=False)
-    """The alarms that hold after the latest step, as metrics."""
 
-    def __post_init__(self) -> None:
-        latest = self.steps[-1] if self.steps else {}
-        self.held = {key: value for key, value in latest.items() if key.startswith("alarm/")}
+    @property
+    def held(self) -> Numbers:
+        """The alarms that hold after the latest step, as metrics."""
+        return {key: value for step in self.steps[-1:] for key, value in step.items() if key.startswith("alarm/")}
 
     def wanted(self, alarms: Iterable[Alarm]) -> list[Alarm]:
         """Those of these alarms that the run has not switched off."""
@@ -325,11 +324,11 @@ class Watch:
 
     def look(self, numbers: Numbers, others: Iterable[Alarm] = ()) -> list[Alarm]:
         """The alarms after a step with these numbers that did not hold before it; `others` were raised elsewhere."""
+        before = self.held
         self.steps.append(numbers)
         on_numbers = (Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
         alarms = self.wanted([*others, *on_numbers])
-        before, self.held = self.held, {f"alarm/{alarm.name}": 1.0 for alarm in alarms}
-        self.steps[-1] = {**numbers, **self.held}
+        self.steps[-1] = {**numbers, **{f"alarm/{alarm.name}": 1.0 for alarm in alarms}}
         return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
 
     def standing(self, limits: Mapping[AlarmName, int]) -> str:

@@ -175,11 +175,8 @@ def peak_rss_bytes() -> int:
     On Linux, `getrusage` counts what the parent had resident when it started this process; the kernel's own record
     of this process's memory does not.
     """
-    status = Path("/proc/self/status")
-    if status.exists():
-        peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        if peak_kib:
-            return int(peak_kib[1]) * 1024
+    if peak := _memory("self/status", "VmHWM"):
+        return peak
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -199,10 +196,16 @@ def descendants_bytes() -> int:
     while below:
         pid = below.pop()
         below += children[pid]
-        with suppress(OSError):
-            pages = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            resident += int(pages[1]) * 1024 if pages else 0
+        resident += _memory(f"{pid}/smaps_rollup", "Pss")
     return resident
+
+
+def _memory(file: str, field: str) -> int:
+    """The bytes that a field of a file below /proc says; 0 where there is none, or its process has ended."""
+    with suppress(OSError):
+        if kib := re.search(rf"^{field}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE):
+            return int(kib[1]) * 1024
+    return 0
 
 
 def build_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> Any:

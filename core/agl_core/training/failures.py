@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, was_rewarded
 from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.training.metrics import counts
+from agl_core.training.metrics import counts, is_update_loss
 from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, Source, ToolResult
 from agl_core.wire import Activity, RunningAttempt
 
@@ -189,7 +188,7 @@ def why_nothing(numbers: Mapping[str, float]) -> Ending | DropReason | None:
     None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others. A loss
     that is not a number moves no weight, whatever else was dropped.
     """
-    if any(math.isnan(value) for key, value in numbers.items() if re.fullmatch(r"update/(.+/)?loss", key)):
+    if any(math.isnan(value) for key, value in numbers.items() if is_update_loss(key)):
         return DropReason.NON_FINITE
     if numbers["transitions/kept"]:
         return None

@@ -207,7 +207,7 @@ class Trainer:
         alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
         state, self._latest = self.state, drawn
         state.step = step
-        self.log.write(step, "train", {**metrics, **self.watch.held}, alarms, self.stopped)
+        self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         self._count_memory(stats)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
