@@ -255,7 +255,7 @@ def promote(name: Name, reason: Reason = _BY_HAND) -> None:
 
     It answers all sessions from their next call on.
     """
-    Screen().print(f"{_decided(name, State.STABLE, reason)} is the stable version")
+    Screen().print(f"{_decide(name, State.STABLE, reason)} is the stable version")
 
 
 @versions.command()
@@ -264,10 +264,10 @@ def rollback(name: Name, reason: Reason = _BY_HAND) -> None:
 
     If it was the stable version, the one before it is stable again.
     """
-    Screen().print(f"{_decided(name, State.ROLLED_BACK, reason)} is rolled back")
+    Screen().print(f"{_decide(name, State.ROLLED_BACK, reason)} is rolled back")
 
 
-def _decided(name: str, state: State, reason: str) -> str:
+def _decide(name: str, state: State, reason: str) -> str:
     """Write an operator's decision; returns the name of the version."""
     run, _ = find_policy(name.partition("@")[0])
     standing = Ledger(run).current()

@@ -93,9 +93,9 @@ class SessionExperience:
 
     async def _take(self, step: int, advance: Advance) -> tuple[list[Scored], list[Scored], int]:
         """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
-        again = await self.collector.store.rollouts(run=self.run, mode=Mode.USE, step=step)
-        if again:  # A learner that was killed before its checkpoint made this step with them.
-            return *await self._look(again, len(again)), 0
+        repeated = await self.collector.store.rollouts(run=self.run, mode=Mode.USE, step=step)
+        if repeated:  # A learner that was killed before its checkpoint made this step with them.
+            return *await self._look(repeated, len(repeated)), 0
         wanted = self.settings.sessions_per_step
         while True:
             started = time.monotonic()
@@ -135,14 +135,15 @@ class SessionExperience:
                 if scored.episode.dropped is DropReason.NO_REWARD:
                     self._unrewarded[id] = judgements[id]
                 else:
-                    session, is_usable = self._taken(scored)
+                    session, is_usable = self._prepare(scored)
                     (usable if is_usable else unusable).append(session)
             if len(usable) >= wanted:
                 break  # The others wait; in the end they are too old.
-        unusable += [self._taken(scored, is_old=True)[0] for scored in await self.collector.scored(old[:_MAX_DROPPED])]
+        too_old = await self.collector.scored(old[:_MAX_DROPPED])
+        unusable += [self._prepare(scored, is_old=True)[0] for scored in too_old]
         return usable[::-1], unusable[::-1]
 
-    def _taken(self, scored: Scored, *, is_old: bool = False) -> tuple[Scored, bool]:
+    def _prepare(self, scored: Scored, *, is_old: bool = False) -> tuple[Scored, bool]:
         """A session as a step takes it, and True if the step has something to train on in it."""
         episode = scored.episode
         ages = [self._age(transition) for transition in episode.transitions]

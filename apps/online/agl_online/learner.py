@@ -147,8 +147,8 @@ class Learner(Trainer):
         incumbent = await self._evaluation_of(stable)
         [policy] = self.loaded.policies
         agents = self.loaded.config.train.agents
-        apart = await measure_divergence(self.session.engine, policy, incumbent.episodes, agents)
-        decision = decide_at_gate(step, candidate, incumbent, self.section.gate, divergence=apart)
+        divergence = await measure_divergence(self.session.engine, policy, incumbent.episodes, agents)
+        decision = decide_at_gate(step, candidate, incumbent, self.section.gate, divergence=divergence)
         self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
         await self._attend()
@@ -158,10 +158,10 @@ class Learner(Trainer):
         await self.session.engine.versions()  # EngineError if it was lost.
         standing = self.ledger.current()
         try:
-            if (tried := standing.canary) is not None:
+            if (canary := standing.canary) is not None:
                 assert standing.stable is not None, "the run is deployed"
-                outcomes = await self._outcomes.since(standing.decided[tried].time, standing.serving)
-                decision = judge_canary(tried, standing.stable, outcomes, self.section.canary)
+                outcomes = await self._outcomes.since(standing.decided[canary].time, standing.serving)
+                decision = judge_canary(canary, standing.stable, outcomes, self.section.canary)
                 if decision is not None:
                     self._decide(decision)
             elif standing.passed is not None:
@@ -177,19 +177,19 @@ class Learner(Trainer):
     async def _follow(self) -> None:
         """Take the weights back to the stable version if they come from one that was rejected or rolled back."""
         standing, state = self.ledger.current(), self.state
-        given_up = (
+        refused = (
             step
             for step in standing.decided
             if standing.state(step) in (State.REJECTED, State.ROLLED_BACK)
             and updates_since(step, state.step, state.resets) is not None
         )
-        refused = max(given_up, default=None)
-        if refused is None or standing.stable is None:
+        latest = max(refused, default=None)
+        if latest is None or standing.stable is None:
             return
         await uninterrupted(self._load(standing.stable))
         state.resets.append([state.step, standing.stable])
         self.observer.say(
-            f"step {state.step}: version {refused} was given up; the weights are those of version {standing.stable}"
+            f"step {state.step}: version {latest} was given up; the weights are those of version {standing.stable}"
         )
 
     async def _load(self, version: int) -> None:

@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Any
 
 import orjson
 from starlette.datastructures import URL
@@ -24,6 +23,7 @@ from starlette.requests import Request
 from agl_core import kinds
 from agl_core.apis.errors import ApiError
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
+from agl_core.config.resolve import Chosen
 from agl_core.config.sections import HUB_NAME, ServerSection
 from agl_core.errors import ConfigError, ServerError
 from agl_core.kinds import Capability
@@ -103,12 +103,11 @@ def load_run(run: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 def policy_spec(version: Version, loaded: LoadedConfig) -> PolicySpec:
     """The spec by which an engine loads a version of this run. ConfigError if the weights below an adapter are gone."""
     model = loaded.config.policies[version.policy].model
-    saved, adapter = version.saved, None
+    saved = None if version.saved is None else str(version.saved.resolve())
     if saved is None or version.is_adapter:
-        weights = loaded.weights(version.policy)
-        adapter = None if saved is None else str(saved.resolve())
+        weights, adapter = loaded.weights(version.policy), saved
     else:
-        weights = str(saved.resolve())
+        weights, adapter = saved, None
     return PolicySpec(
         weights, model.dtype, model.trust_remote_code, name=model.path, adapter=adapter, version=version.step
     )
@@ -120,17 +119,15 @@ def make_engine(loaded: LoadedConfig, folder: Path) -> Engine:
     `folder` is for its log.
     """
     chosen = loaded.single["engine"]
-    if chosen is not None and Capability.POLICIES in chosen.component.provides:
-        build, options = chosen.component.build, chosen.options
-    else:
-        installed_engines = loaded.plugins.components(kinds.ENGINE).values()
-        engines = [component for component in installed_engines if Capability.POLICIES in component.provides]
-        if not engines:
+    if chosen is None or Capability.POLICIES not in chosen.component.provides:
+        engines = loaded.plugins.components(kinds.ENGINE).values()
+        component = next((engine for engine in engines if Capability.POLICIES in engine.provides), None)
+        if component is None:
             raise ConfigError("No engine is installed here that serves policies without a run. Install agl-torch.")
-        table: Any = loaded.config.engine.settings.get(engines[0].name, {})
-        build, options = engines[0].build, engines[0].options.model_validate(table)
+        table = loaded.config.engine.settings.get(component.name, {})
+        chosen = Chosen(component, component.options.model_validate(table))
     context = EngineContext(folder, loaded.config.seed, {}, False, (), api_key=os.urandom(16).hex())
-    engine: Engine = build(options, context)
+    engine: Engine = chosen.build(context)
     return engine
 
 

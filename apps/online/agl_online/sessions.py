@@ -98,7 +98,7 @@ class Sessions(RolloutSource):
         """Also ended ones that somebody still has, such as a call under way: what is deleted must not come back."""
         self._unerased: set[str] = set()
         """Ids that could not be erased yet."""
-        self._beginning, self._taking = asyncio.Lock(), asyncio.Lock()
+        self._beginning, self._receiving = asyncio.Lock(), asyncio.Lock()
         self._removed = float("-inf")
 
     @property
@@ -120,7 +120,7 @@ class Sessions(RolloutSource):
     async def start(self, base_url: str) -> None:
         """Go on with the sessions that an earlier server left open, and look after them."""
         for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
-            session = await self._recalled(rollout)
+            session = await self._recall(rollout)
             if session is not None:
                 self._open[rollout.id] = self._named[rollout.group] = session
         self._watching = asyncio.create_task(self._watch())
@@ -191,7 +191,7 @@ class Sessions(RolloutSource):
                 return session
             try:
                 rollout = await _stored(self._store, id)
-                session = None if rollout is None else await self._recalled(rollout)
+                session = None if rollout is None else await self._recall(rollout)
             except StoreError as error:
                 logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
             session = session or self._new(id, application, None, recorded=False)
@@ -206,7 +206,7 @@ class Sessions(RolloutSource):
         attempt = Attempt(id, 0, application, started=time.time())
         return self._active(rollout, attempt, recorded=recorded)
 
-    async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
+    async def _recall(self, rollout: Rollout) -> ActiveSession | None:
         """A session of the store with what its calls left behind, to go on with; None if it has none."""
         attempts = await self._store.attempts(rollout.id)
         if not attempts:
@@ -234,7 +234,7 @@ class Sessions(RolloutSource):
         self._alive[session.id] = session
         return session
 
-    async def _located(self, application: str, name: str) -> Rollout:
+    async def _find(self, application: str, name: str) -> Rollout:
         """An application's session by its id or name; of several of one name, the latest.
 
         ApiError 404 if there is none, 410 if it was deleted, 403 if it is another application's.
@@ -338,7 +338,7 @@ class Sessions(RolloutSource):
         return SessionReply(session=session.id, path=rollout_path(*session.key), key=key, recorded=session.recorded)
 
     async def _answer_end(self, application: str, body: EndSession) -> Empty:
-        session = self._open.get((await self._located(application, body.session)).id)
+        session = self._open.get((await self._find(application, body.session)).id)
         if session is not None:
             await self.end(session, "request")
         return Empty()
@@ -358,7 +358,7 @@ class Sessions(RolloutSource):
                 raise _no_call(request.call)
             name = session_id[0]
         assert name is not None, "the request was checked"
-        session = (await self._located(application, name)).id
+        session = (await self._find(application, name)).id
         active = self._alive.get(session)
         if active is not None:  # A reply may go out before its call is written.
             await active.wait_until_written()
@@ -368,7 +368,7 @@ class Sessions(RolloutSource):
         note = None if request.note is None else self.redaction.text(request.note)
         feedback = {"rewards": request.rewards, "note": note}
         annotation = Annotation(*key, request.id or uuid.uuid4().hex, time.time(), feedback, request.call)
-        async with self._taking:
+        async with self._receiving:
             is_new = annotation.id not in {known.id for known in await self._store.annotations([key])}
             if is_new:
                 await self._store.put(annotation)
