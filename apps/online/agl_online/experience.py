@@ -14,13 +14,14 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.learning.batch import left_out, staleness
 from agl_core.store.interface import Store, Wanted
 from agl_core.training.metrics import Advance
-from agl_core.training.rollouts import Collector, Drawn, Scored, warn_of_failed_rules
+from agl_core.training.rollouts import Drawn, Scored, warn_of_failed_rules
+from agl_core.training.session import Session
 from agl_core.types import Attempt, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 
@@ -53,11 +54,9 @@ class SessionExperience:
     looks: there is more to do while sessions are waited for.
     """
 
-    collector: Collector
-    run: str
+    session: Session
     settings: LearnSection
     agents: Sequence[str]
-    versions: Mapping[str, int]
     since: Callable[[int], int | None]
     between: Callable[[], Awaitable[None]]
     _unrewarded: dict[str, int] = field(default_factory=dict, init=False)
@@ -93,7 +92,7 @@ class SessionExperience:
 
     async def _take(self, step: int, advance: Advance) -> tuple[list[Scored], list[Scored], int]:
         """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
-        repeated = await self.collector.store.rollouts(run=self.run, mode=Mode.USE, step=step)
+        repeated = await self.session.collector.store.rollouts(run=self.session.run, mode=Mode.USE, step=step)
         if repeated:  # A learner that was killed before its checkpoint made this step with them.
             return *await self._look(repeated, len(repeated)), 0
         wanted = self.settings.sessions_per_step
@@ -109,10 +108,10 @@ class SessionExperience:
 
     async def _waiting(self) -> list[Rollout]:
         """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
-        ended: Wanted = {"run": self.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
+        ended: Wanted = {"run": self.session.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
         first: Wanted = {**ended, "limit": _MAX_DROPPED}
         last: Wanted = {**ended, "newest": _LATEST}
-        store = self.collector.store
+        store = self.session.collector.store
         earliest, latest = await store.rollouts(**first), await store.rollouts(**last)
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
@@ -121,7 +120,7 @@ class SessionExperience:
 
         They are the latest, which come from versions that are nearest to the weights.
         """
-        ended = await read_ended(self.collector.store, rollouts)
+        ended = await read_ended(self.session.collector.store, rollouts)
         judgements = {rollout.id: number for rollout, _, number in ended}
         self._unrewarded = {id: self._unrewarded[id] for id in judgements if id in self._unrewarded}
         limit = time.time() - _MAX_AGE
@@ -130,7 +129,7 @@ class SessionExperience:
         changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != judgements[rollout.id]]
         usable, unusable = list[Scored](), list[Scored]()
         for start in range(0, len(changed), 2 * wanted):
-            for scored in await self.collector.scored(changed[start : start + 2 * wanted]):
+            for scored in await self.session.collector.scored(changed[start : start + 2 * wanted]):
                 id = scored.rollout.id
                 if scored.episode.dropped is DropReason.NO_REWARD:
                     self._unrewarded[id] = judgements[id]
@@ -139,7 +138,7 @@ class SessionExperience:
                     (usable if is_usable else unusable).append(session)
             if len(usable) >= wanted:
                 break  # The others wait; in the end they are too old.
-        too_old = await self.collector.scored(old[:_MAX_DROPPED])
+        too_old = await self.session.collector.scored(old[:_MAX_DROPPED])
         unusable += [self._prepare(scored, is_old=True)[0] for scored in too_old]
         return usable[::-1], unusable[::-1]
 
@@ -149,11 +148,11 @@ class SessionExperience:
         ages = [self._age(transition) for transition in episode.transitions]
         # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
         transitions = tuple(
-            transition if age is None else replace(transition, version=self.versions[transition.policy] - age)
+            transition if age is None else replace(transition, version=self.session.versions[transition.policy] - age)
             for transition, age in zip(episode.transitions, ages, strict=True)
         )
         episode = replace(episode, transitions=transitions)
-        is_stale = is_old or None in ages or staleness(episode, self.versions) > self.settings.max_staleness
+        is_stale = is_old or None in ages or staleness(episode, self.session.versions) > self.settings.max_staleness
         if episode.dropped is None and is_stale:
             episode = replace(episode, dropped=DropReason.STALE)
         trained = (left_out(transition, self.agents) is None for transition in episode.transitions)
@@ -161,7 +160,7 @@ class SessionExperience:
 
     def _age(self, transition: Transition) -> int | None:
         """The updates since; None if the weights do not come from what answered."""
-        if transition.version is None or transition.policy not in self.versions:
+        if transition.version is None or transition.policy not in self.session.versions:
             return None
         return self.since(transition.version)
 

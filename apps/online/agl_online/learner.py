@@ -80,13 +80,11 @@ class Learner(Trainer):
     def __post_init__(self) -> None:
         # What an earlier version sampled is bound to have other log-probabilities.
         self.watch.settings = {AlarmName.LOGPROB_GAP: False, **self.watch.settings}
-        self._outcomes = Outcomes(self.session.collector, self.session.run)
+        self._outcomes = Outcomes(self.session)
         self._sessions = SessionExperience(
-            self.session.collector,
-            self.session.run,
+            self.session,
             self.section,
             self.loaded.config.train.agents,
-            versions=self.session.versions,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
             between=self._attend,
         )

@@ -21,7 +21,8 @@ from agl_core.learning.evaluations import compare
 from agl_core.protocols import Engine
 from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import health_metrics, mean
-from agl_core.training.rollouts import Collector, Scored
+from agl_core.training.rollouts import Scored
+from agl_core.training.session import Session
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
 from agl_online.experience import read_ended
@@ -253,8 +254,8 @@ _UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.PLUGIN, DropReason.REWAR
 class Outcomes:
     """Reads them from the store; what was scored is scored again only when something new was said of it."""
 
-    def __init__(self, collector: Collector, run: str) -> None:
-        self._collector, self._run = collector, run
+    def __init__(self, session: Session) -> None:
+        self._collector, self._run = session.collector, session.run
         self._scored: dict[tuple[str, int], Outcome | None] = {}
         """By session, and how much was said of it."""
 

@@ -80,17 +80,11 @@ class Cell:
     """The rest, where they part."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedTurn:
-    """One turn of all sides; None where a side has none."""
+def align(sides: Sequence[RolloutReport]) -> list[tuple[list[Cell | None], bool]]:
+    """The turns of all sides, each against those that had said the same until then; None where a side has none.
 
-    cells: Sequence[Cell | None]
-    parts: bool
-    """True if sides with the same history went different ways here."""
-
-
-def align(sides: Sequence[RolloutReport]) -> list[AlignedTurn]:
-    """The turns of all sides, each against those that had said the same until then."""
+    True beside a turn: sides with the same history went different ways there.
+    """
     turns = [[] if side.counted is None else side.counted.turns for side in sides]
     texts = [[message_text(turn.transition.response) for turn in of_side] for of_side in turns]
     rows = []
@@ -107,7 +101,7 @@ def align(sides: Sequence[RolloutReport]) -> list[AlignedTurn]:
                 cells.append(Cell(of_side[number], replies[number][:length], replies[number][length:]))
             else:
                 cells.append(None)
-        rows.append(AlignedTurn(cells, any(len(set(replies)) > 1 for replies in by_history.values())))
+        rows.append((cells, any(cell.own for cell in cells if cell is not None)))
     return rows
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from agl_core.learning.rewards import ScoringRule
@@ -74,9 +75,9 @@ class Sessions:
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
         collector = Collector(self.store, nobody, rules, NOTHING, Plugins().hook, lambda: None)
+        session: Any = SimpleNamespace(collector=collector, run="run", versions={"default": self.engine_version})
         return SessionExperience(
-            *(collector, "run", LearnSection(**self.settings), ("*",)),
-            versions={"default": self.engine_version},
+            *(session, LearnSection(**self.settings), ("*",)),
             since=lambda version: updates_since(version, self.step, self.resets),
             between=between or self._once(),
         )
