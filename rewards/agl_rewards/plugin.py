@@ -1,4 +1,4 @@
-"""The package's components. Rules that a decorator made need no more than being here."""
+"""The package's components. Those that a decorator made need no more than being here."""
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register
@@ -9,7 +9,8 @@ from agl_rewards.evaluators import numeric_match as numeric_match
 from agl_rewards.evaluators import regex_format as regex_format
 from agl_rewards.evaluators import token_f1 as token_f1
 from agl_rewards.judge import JudgeOptions, judge
-from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, Verified
+from agl_rewards.reasoning import Verified
+from agl_rewards.reasoning import reasoning_gym_tasks as reasoning_gym_tasks
 from agl_rewards.relative import RelativeJudgeOptions, relative_judge
 from agl_rewards.signals import abandoned as abandoned
 from agl_rewards.signals import asked_again as asked_again
@@ -19,7 +20,7 @@ from agl_rewards.sql import sql_match as sql_match
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """The rules that are made once for a run, from their settings, and tasks that come with a verifier of their own."""
+    """The rules that are made once for a run, from their settings."""
     register(kinds.REWARD, "judge", judge, options=JudgeOptions)
     register(kinds.REWARD, "relative_judge", relative_judge, options=RelativeJudgeOptions, needs={Capability.GROUPS})
     register(kinds.REWARD, "tool_results", tool_results, options=ToolResultsOptions, provides={Capability.TOOL_RESULTS})
@@ -28,11 +29,4 @@ def register_components(register: Register) -> None:
         "reasoning_gym",
         lambda options: Verified(),
         doc="The score that the dataset's own verifier gives the agent's result; for tasks of reasoning_gym.",
-    )
-    register(
-        kinds.TASK_SOURCE,
-        "reasoning_gym",
-        ReasoningGymTasks,
-        options=ReasoningGymOptions,
-        doc="A hundred kinds of tasks with verifiers, made anew for each seed (needs `agl-rewards[reasoning-gym]`).",
     )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from agl_core.decorators import endless_task_source
 from agl_core.errors import ConfigError, PluginError, nearest
 from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError, run_sandboxed
-from agl_core.types import Episode, Json, Task
+from agl_core.types import Episode, Task
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -23,46 +22,39 @@ _KEY = "reasoning_gym"
 _APART = 1 << 24
 """Between the seeds of two datasets. Task i of seed s is task i - 1 of seed s + 1, so the seeds must be far apart."""
 _HELD_OUT = 1000
-"""Tasks of the split eval; [eval] tasks takes the first of them."""
+"""Tasks of the split eval, whose seed is 0; [eval] tasks takes the first of them."""
 
 
-class ReasoningGymOptions(BaseModel):
-    """Which tasks of reasoning-gym."""
+@endless_task_source(name="reasoning_gym", held_out=_HELD_OUT)
+def reasoning_gym_tasks(
+    index: int,
+    seed: int,
+    *,
+    dataset: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="The dataset's name in reasoning-gym, for instance 'chain_sum'. Several are a `mixture`.",
+        ),
+    ],
+    split: Annotated[
+        Literal["train", "eval"],
+        Field(
+            description="eval: tasks of a seed of its own, the same in every run. A dataset with few different tasks "
+            "may repeat some of those of training."
+        ),
+    ] = "train",
+    settings: Annotated[dict[str, Any], Field(description="Settings of the dataset, for instance min_terms = 2.")] = {},  # noqa: B006
+) -> Task:
+    """A hundred kinds of tasks with verifiers, made anew for each seed (needs `agl-rewards[reasoning-gym]`).
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dataset: str = Field(
-        min_length=1,
-        description="The dataset's name in reasoning-gym, for instance 'chain_sum'. Several are a `mixture`.",
-    )
-    split: Literal["train", "eval"] = Field(
-        "train",
-        description="eval: tasks of a seed of its own, the same in every run. A dataset with few different tasks may "
-        "repeat some of those of training.",
-    )
-    settings: dict[str, Any] = Field({}, description="Settings of the dataset, for instance min_terms = 2.")
-
-
-class ReasoningGymTasks:
-    """The tasks of one dataset; the agent is called with the question."""
-
-    def __init__(self, options: ReasoningGymOptions, folder: Path, seed: int) -> None:
-        """ConfigError if there is no such dataset, or it refuses its settings."""
-        self._seed = _APART * (seed + 1) if options.split == "train" else 0
-        self._options = options
-        self._described = {"dataset": options.dataset, "seed": self._seed, "size": _APART, "settings": options.settings}
-        self._dataset = _dataset(self._described)
-
-    @property
-    def size(self) -> int | None:
-        """None: those of training have no end."""
-        return None if self._options.split == "train" else _HELD_OUT
-
-    def task(self, index: int) -> Task:
-        """The task at this index, from 0 on."""
-        entry = self._dataset[index]
-        metadata = {_KEY: {**self._described, "index": index}, "answer": str(entry["answer"])}
-        return Task(f"{self._options.dataset}-{self._seed}-{index}", entry["question"], self._options.split, metadata)
+    The agent is called with the question. ConfigError if there is no such dataset, or it refuses its settings.
+    """
+    seed = _APART * (seed + 1) if split == "train" else 0
+    described = {"dataset": dataset, "seed": seed, "size": _APART, "settings": settings}
+    entry = _dataset(json.dumps(described, sort_keys=True))[index]
+    metadata = {_KEY: {**described, "index": index}, "answer": str(entry["answer"])}
+    return Task(f"{dataset}-{seed}-{index}", entry["question"], split, metadata)
 
 
 class Verified(IsolatedRule):
@@ -81,7 +73,7 @@ class Verified(IsolatedRule):
             )
         if episode.result is None:
             return 0.0
-        dataset = {name: value for name, value in origin.items() if name != "index"}
+        dataset = json.dumps({name: value for name, value in origin.items() if name != "index"}, sort_keys=True)
         entry = _dataset(dataset)[origin["index"]]  # Here: some are others in a process with other hashes of texts.
         arguments = (dataset, entry, str(episode.result).strip())
         try:
@@ -91,7 +83,7 @@ class Verified(IsolatedRule):
         return min(1.0, max(0.0, value)) if isinstance(value, float) else 0.0  # The answer may have written it.
 
 
-def _score(described: Mapping[str, Json], entry: dict[str, Any], answer: str) -> float:
+def _score(described: str, entry: dict[str, Any], answer: str) -> float:
     dataset = _dataset(described)
     try:
         return float(dataset.score_answer(answer, entry))
@@ -99,13 +91,10 @@ def _score(described: Mapping[str, Json], entry: dict[str, Any], answer: str) ->
         return 0.0
 
 
-def _dataset(described: Mapping[str, Json]) -> ProceduralDataset:
-    return _created(json.dumps(described, sort_keys=True))
-
-
 @cache
-def _created(as_json: str) -> ProceduralDataset:
-    name, seed, size, settings = map(json.loads(as_json).get, ("dataset", "seed", "size", "settings"))
+def _dataset(described: str) -> ProceduralDataset:
+    """The dataset that a JSON object describes."""
+    name, seed, size, settings = map(json.loads(described).get, ("dataset", "seed", "size", "settings"))
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

@@ -14,15 +14,16 @@ import reasoning_gym
 from agl_core import kinds
 from agl_core.errors import ConfigError, PluginError
 from agl_core.plugins import Plugins
+from agl_core.protocols import TaskSource
 from agl_core.testing import episodes as make
 from agl_core.types import Task
 from agl_rewards import reasoning
-from agl_rewards.reasoning import ReasoningGymTasks, Verified
+from agl_rewards.reasoning import Verified
 
 
-def tasks(seed: int = 0, **options: Any) -> ReasoningGymTasks:
+def tasks(seed: int = 0, **options: Any) -> TaskSource:
     component = Plugins.load().component(kinds.TASK_SOURCE, "reasoning_gym", "[tasks.train] source")
-    built: ReasoningGymTasks = component.build(component.options(**options), Path(), seed)
+    built: TaskSource = component.build(component.options(**options), Path(), seed)
     return built
 
 
@@ -102,7 +103,7 @@ def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
 )
 def test_what_is_not_there(options: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        tasks(**options)
+        tasks(**options).task(0)
 
 
 async def test_tasks_of_another_source_are_refused() -> None:
@@ -112,6 +113,6 @@ async def test_tasks_of_another_source_are_refused() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    reasoning._created.cache_clear()
+    reasoning._dataset.cache_clear()
     with pytest.raises(ConfigError, match=r"agl-rewards\[reasoning-gym\]"):
-        tasks(dataset="chain_sum")
+        tasks(dataset="chain_sum").task(0)

@@ -327,6 +327,7 @@ class Mixture:
                 )
             if part.size == 0:
                 raise ConfigError(f"The part '{name}' of a mixture has no tasks. Fill it, or leave it out.")
+            part.task(0)  # What is wrong with a part shows before anything starts.
         total = sum(part.weight for part in options.parts.values())
         counts = {name: max(1, round(_CYCLE * part.weight / total)) for name, part in options.parts.items()}
         self._counts = {name: count // math.gcd(*counts.values()) for name, count in counts.items()}

@@ -34,6 +34,11 @@ class Numbers:
         return Task(str(index), index, metadata={"number": index})
 
 
+class Misnamed(Numbers):
+    def task(self, index: int) -> Task:
+        raise ConfigError("there is no such dataset")
+
+
 class Recorded(Numbers):
     without_logprobs = False
 
@@ -94,6 +99,7 @@ def test_rewards_are_also_by_part() -> None:
     [
         (Numbers(0), "The part 'b' of a mixture has no tasks"),
         (Recorded(2), "The part 'b' of a mixture is of recorded rollouts"),
+        (Misnamed(None), "there is no such dataset"),
     ],
 )
 def test_a_part_that_cannot_be_mixed_is_named(source: TaskSource, problem: str) -> None:
